@@ -41,6 +41,7 @@ COMMANDS = {
     ),
     "convert": Command("tools.convert_checkpoint", "Convert from and to Hugging Face, from Megatron-LM, to torch."),
     "generate": Command("tools.generate", "Continue a text with a trained model."),
+    "verify_layouts": Command("tools.verify_layouts", "Compare layouts with one process, parameter by parameter."),
     "plot": Command("tools.plot", "Draw the loss, the load of experts and the timeline of a run."),
     "profile": Command("tools.profile", "Show where the time of recorded steps went, on every rank."),
     "plot_schedule": Command("tools.plot_schedule", "Print, simulate and draw a pipeline schedule."),

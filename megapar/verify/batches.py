@@ -1,4 +1,4 @@
-"""Global batches of random tokens that show what a layout does wrong. Equal losses of all tokens would hide it."""
+"""Global batches of random tokens, made to show mistakes of a layout. Equal losses of all tokens would hide them."""
 
 from dataclasses import replace
 

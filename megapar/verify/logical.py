@@ -21,12 +21,14 @@ from megapar.train.state import TrainState
 @dataclass(frozen=True)
 class Held:
     """One rank's part of a logical tensor. `partial`: the tensor is the sum of the ranks' parts of it, else these are
-    equal. Ranks of an axis of replicas (`ParamSpec.grad_axis`) are `replica`s of each other."""
+    equal. Ranks of an axis of replicas (`ParamSpec.grad_axis`) are `replica`s of each other. `routed`: a router sends
+    some of the tokens there (`ParamSpec.token_share`)."""
 
     piece: Piece
     values: Tensor
     partial: bool
     replica: int
+    routed: bool = False
 
 
 def weights(param: nn.Parameter) -> Tensor:
@@ -72,11 +74,8 @@ def held(
         last = 0
         for piece, first, last in spec.segments():
             partial = unsummed and any(axis.size > 1 for axis in piece.partial)
-            parts.append(
-                Held(
-                    _without_axes(piece), flat[first:last].view(piece.local_shape).clone(), partial, spec.grad_axis.rank
-                )
-            )
+            local = flat[first:last].view(piece.local_shape).clone()
+            parts.append(Held(_without_axes(piece), local, partial, spec.grad_axis.rank, spec.token_share < 1))
         assert not flat[last:].any(), f"{spec.name}: padding is not zero"
     return parts
 
@@ -88,10 +87,12 @@ def _without_axes(piece: Piece) -> Piece:
 
 @dataclass(frozen=True)
 class Assembled:
-    """Logical tensors by name. `problems` says by name in what the parts of a tensor contradict each other."""
+    """Logical tensors by name. `problems` says by name in what the parts of a tensor contradict each other. `routed`
+    are the names of tensors of experts."""
 
     tensors: Mapping[str, Tensor]
     problems: Mapping[str, str]
+    routed: frozenset[str] = frozenset()
 
 
 def assembled(ranks: Sequence[Sequence[Held]]) -> Assembled:
@@ -111,7 +112,8 @@ def assembled(ranks: Sequence[Sequence[Held]]) -> Assembled:
             text = text or f"replica {replica} differs from the first"
         if text:
             problems.setdefault(name, text)
-    return Assembled(tensors, problems)
+    routed = {name for (name, _), found in parts.items() if found[0].routed}
+    return Assembled(tensors, problems, frozenset(routed))
 
 
 def assemble(ranks: Sequence[Sequence[Held]]) -> dict[str, Tensor]:
@@ -194,7 +196,8 @@ def _whole_gradients(state: TrainState) -> dict[nn.Parameter, Tensor]:
     grads = state.grads
     layout = state.grads.layout
     for bucket in layout.buckets:
-        axis, (start, stop) = layout.axis(bucket), layout.shard(bucket)
+        axis = layout.axis(bucket)
+        start, stop = layout.shard(bucket)
         whole = torch.zeros(bucket.stop - bucket.start, device=grads.flat.device)
         whole[start - bucket.start : stop - bucket.start] = grads.part(start, stop)
         collectives.all_gather_shard_async(whole, axis).wait()

@@ -1,0 +1,188 @@
+"""A small model of the same kind, for layouts to be compared in seconds.
+
+What makes layouts differ stays: the family and its options, how query heads share keys, precision, dropout, tied
+matrices. Sizes shrink to what the layouts need.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from megapar.config.options import (
+    CheckpointConfig,
+    Config,
+    DataConfig,
+    KernelsConfig,
+    LaunchConfig,
+    LogConfig,
+    ModelConfig,
+    MoEConfig,
+    TrainConfig,
+)
+
+SAMPLES = 12
+"""Samples of a step. dp 2, 3, 4 and 6 divide them; dp 5 shows replicas with unequal numbers of micro-batches."""
+MICRO_BATCH = 2
+_LENGTH = 24
+_VOCABULARY = 131
+_LAYERS = 4
+_HEADS = 8
+_HEAD_DIM = 10
+_WIDTH = 40
+_EXPERTS = 8
+_BUCKET_MB = 1 / 64
+
+
+def tested(config: Config) -> Config:
+    """`config` as it is compared: on CPUs, with synthetic data, and with updates large enough to show mistakes.
+
+    A first update of AdamW is about g / (|g| + eps). With an eps above the rounding of gradients it is
+    well-conditioned, and with a high learning rate it is large beside the weights.
+    """
+    optimizer = replace(
+        config.optimizer,
+        lr=5e-2,
+        min_lr=0.0,
+        schedule="constant",
+        warmup_steps=0,
+        decay_steps=0,
+        eps=1e-2,
+        clip_grad=0.5,
+        weight_decay=config.optimizer.weight_decay or 0.1,
+    )
+    usual = TrainConfig()
+    train = replace(
+        config.train,
+        steps=10,
+        batch_ramp=(),
+        eval_every=usual.eval_every,
+        eval_samples=usual.eval_samples,
+        memory_report=False,
+    )
+    return replace(
+        config,
+        train=train,
+        optimizer=optimizer,
+        data=DataConfig(documents=config.data.documents),
+        checkpoint=CheckpointConfig(resume="none", save_last=False),
+        log=LogConfig(),
+        kernels=replace(KernelsConfig(), loss_chunk=config.kernels.loss_chunk),
+        launch=replace(
+            LaunchConfig(device="cpu", threads=1),
+            timeout_seconds=config.launch.timeout_seconds,
+            cpu_exchange=config.launch.cpu_exchange,
+        ),
+    )
+
+
+def with_small_batch(config: Config, layouts: Sequence[Config]) -> Config:
+    """`config` with a small batch of short samples for all `layouts`: the same configuration, laid out."""
+    unit = _unit_of_length(layouts)
+    length = min(_rounded(_LENGTH, unit), config.model.max_position_embeddings // unit * unit)
+    samples = SAMPLES
+    if config.model.moe.num_experts:  # replicas that share experts need equal numbers of micro-batches
+        samples = math.lcm(SAMPLES, *(layout.parallel.dp * MICRO_BATCH for layout in layouts))
+    train = replace(
+        config.train,
+        global_batch_size=samples,
+        micro_batch_size=MICRO_BATCH,
+        # A model with fewer positions is refused in words of its own.
+        seq_length=max(length, unit),
+    )
+    return replace(config, train=train)
+
+
+def with_small_model(config: Config, layouts: Sequence[Config]) -> list[Config]:
+    """Each of `layouts`, validated, with one small model in place of the model of `config`."""
+    model = small_model(config.model, layouts, _units(layouts))
+    made = []
+    for layout in layouts:
+        parallel = layout.parallel
+        if model.num_hidden_layers != layout.model.num_hidden_layers:
+            parallel = replace(parallel, partition=())
+        optimizer = layout.optimizer
+        if optimizer.zero_stage < 2:
+            # Several buckets, so that their order and their ends count.
+            optimizer = replace(optimizer, bucket_mb=_BUCKET_MB)
+        made.append(replace(layout, model=model, parallel=parallel, optimizer=optimizer))
+    return made
+
+
+def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int, int]) -> ModelConfig:
+    """`model` with smaller sizes for these layouts. `units` come from `_units`."""
+    heads_unit, width_unit = units
+    heads = model.num_attention_heads
+    kv_heads = model.num_key_value_heads or heads
+    shared_by = heads // kv_heads
+    if heads > _HEADS:
+        heads = min(heads, _rounded(min(max(_HEADS // 2, 2 * shared_by), _HEADS), heads_unit))
+    # Two key/value heads at least, if the model has them: so tensor ranks have a head of their own.
+    kv_limit = max(heads // shared_by, min(2, kv_heads))
+    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
+    hidden_size = heads * min(head_dim, _HEAD_DIM)
+    if model.head_dim and model.head_dim * model.num_attention_heads != model.hidden_size:
+        hidden_size += 6  # a width that is not that of all heads
+    stages = max(layout.parallel.pp * max(layout.parallel.vpp, 1) for layout in layouts)
+    layers = min(model.num_hidden_layers, max(_LAYERS, stages))
+    return replace(
+        model,
+        hidden_size=hidden_size,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(n for n in range(1, kv_limit + 1) if heads % n == 0),
+        head_dim=min(head_dim, _HEAD_DIM) if model.head_dim else 0,
+        intermediate_size=_rounded(2 * hidden_size + 2, width_unit),
+        vocab_size=min(model.vocab_size or _VOCABULARY, _VOCABULARY),
+        max_position_embeddings=min(model.max_position_embeddings, 64 * _unit_of_length(layouts)),
+        initializer_range=0.1,
+        moe=_small_experts(model.moe, layers, width_unit),
+    )
+
+
+def _small_experts(moe: MoEConfig, layers: int, width_unit: int) -> MoEConfig:
+    if not moe.num_experts:
+        return moe
+    # Groups keep their number of chosen ones, and get as few experts as these need.
+    groups = min(moe.n_group, 4)
+    chosen_groups = min(moe.topk_group, groups)
+    top_k = min(moe.num_experts_per_tok, 3)
+    if groups > 1:
+        top_k = chosen_groups
+    each = max(_EXPERTS // groups, 2)
+    experts = min(moe.num_experts, groups * each)
+    shared = _rounded(_WIDTH // 2, width_unit) if moe.shared_expert_intermediate_size else 0
+    return replace(
+        moe,
+        num_experts=experts,
+        num_experts_per_tok=min(top_k, experts),
+        n_group=groups,
+        topk_group=chosen_groups,
+        moe_intermediate_size=_rounded(_WIDTH, width_unit),
+        shared_expert_intermediate_size=shared,
+        mlp_only_layers=tuple(layer for layer in moe.mlp_only_layers if layer < layers),
+    )
+
+
+def _units(layouts: Sequence[Config]) -> tuple[int, int]:
+    """What heads and widths must be multiples of, for all layouts."""
+    heads = [
+        layout.parallel.tp * (layout.parallel.cp if layout.parallel.cp_attention == "ulysses" else 1)
+        for layout in layouts
+    ]
+    widths = [math.lcm(layout.parallel.tp, max(layout.parallel.etp, 1)) for layout in layouts]
+    return math.lcm(*heads), math.lcm(*widths)
+
+
+def _unit_of_length(layouts: Sequence[Config]) -> int:
+    """What the length of a sample must be a multiple of, for all layouts."""
+    units = [1]
+    for layout in layouts:
+        parallel = layout.parallel
+        tp = parallel.tp if parallel.sequence_parallel else 1
+        units.append(tp if parallel.cp == 1 else parallel.cp * math.lcm(2, tp))
+    return math.lcm(*units)
+
+
+def _rounded(size: int, unit: int) -> int:
+    """`size`, or the next multiple of `unit` above it."""
+    return -(-size // unit) * unit

@@ -1,0 +1,244 @@
+"""tools/verify_layouts.py: it reads what people write, passes what is right, and sees every fault that it plants.
+
+The comparison is the tool's own, so these tests plant faults in the code that ranks run (megapar.verify.plants).
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from megapar_models.registry import named_configs
+
+from megapar.config.files import load
+from megapar.config.options import Config, ParallelConfig, flatten
+from megapar.errors import ConfigError
+from megapar.verify import layout_words, plants
+from megapar.verify.compare import NOISES, ROUNDINGS, compare
+from megapar.verify.logical import Assembled
+from megapar.verify.run import Shown, Step
+from tests.support.program import ROOT, TINY, Ended, Program
+from tests.support.sweeps import slow_but
+from tools import verify_layouts
+from tools.verify_layouts import MODELS, cases_of, own_layouts, planted_case
+
+TOOL = ROOT / "tools/verify_layouts.py"
+CONFIG = TINY[:2]
+FAULTS = [plant.name for plant in plants.PLANTS]
+
+
+def run(*words: str, folder: Path) -> Ended:
+    return Program(TOOL, words, folder, {}).wait()
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("text", "options"),
+    [
+        ("tp2", {"parallel.tp": 2}),
+        ("tp=2,PP2", {"parallel.tp": 2, "parallel.pp": 2}),
+        ("tp2xpp2", {"parallel.tp": 2, "parallel.pp": 2}),
+        ("tp2-pp2+dp3", {"parallel.tp": 2, "parallel.pp": 2, "parallel.dp": 3}),
+        ("parallel.tp=2", {"parallel.tp": 2}),
+        ("tp2,sequence_parallel", {"parallel.tp": 2, "parallel.sequence_parallel": True}),
+        ("dp2,fsdp", {"parallel.dp": 2, "optimizer.zero_stage": 3}),
+        ("dp2,zero-1,shard1", {"parallel.dp": 2, "optimizer.zero_stage": 1, "optimizer.shard_ranks": 1}),
+        ("cp4,ring", {"parallel.cp": 4, "parallel.cp_attention": "ring"}),
+        ("pp2,zb-h1", {"parallel.pp": 2, "parallel.schedule": "zb-h1"}),
+        ("pp2,a.b:MINE", {"parallel.pp": 2, "parallel.schedule": "a.b:MINE"}),
+        ("pp2,orders.txt", {"parallel.pp": 2, "parallel.schedule": "orders.txt"}),
+        ("ep2", {"parallel.ep": 2, "parallel.dp": 2}),
+        ("tp2,recompute,mb3", {"parallel.tp": 2, "train.recompute": "full", "train.micro_batch_size": 3}),
+    ],
+)
+def test_words_of_a_layout(text: str, options: dict[str, object]) -> None:
+    assert dict(layout_words.read(text).options) == options
+
+
+@pytest.mark.parametrize(
+    ("text", "works"),
+    [
+        ("", "such as tp2,pp2"),
+        ("tp", "such as tp2"),
+        ("tp2,tp3", "is 2 and 3"),
+        ("pp2,zb-h", "did you mean zb-h1 or zb-v?"),
+        ("dp2,zero5", "use zero0 zero1 zero2 zero3"),
+        ("sp", "add tp2"),
+        ("zb-v", "add pp2"),
+        ("ring", "add cp2"),
+        ("bf16", "--train.precision bf16"),
+        ("nonsense", "use tpN ppN dpN"),
+    ],
+)
+def test_an_unknown_word_is_refused_with_one_that_works(text: str, works: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        layout_words.read(text)
+    assert works in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_options_without_effect_in_a_layout_do_not_keep_it_from_running() -> None:
+    config = replace(
+        Config(), parallel=ParallelConfig(tp=2, pp=2, sequence_parallel=True, schedule="zb-v", partition=(2, 2))
+    )
+    laid_out = layout_words.read("dp2").of(config).parallel
+    assert laid_out == ParallelConfig(dp=2)
+    assert layout_words.read("pp4").of(config).parallel.schedule == "zb-v"
+    assert layout_words.read("pp2,vpp3").of(config).parallel.schedule == "interleaved"
+
+
+@pytest.mark.parametrize("name", named_configs(verify_layouts.CONFIGS))
+def test_every_preset_has_a_small_model_for_its_layouts(name: str) -> None:
+    """Without ranks: `cases_of` validates the small models too."""
+    config = load(["--config", name], named_configs(verify_layouts.CONFIGS)).config
+    layouts = own_layouts(config)
+    assert len(layouts) >= 4
+    reference, cases = cases_of(config, layouts, whole=False)
+    assert reference.model.hidden_size < 200
+    assert {case.config.model for case in cases} == {reference.model}
+    assert reference.model.family == config.model.family
+    assert reference.train.precision == config.train.precision
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_plant_brings_what_a_config_lacks(model: str) -> None:
+    for plant in plants.PLANTS:
+        config, layouts = planted_case(plant, replace(Config(), model=MODELS[model]), ["dp2"])
+        cases_of(config, layouts, whole=False)
+        assert {layout.name for layout in layouts} == {"dp2", *plant.layouts}
+
+
+# The rule
+
+
+def shown(value: float, problem: str = "") -> Shown:
+    """One step with one gradient of norm 1, and `value` added to it."""
+    tensor = torch.tensor([1.0 + value, 0.0], dtype=torch.float64)
+    gradients = Assembled({"a": tensor}, {"a": problem} if problem else {})
+    return Shown(Assembled({}, {}), [Step([{"loss": 1.0}], gradients, Assembled({}, {}))])
+
+
+@pytest.mark.parametrize(
+    ("difference", "noise", "unit", "passes"),
+    [
+        (0.9 * NOISES * 1e-3, 1e-3, 1e-9, True),
+        (1.1 * NOISES * 1e-3, 1e-3, 1e-9, False),
+        (0.9 * ROUNDINGS * 1e-3, 1e-9, 1e-3, True),
+        (1.1 * ROUNDINGS * 1e-3, 1e-9, 1e-3, False),
+        (float("nan"), 1e-3, 1e-3, False),
+        (float("inf"), 1e-3, 1e-3, False),
+    ],
+)
+def test_a_difference_may_be_as_large_as_rounding_explains(
+    difference: float, noise: float, unit: float, passes: bool
+) -> None:
+    found = compare(shown(difference), shown(0.0), [shown(noise), shown(-noise / 2)], unit)
+    assert {each.name: each.passed for each in found} == {"loss": True, "a": passes}
+
+
+def test_copies_that_differ_and_tensors_that_lack_never_pass() -> None:
+    copies = compare(shown(0.0, "copies differ"), shown(0.0), [shown(0.0)], 1.0)
+    assert [each.sentence() for each in copies if not each.passed] == ["a: gradient of step 1: copies differ"]
+    none = replace(shown(0.0), steps=[replace(shown(0.0).steps[0], gradients=Assembled({}, {}))])
+    for layout, reference in ((none, shown(0.0)), (shown(0.0), none)):
+        assert [each.name for each in compare(layout, reference, [reference], 1.0) if not each.passed] == ["a"]
+
+
+# Runs
+
+
+def test_right_layouts_pass_also_those_of_a_family_and_a_schedule_of_ones_own(tmp_path: Path) -> None:
+    layouts = ("pp2,vpp2,tests.support.schedules:BACK_AND_FORTH", "dp2,zero3")
+    words = ("--model.family", "tests.toy_family:FAMILY", "--json", "report.json", "--layouts", *layouts)
+    ended = run(*CONFIG, *words, folder=tmp_path)
+    assert (ended.code, ended.err) == (0, ""), ended.out + ended.err
+    assert "2 layouts compute what one process computes" in ended.out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [layout["layout"] for layout in report["layouts"]] == list(layouts)
+    for layout in report["layouts"]:
+        assert layout["passed"]
+        gradients = [each for each in layout["differences"] if each["kind"] == "gradient"]
+        assert len(gradients) == 2 * 35
+        # Different orders round differently. Noise of 0 would mean that nothing was tried.
+        assert all(0 < each["noise"] < 1e-4 * each["norm"] for each in gradients)
+
+
+def test_plants_are_listed_by_bare_names_and_unknown_ones_refused(tmp_path: Path) -> None:
+    listed = run("--plant", "list", folder=tmp_path)
+    assert (listed.code, listed.out.split("\n")) == (0, [*FAULTS, ""])
+    assert len(set(FAULTS)) >= 20
+    unknown = run("--plant", "tied-embedding", folder=tmp_path)
+    said = "ConfigError: --plant tied-embedding: no such fault; did you mean tied-embedding-sum-missing?\n"
+    assert (unknown.code, unknown.err) == (2, said)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--sample", "2", "--layouts", "tp2"], "leave one of them out"),
+        (["--sample", "2", "--plant", "norms-decayed"], "leave out --sample or --plant"),
+        (["--json", "nowhere/report.json"], "there is no folder nowhere"),
+        (["--layouts", "tp4"], "layout tp4: model.num_attention_heads=6, parallel.tp=4"),
+        (["--layouts", "pp2", "--parallel.schedule", "auto"], "name one, such as pp2,zb-h1"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["verify_layouts.py", *CONFIG, *words])
+    with pytest.raises(SystemExit) as ended:
+        verify_layouts.main()
+    assert ended.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+IN_LANES = ("sp-norm-gradient-sum-missing", "dp-gradient-averaged", "adam-step-off-by-one")
+
+
+@pytest.mark.parametrize("name", slow_but(map(FAULTS.index, IN_LANES), FAULTS))
+def test_a_planted_fault_is_seen_and_named(name: str, tmp_path: Path) -> None:
+    plant = plants.find(name)
+    assert plant is not None
+    ended = run(*CONFIG, "--plant", name, "--json", "report.json", folder=tmp_path)
+    assert ended.code == 5, ended.out + ended.err
+    (layout,) = json.loads((tmp_path / "report.json").read_text())["layouts"]
+    wrong = {each["name"] for each in layout["differences"] if not each["passed"]}
+    assert not layout["error"]
+    head = ended.out.splitlines().index(next(line for line in ended.out.splitlines() if line.endswith("DIFFERS")))
+    assert ended.out.splitlines()[head].startswith(f"{plant.layouts[0]} | ")
+    parameters = wrong - {"loss", "gradient norm"}
+    assert ended.out.splitlines()[head + 1].strip().partition(":")[0] in parameters
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_the_layouts_of_plants_pass_without_them(name: str, tmp_path: Path) -> None:
+    """Otherwise the fault would not be what was seen."""
+    plant = plants.find(name)
+    assert plant is not None
+    model = [word for path, value in flatten(MODELS[plant.model], "model.").items() for word in flags(path, value)]
+    ended = run(*model, "--plant", "none", "--layouts", *plant.layouts, folder=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
+
+
+def flags(path: str, value: object) -> list[str]:
+    """An option as flags."""
+    if isinstance(value, bool):
+        section, _, key = path.rpartition(".")
+        return [f"--{path}" if value else f"--{section}.no_{key}"]
+    if isinstance(value, tuple):
+        return []
+    return [f"--{path}", str(value)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("config", ["tiny", "gpt2-124m", "mixtral-8x7b", "qwen3-30b-a3b"])
+def test_drawn_layouts_pass_in_every_precision(config: str, precision: str, tmp_path: Path) -> None:
+    words = ("--config", config, "--train.precision", precision, "--sample", "5", "--seed", "7")
+    ended = run(*words, folder=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
