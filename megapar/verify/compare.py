@@ -31,7 +31,8 @@ SMALLEST = 1e-3
 class Difference:
     """The distance of one tensor of a layout, or of one number such as the loss, from its value in one process.
 
-    `kind` is "initial weight", "gradient", "weight" or "number". `step` counts from 1, and is 0 before the first.
+    `kind` is "initial weight", "gradient", "weight" or, of a number, "value". `step` counts from 1, and is 0 before the
+    first.
     `difference`, `noise` and `allowed` are L2 norms. `norm` is what they compare with: the norm of the tensor in one
     process, or SMALLEST of all. `text` names another mistake, such as unequal copies.
     """
@@ -92,7 +93,7 @@ def compare(layout: Shown, reference: Shown, others: Sequence[Shown], unit: floa
             values = [rank.get(name, math.nan) for rank in step.scalars]
             difference = max((abs(other - value) for other in values), key=_nan_last)
             found.append(
-                Difference(name, "number", number + 1, difference, noise, _allowed(noise, unit, abs(value)), abs(value))
+                Difference(name, "value", number + 1, difference, noise, _allowed(noise, unit, abs(value)), abs(value))
             )
         gradients = [order.gradients.tensors for order in orders]
         weights = [order.weights.tensors for order in orders]

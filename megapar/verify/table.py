@@ -8,7 +8,7 @@ from rich.table import Table
 from megapar.verify.compare import Difference
 
 _SHOWN = 10
-_KINDS = ("initial weight", "gradient", "weight", "number")
+_KINDS = ("initial weight", "gradient", "weight", "value")
 
 
 def first_seen(difference: Difference) -> tuple[int, int, float]:
