@@ -4,6 +4,7 @@ The comparison is the tool's own, so these tests plant faults in the code that r
 """
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -194,6 +195,11 @@ def test_what_cannot_be_verified_is_refused(
         verify_layouts.main()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_the_page_lists_the_faults_that_there_are() -> None:
+    rows = re.findall(r"^\| `([\w-]+)` \| (.+) \| `(.+)` \| `.+`, .+ \|$", (ROOT / "docs/verify.md").read_text(), re.M)
+    assert rows == [(plant.name, plant.sentence, plant.layouts[0]) for plant in plants.PLANTS]
 
 
 IN_LANES = ("sp-norm-gradient-sum-missing", "dp-gradient-averaged", "adam-step-off-by-one")

@@ -6,6 +6,7 @@ It takes pretrain.py's own flags and files. It runs each layout on CPU ranks of 
 same kind. Exit code 0: all layouts compute what one process computes; 5: some does not.
 """
 
+import math
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -222,12 +223,15 @@ def orders_of(config: Config) -> list[Order]:
 def outcomes(reference: Config, cases: Sequence[Case], plant: plants.Plant | None) -> Iterator[Outcome]:
     """Run one process and then each case, with a progress bar on a terminal."""
     console = Console(stderr=True)
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
+    # Without a thread that draws: a rank forked while it holds a lock would wait for ever.
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal, auto_refresh=False)
+    with bar as progress:
         task = progress.add_task("one process", total=1 + len(cases))
+        progress.refresh()
         targets = num_targets(reference)
         first, *others = on_ranks(reference, build_stages, targets, STEPS, orders_of(reference))
         for case in cases:
-            progress.update(task, advance=1, description=case.layout.name)
+            progress.update(task, advance=1, description=case.layout.name, refresh=True)
             yield outcome(case, plant, partial(compare, reference=first, others=others, unit=rounding(case.config)))
 
 
@@ -276,6 +280,15 @@ def line_of(outcome: Outcome) -> list[str]:
     return [f"{head} | DIFFERS", *failures(outcome.differences)]
 
 
+def as_json(difference: Difference) -> dict[str, object]:
+    """A difference as JSON types. JSON has no infinity and no NaN: they become null."""
+    values: dict[str, object] = {**vars(difference), "passed": difference.passed}
+    for key, value in values.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            values[key] = None
+    return values
+
+
 def report(args: Arguments, reference: Config, found: Sequence[Outcome]) -> dict[str, object]:
     """All differences, as JSON types."""
     return {
@@ -291,7 +304,7 @@ def report(args: Arguments, reference: Config, found: Sequence[Outcome]) -> dict
                 "seconds": round(outcome.seconds, 3),
                 "passed": outcome.passed,
                 "error": outcome.error,
-                "differences": [{**vars(each), "passed": each.passed} for each in outcome.differences],
+                "differences": [as_json(each) for each in outcome.differences],
             }
             for outcome in found
         ],

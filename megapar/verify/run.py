@@ -21,7 +21,7 @@ from megapar.context import ParallelContext
 from megapar.errors import MegaparError
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
-from megapar.launch.reporting import Interrupted
+from megapar.launch.reporting import Ended
 from megapar.launch.signals import HANDLED
 from megapar.optimizer.optimizers import Optimizers
 from megapar.params import Box, Piece
@@ -149,7 +149,8 @@ def _signals_restored() -> Iterator[None]:
     finally:
         signal.set_wakeup_fd(-1)
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if handler is not None:  # of a handler that Python has not installed it knows nothing
+                signal.signal(number, handler)
 
 
 def on_ranks(
@@ -163,7 +164,7 @@ def on_ranks(
     """Train `config` once in each of `orders`, on as many forked ranks as its layout has; returns what they show.
 
     `around` is a context for the work of each rank. Raises RankError if a rank fails. The rank's own error is printed
-    then. Raises Interrupted after Ctrl-C.
+    then. Raises Ended after Ctrl-C.
     """
     parallel = config.parallel
     world = parallel.tp * parallel.cp * parallel.pp * parallel.dp
@@ -173,7 +174,7 @@ def on_ranks(
         run = partial(_rank, config, build_stages, num_targets, steps, orders, around, folder)
         code = start_local_ranks(run, world, folder)
         if code > 128:
-            raise Interrupted(code - 128)
+            raise Ended(code)  # by a signal, and the launcher has said so
         if code:
             raise RankError(_error_in(folder), code)
         # Nothing is unpickled but these types.
