@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megapar_kernels import apex
-from megapar_kernels.dispatch import Implementation, fused, tl, triton
+from megapar_kernels.dispatch import Implementation, fused, launches, tl, triton
 
 UNIT = 64
 """Elements. A table says for each UNIT, in one byte, whether weight decay applies.
@@ -174,7 +174,7 @@ def adamw_step(
             params.copy_(main)
         return
     units, warps = config()
-    if not main.numel():
+    if not launches(main):
         return
     _adamw_kernel[(triton.cdiv(main.numel(), units * UNIT),)](
         *flat, params, None if decayed is None else decayed.units, clip_coefficient, found_inf, main.numel(),
@@ -265,9 +265,10 @@ def square_sum(x: Tensor, impl: Implementation = "torch", only: FlatRanges | Non
         programs = len(only.tiles)
         tiles = only.tiles
     partial = torch.empty(programs, dtype=torch.float64, device=x.device)
-    _square_sum_kernel[(programs,)](
-        flat, tiles, partial, flat.numel(), STEPS=steps, BLOCK=block, UNIT=UNIT, num_warps=warps
-    )
+    if launches(x):
+        _square_sum_kernel[(programs,)](
+            flat, tiles, partial, flat.numel(), STEPS=steps, BLOCK=block, UNIT=UNIT, num_warps=warps
+        )
     return partial.sum()
 
 
