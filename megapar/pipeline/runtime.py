@@ -65,6 +65,8 @@ class PipelineRuntime:
         self.num_stages = sum(self.fine_stages)
         self.units = units
         self._plans: dict[tuple[int, int, bool], Sequence[Item]] = {}
+        self.after_action: list[Callable[[Action], None]] = []
+        """Called after each action of a step."""
         # What each I of the running step has left to its W, by stage and micro-batch.
         self.deferred: dict[tuple[int, int], WeightGradientQueue] = {}
         make(self.schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
@@ -204,6 +206,8 @@ class _Execution:
                 self._runtime.units.run(item)
             else:
                 self._compute(item)
+                for watcher in self._runtime.after_action:
+                    watcher(item)
 
     def _compute(self, action: Action) -> None:
         received, pending = self._arrived.pop(action, ((), Pending()))

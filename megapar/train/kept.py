@@ -13,6 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megapar.pipeline.actions import Action
+
 Key = tuple[int, str]
 """The global number of a stage, and the kind of what is kept: the name of a layer's part, or one of the following."""
 
@@ -33,8 +35,8 @@ class KeptBytes:
     Parameters and buffers are not counted. A storage shared by several tensors is counted once, under the key of the
     first.
 
-    `deferred_nbytes()` returns, by stage, what deferred weight gradients keep. It counts in the peak as DEFERRED.
-    It is called only when a forward keeps something: peaks at other times go unseen.
+    `deferred_nbytes()` returns, by stage, what deferred weight gradients keep. It counts in the peak as DEFERRED. It is
+    called when a forward keeps something, and after actions: peaks at other times go unseen.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], deferred_nbytes: Callable[[], Mapping[int, int]] = dict):
@@ -117,6 +119,10 @@ class KeptBytes:
         self._uses[identity] += 1
         weakref.finalize(kept, self._free, identity)
         return kept
+
+    def note_action(self, action: Action) -> None:
+        """Look for a peak after an action (`PipelineRuntime.after_action`): an I may keep more than any forward."""
+        self._update_peak()
 
     def _update_peak(self) -> None:
         deferred = Counter({(stage, DEFERRED): nbytes for stage, nbytes in self._deferred_nbytes().items()})

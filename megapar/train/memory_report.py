@@ -33,8 +33,10 @@ class MemoryReport:
     def measuring(self, state: TrainState) -> Iterator[None]:
         """A context around the measured step. Counting what is kept takes a part of its time."""
         self._kept = KeptBytes(state.stages, state.pipeline.deferred_nbytes)
+        state.pipeline.after_action.append(self._kept.note_action)
         with self._kept.counting():
             yield
+        state.pipeline.after_action.clear()
 
     def write(self, state: TrainState, run_dir: Path) -> str:
         """Write run_dir/memory.json, with all ranks in it. A collective.
@@ -51,13 +53,22 @@ class MemoryReport:
 
     def _measured(self, state: TrainState) -> dict[str, int]:
         assert self._kept is not None
-        weights = state.weights.most_nbytes + frozen_nbytes(state.stages.values())
-        gradients = state.grads.most_nbytes
-        activations = by_name(self._kept.at_peak, len(state.stages), state.stages.fine_stages)
-        optimizer, host = optimizer_nbytes(state, state.ctx.device.type)
-        found = rows(weights, gradients, optimizer, activations)
+        found = measured(state, self._kept, state.ctx.device.type)
+        host = found.pop(HOST, 0)
         everything = device.peak_memory_bytes(state.ctx.device)
         return {**found, OTHER: everything - sum(found.values()), ALL: everything, **on_host(host)}
+
+
+def measured(state: TrainState, kept: KeptBytes, device_type: str) -> dict[str, int]:
+    """The rows of a step that has run on a device of this type, such as cuda. `kept` has counted in the step."""
+    optimizer, host = optimizer_nbytes(state, device_type)
+    found = rows(
+        weights=state.weights.most_nbytes + frozen_nbytes(state.stages.values()),
+        gradients=state.grads.most_nbytes,
+        optimizer=optimizer,
+        activations=by_name(kept.at_peak, len(state.stages), state.stages.fine_stages),
+    )
+    return found | on_host(host)
 
 
 def optimizer_nbytes(state: TrainState, device_type: str) -> tuple[int, int]:
