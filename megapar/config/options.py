@@ -229,7 +229,7 @@ class TrainConfig:
     are trained."""
     memory_report: bool = False
     """Count the bytes that the second step holds, by kind, print them beside those of the plan, and write
-    memory.json."""
+    memory.json. Of a mixture write expert_rows too: how often each rank chose each expert in this step."""
     deterministic: bool = False
     """Ask torch for deterministic kernels on GPUs (slower); on a CPU runs repeat bitwise anyhow."""
 

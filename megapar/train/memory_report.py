@@ -11,6 +11,7 @@ from megapar import device
 from megapar.comm import collectives
 from megapar.data_parallel.layout import HasParameters
 from megapar.system.atomic_files import write_json
+from megapar.train.expert_rows import ExpertRows
 from megapar.train.kept import KeptBytes, Key
 from megapar.train.state import TrainState
 
@@ -28,21 +29,23 @@ class MemoryReport:
     def __init__(self, planned: Mapping[str, int]):
         self.planned = dict(planned)
         self._kept: KeptBytes | None = None
+        self._rows = ExpertRows()
 
     @contextmanager
     def measuring(self, state: TrainState) -> Iterator[None]:
         """A context around the measured step. Counting what is kept takes a part of its time."""
         self._kept = KeptBytes(state.stages, state.pipeline.deferred_nbytes)
         state.pipeline.after_action.append(self._kept.note_action)
-        with self._kept.counting():
+        with self._kept.counting(), self._rows.noting(state.stages):
             yield
         state.pipeline.after_action.clear()
 
     def write(self, state: TrainState, run_dir: Path) -> str:
-        """Write run_dir/memory.json, with all ranks in it. A collective.
+        """Write run_dir/memory.json, with all ranks in it, and the rows of experts (`ExpertRows`). A collective.
 
         Returns a table of the rank with the largest peak on the first rank, and "" on the others.
         """
+        self._rows.write(run_dir, state.ctx.world.rank)
         rows = {"planned": self.planned, "measured": self._measured(state)}
         ranks = collectives.gather_json(rows, state.ctx.world, state.ctx.device)
         if not state.ctx.world.first:
