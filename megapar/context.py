@@ -4,7 +4,7 @@ The rest of the code receives a `ParallelContext`: one `Axis` for each direction
 transport.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 
@@ -19,6 +19,7 @@ from megapar.comm.transport import ALONE, PLANNED, Transport
 from megapar.comm.transport_gloo import Gloo
 from megapar.comm.transport_shared_memory import SharedMemory
 from megapar.comm.transport_torch import TorchDistributed
+from megapar.expert_load import EVEN, ExpertLoad
 from megapar.grid import Grid, Groups
 
 
@@ -86,7 +87,8 @@ class ParallelContext:
     """The position of this rank in the grid, its device and its flight log.
 
     `grad` is dp x cp: gradients are summed and ZeRO shards are cut over it. `tied` has the ranks of this pipeline with
-    copies of a tied embedding, and size 1 on all other ranks. `flight` is this rank's flight log.
+    copies of a tied embedding, and size 1 on all other ranks. `flight` is this rank's flight log. `expert_load` is read
+    in plans alone.
 
     Experts lie on a grid of their own over the same ranks: experts are dealt over `ep`, and each is cut over `etp`. The
     ranks of `expert_grad` hold the same experts, and sum their gradients. The three have size 1 in a model without
@@ -105,6 +107,7 @@ class ParallelContext:
     world: Axis
     device: torch.device
     flight: Flight = field(default_factory=Flight, compare=False)
+    expert_load: ExpertLoad = field(default=EVEN, compare=False)
 
     @property
     def axes(self) -> tuple[Axis, ...]:
@@ -120,7 +123,7 @@ class ParallelContext:
 def single(device: torch.device | None = None, flight: Flight | None = None) -> ParallelContext:
     """The context of one process: every axis has size 1."""
     axes = {name: Axis(name) for name in Grid().positions(0)}
-    return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight or Flight())
+    return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight or Flight(), expert_load=EVEN)
 
 
 def planned(grid: Grid, rank: int, *, device: torch.device) -> ParallelContext:
@@ -132,7 +135,24 @@ def planned(grid: Grid, rank: int, *, device: torch.device) -> ParallelContext:
     axes = {}
     for name, (size, position) in grid.positions(rank).items():
         axes[name] = Axis(name, size, position, tuple(range(size)))
-    return ParallelContext(**_with_parts(axes), device=device, flight=Flight())
+    return ParallelContext(**_with_parts(axes), device=device, flight=Flight(), expert_load=EVEN)
+
+
+def simulated(
+    grid: Grid, rank: int, transport: Callable[[tuple[int, ...], int], Transport], load: ExpertLoad = EVEN
+) -> ParallelContext:
+    """The context of `rank` on the meta device, with the global ranks of each axis. Nothing is connected.
+
+    `transport` makes the transport of an axis out of its ranks and of this rank's position among them.
+    """
+    axes = {}
+    for name, groups in grid.groups().items():
+        ranks = next((ranks for ranks in groups if rank in ranks), (rank,))
+        axes[name] = Axis(name)
+        if len(ranks) > 1:
+            position = ranks.index(rank)
+            axes[name] = Axis(name, len(ranks), position, ranks, transport(ranks, position))
+    return ParallelContext(**_with_parts(axes), device=torch.device("meta"), flight=Flight(), expert_load=load)
 
 
 def _with_parts(axes: Mapping[str, Axis]) -> dict[str, Axis]:
@@ -177,7 +197,8 @@ def create(
         host = host_meeting.meet(rank, store, dist.barrier, timeout_seconds)
     maker = _AxisMaker(rank, world_size, timedelta(seconds=timeout_seconds), flight, host)
     axes = {name: maker.make(name, groups) for name, groups in grid.groups().items()}
-    return ParallelContext(**_with_parts(axes), device=device or torch.device("cpu"), flight=flight)
+    device = device or torch.device("cpu")
+    return ParallelContext(**_with_parts(axes), device=device, flight=flight, expert_load=EVEN)
 
 
 def _world_group() -> dist.ProcessGroup:

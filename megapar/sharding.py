@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megapar.context import Axis, ParallelContext
+from megapar.expert_load import EVEN, ExpertLoad
 from megapar.params import Init, ParamSpec, Piece, parameter
 
 
@@ -19,7 +20,8 @@ class Sharding:
     a sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
     `expert_grad_axis` (see ParallelContext).
 
-    `optimizer` names that of the parameters (`ParamSpec.optimizer`).
+    `optimizer` names that of the parameters (`ParamSpec.optimizer`). `expert_load` is that of a plan
+    (`ParallelContext`).
 
     With `overlap_chunks` above 1, a linear layer communicates its input or output in that many chunks, while it
     computes its product. Without `allocate`, parameters get their memory later: with ZeRO-3 a rank never holds all of
@@ -38,6 +40,7 @@ class Sharding:
     expert_grad_axis: Axis = field(default_factory=partial(Axis, "expert_grad"))
     allocate: bool = True
     optimizer: str = "adamw"
+    expert_load: ExpertLoad = EVEN
 
     @classmethod
     def of(
@@ -61,6 +64,7 @@ class Sharding:
             ep=ctx.ep,
             etp=ctx.etp,
             expert_grad_axis=ctx.expert_grad,
+            expert_load=ctx.expert_load,
             allocate=allocate,
         )
 

@@ -2,6 +2,7 @@
 
     OneRank           here                            one rank: its result is what it gives
     Meta              here                            ranks of a plan: shapes alone, nothing is sent
+    Simulated         transport_simulated.py          the same, but counted as if it were sent
     SharedMemory      transport_shared_memory.py      CPU ranks of one host
     Gloo              transport_gloo.py               CPU ranks of several hosts
     TorchDistributed  transport_torch.py              GPUs, over NCCL

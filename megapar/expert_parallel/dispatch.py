@@ -33,6 +33,7 @@ from torch.autograd.function import once_differentiable
 from megapar.comm import collectives
 from megapar.comm.exchange import ArrivingRows, exchange_rows, start_exchange
 from megapar.context import Axis
+from megapar.expert_load import EVEN, ExpertLoad
 from megapar.expert_parallel.route import counts
 from megapar.params import cut
 
@@ -78,23 +79,31 @@ def experts_of(num_experts: int, ep: Axis) -> range:
 
 
 @torch.no_grad()
-def plan_dispatch(indices_tk: Tensor, num_experts: int, ep: Axis, etp: Axis) -> Dispatch:
+def plan_dispatch(
+    indices_tk: Tensor, num_experts: int, ep: Axis, etp: Axis, layer: int = 0, load: ExpertLoad = EVEN
+) -> Dispatch:
     """Plan where the rows of this rank's tokens go. `indices_tk` are their experts. A collective over ep and over etp.
 
     Only numbers of rows are communicated: int64 [E] over ep, and int64 [p, e] over etp. They are copied to the host
-    once, because the sizes of messages must be known there.
+    once, because the sizes of messages must be known there. On the meta device they have no values: `load` says them
+    for the `layer`.
     """
     top_k = indices_tk.shape[1]
     chosen = indices_tk.reshape(-1)
     choice_of_row = torch.argsort(chosen, stable=True)
     sent_e, arriving_qpe = _count_rows(chosen, num_experts, ep, etp)
-    host_sent_e, host_arriving_qpe = _on_host(sent_e, arriving_qpe)
+    if chosen.is_meta:
+        chosen_qpe = load.chosen(layer, chosen.numel(), num_experts, ep.size, etp.size)
+        host_sent_e = chosen_qpe[etp.rank, ep.rank]
+        host_arriving_qpe = chosen_qpe[..., slice(*cut(num_experts, ep))]
+    else:
+        host_sent_e, host_arriving_qpe = _on_host(sent_e, arriving_qpe)
     sent_rows = []
     for position in range(ep.size):
         experts = experts_of(num_experts, replace(ep, rank=position))
         sent_rows.append(int(host_sent_e[experts.start : experts.stop].sum()))
     brought_rows = host_arriving_qpe.sum((1, 2)).tolist()
-    expert_order = _order_by_expert(arriving_qpe, sum(brought_rows), indices_tk.device)
+    expert_order = _order_by_expert(arriving_qpe, sum(brought_rows))
     return Dispatch(
         ep,
         etp,
@@ -117,11 +126,6 @@ def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[
     from position p of ep.
     """
     experts = experts_of(num_experts, ep)
-    if chosen.is_meta:
-        # A dry run knows shapes alone. It counts as if the choices were spread evenly over the experts.
-        borders = torch.arange(num_experts + 1) * chosen.numel() // num_experts
-        sent_e = borders.diff()
-        return sent_e, sent_e[experts.start : experts.stop].expand(etp.size, ep.size, len(experts))
     sent_e = counts(chosen, num_experts)
     received_pe = collectives.all_gather(sent_e, ep).view(ep.size, num_experts)[:, experts.start : experts.stop]
     if not len(experts):
@@ -137,8 +141,8 @@ def _on_host(sent_e: Tensor, arriving_qpe: Tensor) -> tuple[Tensor, Tensor]:
     return host_sent_e, host_arriving.view(arriving_qpe.shape)
 
 
-def _order_by_expert(arriving_qpe: Tensor, rows: int, device: torch.device) -> Tensor | None:
-    """The permutation that sorts arrived rows by expert, on `device`. None if they arrive sorted.
+def _order_by_expert(arriving_qpe: Tensor, rows: int) -> Tensor | None:
+    """The permutation that sorts arrived rows by expert, on the device of the counts. None if they arrive sorted.
 
     `rows` is the sum of `arriving_qpe`. Rows of one expert stay in their order of arrival.
     """
@@ -148,7 +152,7 @@ def _order_by_expert(arriving_qpe: Tensor, rows: int, device: torch.device) -> T
     expert_qpe = torch.arange(experts, device=arriving_qpe.device).expand(arriving_qpe.shape)
     # The sum is given, because repeat_interleave would otherwise wait for the GPU to read it.
     expert_of_row = torch.repeat_interleave(expert_qpe.reshape(-1), arriving_qpe.reshape(-1), output_size=rows)
-    return torch.argsort(expert_of_row, stable=True).to(device)  # in a dry run the counts are on the CPU
+    return torch.argsort(expert_of_row, stable=True)
 
 
 def _inverse(permutation: Tensor) -> Tensor:

@@ -117,7 +117,9 @@ class MixtureOfExperts(nn.Module):
         if dispatch is not None:
             return self.router(own_sbh, dispatch.indices_tk), dispatch
         routing = self.router(own_sbh)
-        dispatch = plan_dispatch(routing.indices, self.num_experts, self.sharding.ep, self.sharding.etp)
+        sharding = self.sharding
+        load = sharding.expert_load
+        dispatch = plan_dispatch(routing.indices, self.num_experts, sharding.ep, sharding.etp, self.number, load)
         context.dispatches[self.number] = dispatch
         return routing, dispatch
 
