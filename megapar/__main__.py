@@ -44,6 +44,7 @@ COMMANDS = {
     "verify_layouts": Command("tools.verify_layouts", "Compare layouts with one process, parameter by parameter."),
     "plot": Command("tools.plot", "Draw the loss, the load of experts and the timeline of a run."),
     "profile": Command("tools.profile", "Show where the time of recorded steps went, on every rank."),
+    "simulate": Command("tools.simulate", "Run one rank's training step of a world of any size, on this machine."),
     "plot_schedule": Command("tools.plot_schedule", "Print, simulate and draw a pipeline schedule."),
     "entropy": Command("tools.entropy", "Compute entropies of held-out tokens, which a model should get below."),
     "completion": Command("tools.completion", "Print a script that completes commands and flags in bash or zsh."),

@@ -1,0 +1,114 @@
+"""Loads of experts for a simulation: a stated imbalance, or what a run has logged (`megapar.expert_load`)."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megapar.config.options import Config
+from megapar.errors import ConfigError, DataError
+from megapar.expert_load import spread
+from megapar.grid import Grid, expert_rank_groups
+from megapar.train.expert_rows import file_of
+
+
+@dataclass(frozen=True)
+class ImbalancedLoad:
+    """The experts of one position of ep get `factor` times their even share. The other experts share the rest evenly.
+
+    Every rank makes as many choices as this one, and chooses alike.
+    """
+
+    factor: float
+    ep_rank: int
+
+    def chosen(self, layer: int, choices: int, num_experts: int, ep_size: int, etp_size: int) -> Tensor:
+        start = self.ep_rank * num_experts // ep_size
+        stop = (self.ep_rank + 1) * num_experts // ep_size
+        experts = stop - start
+        favored = round(self.factor * choices * experts / num_experts)
+        if experts == num_experts:
+            favored = choices  # there is no other expert
+        others = spread(choices - favored, num_experts - experts)
+        counts_e = torch.cat([others[:start], spread(favored, experts), others[start:]])
+        return counts_e.expand(etp_size, ep_size, num_experts)
+
+
+def imbalanced(factor: float, config: Config, ep_rank: int) -> ImbalancedLoad:
+    """The load for `--imbalance`. Raises ConfigError if the experts of `ep_rank` cannot have so many rows."""
+    moe = config.model.moe
+    if not moe.num_experts:
+        raise ConfigError(f"--imbalance {factor:g}: model.family={config.model.family} has no experts; leave it out")
+    ep = config.parallel.ep
+    experts = (ep_rank + 1) * moe.num_experts // ep - ep_rank * moe.num_experts // ep
+    # A token chooses an expert once at most, and makes num_experts_per_tok choices.
+    largest = moe.num_experts / max(moe.num_experts_per_tok, experts)
+    if not 0 < factor <= largest:
+        raise ConfigError(
+            f"--imbalance {factor:g}: the {experts} of {moe.num_experts} experts of this rank can have at most "
+            f"{largest:g} times their even share; give a number above 0 and up to {largest:g}"
+        )
+    return ImbalancedLoad(factor, ep_rank)
+
+
+class LoggedLoad:
+    """The choices that the ranks of a run have logged, one forward pass after the other.
+
+    `choices_qp` has for each position of etp and ep what its rank logged (`megapar.train.expert_rows`). `own` are the
+    positions of this rank on etp and on ep. `folder` is named in errors.
+    """
+
+    def __init__(self, folder: Path, choices_qp: Sequence[Sequence[Mapping[int, Tensor]]], own: tuple[int, int]):
+        self._folder = folder
+        self._choices_qp = choices_qp
+        self._own = own
+        self._passes: dict[int, int] = {}  # by layer, those that have been asked for
+
+    def chosen(self, layer: int, choices: int, num_experts: int, ep_size: int, etp_size: int) -> Tensor:
+        number = self._passes.get(layer, 0)
+        self._passes[layer] = number + 1
+        logged = [[rank.get(layer) for rank in ranks] for ranks in self._choices_qp]
+        found = [[self._one(x, layer, number, num_experts) for x in ranks] for ranks in logged]
+        counts_qpe = torch.stack([torch.stack(ranks) for ranks in found])
+        if counts_qpe[self._own].sum() != choices:
+            raise DataError(
+                f"{self._folder}: a micro-batch has {int(counts_qpe[self._own].sum())} choices in layer {layer}, and "
+                f"{choices} in this layout; simulate the layout that the run had"
+            )
+        return counts_qpe
+
+    def _one(self, logged: Tensor | None, layer: int, number: int, num_experts: int) -> Tensor:
+        """The counts of one rank in one pass. `logged` is [passes, experts]."""
+        if logged is None or number >= len(logged) or logged.shape[1] != num_experts:
+            raise DataError(
+                f"{self._folder}: some rank has logged no micro-batch {number} in layer {layer}, or not with "
+                f"{num_experts} experts; simulate the layout that the run had"
+            )
+        return logged[number]
+
+
+def logged(folder: Path, grid: Grid, rank: int) -> LoggedLoad:
+    """The load that a run with train.memory_report has logged in `folder`.
+
+    Raises DataError if a file is missing or damaged.
+    """
+    groups = expert_rank_groups(grid.sizes, grid.expert_sizes, ["etp", "ep"], grid.order)
+    ranks = next(ranks for ranks in groups if rank in ranks)
+    etp = grid.etp
+    choices = [[_read(file_of(folder, other)) for other in ranks[q::etp]] for q in range(etp)]
+    ep_rank, etp_rank = divmod(ranks.index(rank), etp)
+    return LoggedLoad(folder, choices, (etp_rank, ep_rank))
+
+
+def _read(path: Path) -> dict[int, Tensor]:
+    """What one rank has logged: by layer int64 [forward passes, experts]."""
+    try:
+        layers = json.loads(path.read_text())["layers"]
+        return {int(layer): torch.tensor(rows, dtype=torch.int64) for layer, rows in layers.items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(
+            f"{path}: no rows of experts can be read there ({error}); a run with --train.memory_report writes them"
+        ) from error
