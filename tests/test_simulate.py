@@ -355,10 +355,25 @@ def test_it_prints_memory_messages_and_flops(
     assert run(monkeypatch, *program.TINY, *world, "--train.global_batch_size", 32) == 0
     out = capsys.readouterr().out
     assert "64 ranks = tp 2 x pp 2 x dp 16" in out
-    assert "rank 37: tp 1 of 2, dp 2 of 16, pp 1 of 2, grad 2 of 16, tied 1 of 2; " in out
+    assert "rank 37: tp 1 of 2, dp 2 of 16, pp 1 of 2; " in out
     assert "all in the device's memory" in out
     assert "reduce_scatter" in out
     assert "PFLOP of products" in out
+
+
+def test_with_a_machine_it_predicts_the_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out, trace = tmp_path / "out.json", tmp_path / "trace.json"
+    layout = ("--parallel.pp", 2, "--parallel.dp", 0, "--world", 8, "--train.precision", "bf16")
+    flags = (*program.TINY[:4], *layout, "--gpu", "h100-80g", "--gpus_per_node", 4)
+    assert run(monkeypatch, *flags, "--json", out, "--timeline", trace) == 0
+    found = json.loads(out.read_text())
+    assert f"predicted on h100-80g: {found['step_seconds']:.4g} s a step" in capsys.readouterr().out
+    assert 0 < found["idle_share"] < 1
+    assert found["traffic"]["pp"]["nodes"] == 2  # of four GPUs each
+    events = [row for row in json.loads(trace.read_text())["traceEvents"] if row["ph"] == "X"]
+    assert {event["tid"] for event in events} == {0, 1}
 
 
 @pytest.mark.parametrize(
@@ -368,7 +383,10 @@ def test_it_prints_memory_messages_and_flops(
         (("--world", 6, "--rank", -1), "--rank -1: the world of 6 ranks has the ranks 0 to 5"),
         (("--world", -2), "--world -2: must be at least 1"),
         (("--world", 7, "--parallel.tp", 2), "tp(2)*pp(1)=2 does not divide world size 7"),
-        (("--gpus_per_node", 0), "--gpus_per_node 0: must be at least 1"),
+        (("--gpus_per_node", -1), "--gpus_per_node -1: must be at least 1"),
+        (("--gpu", "h100"), "hardware h100: unknown"),
+        (("--timeline", "x.png"), "--timeline x.png: its times come from --gpu"),
+        (("--gpu", "h100-80g", "--timeline", "x.gif"), "--timeline x.gif: the name must end in .png, .svg, .json"),
         (("--imbalance", 2), "model.family=llama has no experts; leave them out"),
         (
             (*MIXTURE, "--world", 2, "--imbalance", 3),

@@ -4,13 +4,14 @@ It takes the flags and files of pretrain.py beside its own. --parallel.dp 0 take
 step is that of a run. Tensors have shapes and no values, and messages are counted and not sent.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tyro
-from megapar_models.build import StageBuilder, build_stages
+from megapar_models.build import StageBuilder, build_stages, stage_layers, stage_maker
 from megapar_models.counts import size_and_flops
+from megapar_models.planned import declared, flops_per_token, layer_kinds
 from megapar_models.registry import named_configs, validate
 from rich.console import Console
 from rich.progress import Progress
@@ -21,17 +22,22 @@ from megapar.config.files import load
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import ConfigError
+from megapar.errors import ConfigError, storing
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.launch.grid import grid_of
 from megapar.launch.reporting import open_streams, reported
 from megapar.plan.choose_schedule import check_schedule
 from megapar.plan.dry_run import planned_device
 from megapar.plan.expert_loads import imbalanced, logged
-from megapar.plan.simulate import Simulation, simulate
+from megapar.plan.hardware import load as load_hardware
+from megapar.plan.simulate import Simulation, simulate, with_planned_kernels
+from megapar.plan.stage_works import Model, Works
+from megapar.plan.step_time import StepTime, step_time
+from megapar.plan.timeline import draw_over_each_other, write_chrome_trace
 from megapar.system.atomic_files import write_json
 from megapar.train.data import needs_tokenizer
 
+FORMATS = (".png", ".svg", ".json")
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
 
 
@@ -43,14 +49,18 @@ class Arguments:
     """Ranks of the run; 0 means as many as the layout needs."""
     rank: int = 0
     """The rank whose step is run."""
-    gpus_per_node: int = 8
-    """Neighboring ranks on one node. Messages to other ranks go between nodes."""
+    gpu: str = ""
+    """A machine, such as h100-80g, or its TOML file: the time of the step is predicted for it. Empty: it is not."""
+    gpus_per_node: int = 0
+    """Neighboring ranks on one node. Messages to other ranks go between nodes. 0 means those of --gpu, or 8."""
     imbalance: float = 1.0
     """Of a mixture: this rank's experts get so many times their even share of the rows; 1 is an even load."""
     expert_rows: Path | None = None
     """Of a mixture: the folder expert_rows of a run with --train.memory_report, whose rows are taken instead."""
     json: Path | None = None
     """File for all numbers."""
+    timeline: Path | None = None
+    """With --gpu, a file for the predicted timeline of the pipeline: .png or .svg, or .json for ui.perfetto.dev."""
 
 
 def checked(args: Arguments, flags: list[str]) -> Config:
@@ -59,8 +69,14 @@ def checked(args: Arguments, flags: list[str]) -> Config:
     world = args.world or smallest_world(given.parallel)
     if world < 1:
         raise ConfigError(f"--world {args.world}: must be at least 1, or 0 for as many ranks as the layout needs")
-    if args.gpus_per_node < 1:
-        raise ConfigError(f"--gpus_per_node {args.gpus_per_node}: must be at least 1, such as 8")
+    if args.gpus_per_node < 0:
+        raise ConfigError(f"--gpus_per_node {args.gpus_per_node}: must be at least 1, or 0 for that of --gpu")
+    if args.timeline and not args.gpu:
+        raise ConfigError(f"--timeline {args.timeline}: its times come from --gpu; add it, such as --gpu h100-80g")
+    if args.timeline and args.timeline.suffix not in FORMATS:
+        raise ConfigError(f"--timeline {args.timeline}: the name must end in {', '.join(FORMATS)}")
+    if args.gpu and given.launch.device == "auto":
+        given = replace(given, launch=replace(given.launch, device="cuda"))
     config = validate(given, world)
     if not 0 <= args.rank < world:
         raise ConfigError(f"--rank {args.rank}: the world of {counted(world, 'rank')} has the ranks 0 to {world - 1}")
@@ -84,6 +100,33 @@ def load_of(args: Arguments, config: Config) -> ExpertLoad:
     if args.imbalance != 1:
         raise ConfigError(f"--imbalance {args.imbalance:g}: --expert_rows says the rows already; leave one out")
     return logged(args.expert_rows, grid, args.rank)
+
+
+def predicted(args: Arguments, config: Config) -> StepTime | None:
+    """The time of the step on --gpu, None without it."""
+    if not args.gpu:
+        return None
+    works = Works(Model(stage_maker, layer_kinds, stage_layers, declared, flops_per_token))
+    return step_time(with_planned_kernels(config), works, load_hardware(args.gpu, args.gpus_per_node), simulated=True)
+
+
+def time_in_words(gpu: str, time: StepTime) -> str:
+    """The predicted time, and what it consists of."""
+    exposed = ", ".join(f"{axis} {seconds:.4g} s" for axis, seconds in time.exposed.items() if seconds)
+    return (
+        f"predicted on {gpu}: {time.seconds:.4g} s a step, {time.tokens_per_second_per_gpu:,.1f} tokens/s a GPU, "
+        f"{time.mfu:.1%} MFU, {time.idle_share:.1%} idle\ncommunication exposed, on the mean rank: {exposed or 'none'}"
+    )
+
+
+def draw(path: Path, gpu: str, time: StepTime) -> None:
+    """Write the timeline of the pipeline in the format of the file's extension."""
+    timelines = {f"predicted on {gpu}": time.events}
+    with storing(path):
+        if path.suffix == ".json":
+            write_chrome_trace(timelines, path, 1.0)
+        else:
+            draw_over_each_other(timelines, path, "s")
 
 
 def rows_of_model(config: Config) -> tuple[str, float]:
@@ -127,11 +170,11 @@ def show(found: Simulation, config: Config) -> str:
     return "\n".join([*lines, text.get().rstrip(), share])
 
 
-def to_json(found: Simulation, config: Config) -> dict[str, Any]:
+def to_json(found: Simulation, config: Config, time: StepTime | None) -> dict[str, Any]:
     """What is written for --json."""
     _, needed = rows_of_model(config)
     traffic = {name: asdict(axis) | {"sent_inside_node": axis.sent_inside_node} for name, axis in found.traffic.items()}
-    return {
+    numbers = {
         "rank": found.rank,
         "positions": {name: {"position": index, "size": size} for name, (index, size) in found.positions.items()},
         "memory_bytes": found.memory_bytes,
@@ -140,6 +183,13 @@ def to_json(found: Simulation, config: Config) -> dict[str, Any]:
         "flops": found.flops,
         "model_flops": needed,
     }
+    if time:
+        numbers["step_seconds"] = time.seconds
+        numbers["idle_share"] = time.idle_share
+        numbers["exposed_seconds"] = dict(time.exposed)
+        numbers["tokens_per_second_per_gpu"] = time.tokens_per_second_per_gpu
+        numbers["mfu"] = time.mfu
+    return numbers
 
 
 def main() -> None:
@@ -148,6 +198,10 @@ def main() -> None:
         args, flags = tyro.cli(Arguments, description=__doc__, use_underscores=True, return_unknown_args=True)
         config = checked(args, flags)
         load_of_experts = load_of(args, config)
+        time = predicted(args, config)
+        per_node = args.gpus_per_node or 8
+        if args.gpu:
+            per_node = load_hardware(args.gpu, args.gpus_per_node).gpus_per_node
         console = Console(stderr=True)
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("simulating", total=None)
@@ -155,13 +209,17 @@ def main() -> None:
                 config,
                 StageBuilder(),
                 args.rank,
-                args.gpus_per_node,
+                per_node,
                 load_of_experts,
                 lambda done, total: bar.update(task, completed=done, total=total),
             )
         print(show(found, config))
+        if time:
+            print(time_in_words(args.gpu, time))
+        if time and args.timeline:
+            draw(args.timeline, args.gpu, time)
         if args.json:
-            write_json(args.json, to_json(found, config))
+            write_json(args.json, to_json(found, config, time))
 
 
 if __name__ == "__main__":

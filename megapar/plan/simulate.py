@@ -22,6 +22,7 @@ from megapar.config.options import Config
 from megapar.context import Axis, ParallelContext
 from megapar.data.order import micro_batch_positions
 from megapar.expert_load import EVEN, ExpertLoad
+from megapar.grid import EXPERT_AXES
 from megapar.launch.grid import grid_of
 from megapar.pipeline.actions import Action
 from megapar.plan.dry_run import Build, memory_limit, planned_device
@@ -32,6 +33,7 @@ from megapar.train.trainable import freeze
 from megapar.train.trainer import assemble
 
 META = torch.device("meta")
+_PLACES = ("tp", "cp", "dp", "pp", *EXPERT_AXES)
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,10 @@ class AxisTraffic:
 class Simulation:
     """One step of one rank.
 
-    `positions` has its position and the size of each axis with several ranks, by name. `stages` says in words what it
-    holds. `memory` has the most bytes of the step by the names in the report of train.memory_report. `traffic` is by
-    axis. `flops` are those of matrix products and attention, forward and backward, recomputation included.
+    `positions` has its position and the size of each axis of the grids, by name. Axes of one rank are left out.
+    `stages` says in words what it holds. `memory` has the most bytes of the step by the names in the report of
+    train.memory_report. `traffic` is by axis. `flops` are those of matrix products and attention, forward and backward,
+    recomputation included.
     """
 
     rank: int
@@ -89,9 +92,7 @@ def simulate(
     Nodes hold `ranks_per_node` neighboring ranks each. `progress` is called after each action of the schedule, with the
     number of actions done and of all.
     """
-    config = replace(config, train=replace(config.train, batch_ramp=()))
-    if config.kernels.backend == "auto" and planned_device(config) == "cuda":
-        config = replace(config, kernels=replace(config.kernels, backend="triton"))
+    config = replace(with_planned_kernels(config), train=replace(config.train, batch_ramp=()))
     ctx = context.simulated(grid_of(config), rank, lambda ranks, position: Simulated(len(ranks), position), load)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
@@ -108,12 +109,19 @@ def simulate(
     traffic = {axis.name: _traffic(axis, ranks_per_node) for axis in ctx.axes if axis.traffic.calls}
     return Simulation(
         rank=rank,
-        positions={axis.name: (axis.rank, axis.size) for axis in ctx.axes if axis.size > 1 and axis.name != "world"},
+        positions={axis.name: (axis.rank, axis.size) for axis in ctx.axes if axis.size > 1 and axis.name in _PLACES},
         stages="; ".join(stage.title() for stage in stages.values()),
         memory=memory_report.measured(state, kept, planned_device(config)),
         traffic=traffic,
         flops=executed.flops,
     )
+
+
+def with_planned_kernels(config: Config) -> Config:
+    """`config` with the kernels that auto means on the planned device. On the meta device it would mean torch's."""
+    if config.kernels.backend != "auto" or planned_device(config) == "cpu":
+        return config
+    return replace(config, kernels=replace(config.kernels, backend="triton"))
 
 
 def _micro_batches(config: Config, ctx: ParallelContext, num_targets: int) -> list[MicroBatch]:
