@@ -578,6 +578,13 @@ def boot_id() -> str:
     return ""
 
 
+def memory_bytes(device: torch.device, ranks_of_host: int = 1) -> int:
+    """The memory of the device in bytes. The memory of a host is shared evenly among its `ranks_of_host` ranks."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // ranks_of_host
+
+
 def describe(device: torch.device) -> str:
     """The hardware in words, for logs and benchmark files."""
     if device.type == "cuda":
