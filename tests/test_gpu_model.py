@@ -22,7 +22,7 @@ from tests.support.plans import PARTS
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from benchmarks import gpu
-from planned_model import planned_model
+from megapar_models.planned import planned_model
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30

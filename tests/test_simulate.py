@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.build import StageBuilder
+from megapar_models.build import build_stages
 from megapar_models.counts import size_and_flops
 from megapar_models.registry import presets, validate
 from torch import Tensor, nn
@@ -28,8 +28,8 @@ from megapar.pipeline.lowering import lower
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import make, placement
 from megapar.pipeline.simulation import simulate as simulate_schedule
-from megapar.plan.dry_run import report_rank
 from megapar.plan.expert_loads import logged
+from megapar.plan.memory import report_rank
 from megapar.plan.simulate import Simulation, simulate
 from megapar.train import memory_report
 from megapar.train.expert_rows import FOLDER, ExpertRows
@@ -50,6 +50,7 @@ from tests.support.grid import (
     micro_batches,
     name,
 )
+from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 from tools import simulate as tool
 
@@ -58,7 +59,7 @@ Counts = dict[str, tuple[dict[str, int], dict[str, int]]]
 
 
 def simulated(config: Config, rank: int, load: ExpertLoad = EVEN, ranks_per_node: int = 8) -> Simulation:
-    return simulate(config, StageBuilder(), rank, ranks_per_node, load)
+    return simulate(config, build_stages, PARTS, rank, ranks_per_node, load)
 
 
 # Real ranks
@@ -124,7 +125,7 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(layout: Layout, p
         assert found.memory == memory
         assert {axis: (traffic.calls, traffic.sent) for axis, traffic in found.traffic.items()} == sent
         if experts is EVEN:
-            assert report_rank(config, StageBuilder(), rank).rows == memory
+            assert report_rank(config, PARTS, rank).rows == memory
 
 
 GPUS = ("--launch.device", "cuda", "--train.precision", "bf16", "--train.seq_length", "1024")
@@ -143,7 +144,7 @@ def test_a_simulated_gpu_holds_what_a_dry_run_plans(flags: tuple[str, ...]) -> N
     given = load(["--config", preset, *layout, *GPUS, "--train.global_batch_size", "8"], presets()).config
     config = validate(replace(given, model=replace(given.model, num_hidden_layers=4)), 8)
     found = simulated(config, 5)
-    assert found.memory == report_rank(config, StageBuilder(), 5).rows
+    assert found.memory == report_rank(config, PARTS, 5).rows
     on_cpus = simulated(replace(config, launch=replace(config.launch, device="cpu")), 5)
     assert found.memory != on_cpus.memory
     assert found.traffic == on_cpus.traffic

@@ -34,7 +34,7 @@ from tests.support.kernel_checks import needs_triton  # which also repairs Trito
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import plan_accuracy
-from planned_model import planned_model
+from megapar_models.planned import planned_model
 
 H100 = hardware.load("h100-80g")
 WORKS = Works(planned_model())

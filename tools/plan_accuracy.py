@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import tyro
+from megapar_models.planned import planned_model
 from megapar_models.registry import presets, validate
-from planned_model import planned_model
 
 from megapar.config.files import load
 from megapar.config.options import Config

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from megapar_models.build import StageBuilder, build_stages, stage_layers, stage_maker
+from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import size_and_flops
-from megapar_models.planned import declared, flops_per_token, layer_kinds
+from megapar_models.planned import planned_model
 from megapar_models.registry import named_configs, validate
 from rich.console import Console
 from rich.progress import Progress
@@ -27,11 +27,12 @@ from megapar.expert_load import EVEN, ExpertLoad
 from megapar.launch.grid import grid_of
 from megapar.launch.reporting import open_streams, reported
 from megapar.plan.choose_schedule import check_schedule
-from megapar.plan.dry_run import planned_device
 from megapar.plan.expert_loads import imbalanced, logged
 from megapar.plan.hardware import load as load_hardware
+from megapar.plan.memory import planned_device
+from megapar.plan.parts import Parts
 from megapar.plan.simulate import Simulation, simulate, with_planned_kernels
-from megapar.plan.stage_works import Model, Works
+from megapar.plan.stage_works import Works
 from megapar.plan.step_time import StepTime, step_time
 from megapar.plan.timeline import draw_over_each_other, write_chrome_trace
 from megapar.system.atomic_files import write_json
@@ -63,7 +64,7 @@ class Arguments:
     """With --gpu, a file for the predicted timeline of the pipeline: .png or .svg, or .json for ui.perfetto.dev."""
 
 
-def checked(args: Arguments, flags: list[str]) -> Config:
+def checked(args: Arguments, flags: list[str], parts: Parts) -> Config:
     """The config of pretrain.py's flags for the world. Raises ConfigError if it or the arguments cannot be."""
     given = load(flags, named_configs(CONFIGS)).config
     world = args.world or smallest_world(given.parallel)
@@ -82,7 +83,7 @@ def checked(args: Arguments, flags: list[str]) -> Config:
         raise ConfigError(f"--rank {args.rank}: the world of {counted(world, 'rank')} has the ranks 0 to {world - 1}")
     if needs_tokenizer(config):
         config = with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
-    return check_schedule(given, config, build_stages)
+    return check_schedule(given, config, parts)
 
 
 def load_of(args: Arguments, config: Config) -> ExpertLoad:
@@ -106,7 +107,7 @@ def predicted(args: Arguments, config: Config) -> StepTime | None:
     """The time of the step on --gpu, None without it."""
     if not args.gpu:
         return None
-    works = Works(Model(stage_maker, layer_kinds, stage_layers, declared, flops_per_token))
+    works = Works(planned_model())
     return step_time(with_planned_kernels(config), works, load_hardware(args.gpu, args.gpus_per_node), simulated=True)
 
 
@@ -196,7 +197,8 @@ def main() -> None:
     open_streams()
     with reported():
         args, flags = tyro.cli(Arguments, description=__doc__, use_underscores=True, return_unknown_args=True)
-        config = checked(args, flags)
+        parts = Parts(StageBuilder())
+        config = checked(args, flags, parts)
         load_of_experts = load_of(args, config)
         time = predicted(args, config)
         per_node = args.gpus_per_node or 8
@@ -207,7 +209,8 @@ def main() -> None:
             task = bar.add_task("simulating", total=None)
             found = simulate(
                 config,
-                StageBuilder(),
+                build_stages,
+                parts,
                 args.rank,
                 per_node,
                 load_of_experts,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context
-from megapar.batch import MicroBatch, Targets
+from megapar.batch import MicroBatch, PipelineStage, Targets
 from megapar.comm.transport_simulated import Simulated
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
@@ -25,7 +25,9 @@ from megapar.expert_load import EVEN, ExpertLoad
 from megapar.grid import EXPERT_AXES
 from megapar.launch.grid import grid_of
 from megapar.pipeline.actions import Action
-from megapar.plan.dry_run import Build, memory_limit, planned_device
+from megapar.plan.memory import memory_limit, planned_device
+from megapar.plan.parts import Parts
+from megapar.stage_set import StageSet
 from megapar.train import memory_report
 from megapar.train.kept import KeptBytes
 from megapar.train.step import train_step
@@ -33,6 +35,8 @@ from megapar.train.trainable import freeze
 from megapar.train.trainer import assemble
 
 META = torch.device("meta")
+Build = Callable[[Config, ParallelContext], StageSet[PipelineStage]]
+"""Builds the stages of one rank."""
 _PLACES = ("tp", "cp", "dp", "pp", *EXPERT_AXES)
 
 
@@ -82,6 +86,7 @@ class Simulation:
 def simulate(
     config: Config,
     build: Build,
+    parts: Parts,
     rank: int,
     ranks_per_node: int,
     load: ExpertLoad = EVEN,
@@ -89,14 +94,15 @@ def simulate(
 ) -> Simulation:
     """Run one step of `rank` at the full global batch. `config` must be validated for the world.
 
-    Nodes hold `ranks_per_node` neighboring ranks each. `progress` is called after each action of the schedule, with the
+    `parts` are those of the same model, for a schedule within a limit of memory. Nodes hold `ranks_per_node`
+    neighboring ranks each. `progress` is called after each action of the schedule, with the
     number of actions done and of all.
     """
     config = replace(with_planned_kernels(config), train=replace(config.train, batch_ramp=()))
     ctx = context.simulated(grid_of(config), rank, lambda ranks, position: Simulated(len(ranks), position), load)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
-    state = assemble(config, ctx, stages, memory_limit(config, build))
+    state = assemble(config, ctx, stages, memory_limit(config, parts))
     kept = KeptBytes(state.stages, state.pipeline.deferred_nbytes)
     state.pipeline.after_action.append(kept.note_action)
     batches = _micro_batches(config, ctx, stages.declared.num_targets)

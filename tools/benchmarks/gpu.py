@@ -32,8 +32,8 @@ from typing import Any, Literal
 import torch
 from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
+from megapar_models.planned import planned_model
 from megapar_models.registry import presets, validate
-from planned_model import planned_model
 from rich.table import Table
 
 from benchmarks.contenders import Megapar
