@@ -8,9 +8,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megapar_kernels import backend, dispatch
+from megapar_kernels.attention import masked_causal_attention
 from megapar_models.registry import presets, validate
 
 from megapar import context
@@ -28,7 +30,7 @@ from megapar.plan.hardware import Hardware, Link
 from megapar.plan.network import Network
 from megapar.plan.stage_works import Works
 from megapar.plan.step_time import step_time
-from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Waited, planned_batch, record
+from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited, planned_batch, record
 from megapar.plan.work import recording as recording_of
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 
@@ -135,6 +137,22 @@ def test_attention_counts_what_its_mask_leaves() -> None:
     split = sum(x.flops for x in in_ring.forward if isinstance(x, Attention))
     assert split == pytest.approx(causal / 2, rel=0.01)
     assert [x.backward for x in work.backward if isinstance(x, Attention)] == [True]
+
+
+def test_attention_with_a_window_is_one_operation_too() -> None:
+    q, k, v = (torch.empty(64, 1, 4, 32, device=META, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    class Windowed(torch.nn.Module):
+        def boundary(self, batch: object) -> tuple[()]:
+            return ()
+
+        def forward(self, x: object, batch: object) -> torch.Tensor:
+            return masked_causal_attention(q, k, v, None, window=8)
+
+    work = record(Windowed(), None, Tape())  # type: ignore[arg-type]
+    for operations in (work.forward, work.backward):
+        assert [x.flops for x in operations if isinstance(x, Attention)] == [4 * 64 * 64 * 32 * 4]
+        assert not any(isinstance(x, Product) for x in operations)
 
 
 @needs_triton
@@ -299,6 +317,9 @@ def test_units_wait_for_their_collectives() -> None:
     assert [event.start for event in timeline.events] == [3.0, 6.0]
     assert timeline.unit_waits == [5.0]
     assert timeline.ends == [7.0]
+    # One after the other on a rank's link, also if both have started before.
+    both: list[Item] = [UnitAction("gather", 0), UnitAction("gather", 1), UnitAction("wait", 1), Action("F", 0, 0)]
+    assert simulate([both], [1.0], 2.0, units=cost).events[0].start == 6.0
 
 
 # What must never be slower

@@ -13,7 +13,9 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.batch import MicroBatch, PipelineStage, Targets
@@ -383,7 +385,20 @@ def _run_backward(output: Tensor) -> None:
         output.backward(torch.empty_like(output))
 
 
+class _FusedAttention(TorchFunctionMode):
+    """Lets attention with a mask be one operation, as on a GPU. The meta device would compute it by explicit scores.
+
+    A mask saves no time: the fused kernels compute all scores. Under a causal mask they skip blocks.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is not None and args[0].is_meta:
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, attn_mask=kwargs["attn_mask"])[0]
+        return func(*args, **kwargs)
+
+
 def _collect(tape: Tape, function: Callable[[], Any]) -> tuple[Any, Operations]:
-    with tape.collecting() as operations, _Watch(tape):
+    with tape.collecting() as operations, _Watch(tape), _FusedAttention():
         result = function()
     return result, tuple(operations)
