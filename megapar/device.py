@@ -494,7 +494,7 @@ class DeviceClock:
         return event
 
     def read(self, moments: Sequence[Moment]) -> list[float]:
-        """The seconds of `moments`, the newest of which is the last. Waits until the device has reached it."""
+        """The seconds of `moments`. The last one is the newest. Waits until the device has reached it."""
         newest = moments[-1]
         if isinstance(newest, float):
             return [moment for moment in moments if isinstance(moment, float)]

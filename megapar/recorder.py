@@ -1,6 +1,6 @@
-"""Records what a rank does in a step: spans of its work, and the operations that it starts (log.profile).
+"""Records what a rank does in a step: spans of its work, and the start of its operations (log.profile).
 
-Spans are nested: a wait for a collective lies in the forward that needs its result. A span is one of
+Spans are nested: a wait for a collective may lie in a forward. A span is one of
 
     F, B, I, W     an action of the pipeline (`megapar.pipeline.actions`)
     data           the wait for the data of the step
@@ -22,14 +22,14 @@ Moment = Any
 
 
 class Clock(Protocol):
-    """`megapar.device.DeviceClock`, which this module does not import: a program's --help reads it without torch."""
+    """`megapar.device.DeviceClock`. This module does not import it, because --help reads this one without torch."""
 
     def moment(self) -> Moment:
         """The moment now."""
         ...
 
     def read(self, moments: Sequence[Moment]) -> list[float]:
-        """The seconds of `moments`, the newest of which is the last."""
+        """The seconds of `moments`. The last one is the newest."""
         ...
 
 
@@ -95,7 +95,7 @@ class Recorder:
         self._waiting: Span | None = None
 
     def finish(self) -> RecordedStep:
-        """The recorded step, which ends now."""
+        """End the step, and return what was recorded."""
         self._recorded.end = self._clock.moment()
         return self._recorded
 

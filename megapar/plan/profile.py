@@ -1,4 +1,4 @@
-"""Accounts for the time of the steps that a run has recorded (log.profile), on every rank.
+"""Accounts for the time of the recorded steps of a run (log.profile), on every rank.
 
 Each moment of a step belongs to one part, so the parts of a rank sum to its step:
 
@@ -6,12 +6,12 @@ Each moment of a step belongs to one part, so the parts of a rank sum to its ste
     optimizer              computing the gradient norm and the update
     data                   waiting for the data of the step
     exposed                of each axis: starting its operations, and waiting for them while data moves
-    slowest                waiting for an operation that a rank of the same pipeline rank has not started yet
+    slowest                waiting until a rank of the same pipeline rank has started the operation too
     idle                   the same for a rank of another pipeline rank: the bubble
     host                   the rest: Python, copies, reports
 
-Hidden time of an axis is time of computing under which its operations were in flight: all their ranks had started them,
-and this rank had not asked for the result. They may have ended earlier, so it is an upper bound. It is no part.
+Hidden time of an axis is time of computing with operations of the axis in flight: all their ranks had started them, and
+this rank had not asked for the result. They may have ended earlier, so it is an upper bound. It is no part.
 """
 
 import json
@@ -103,7 +103,7 @@ class Segment(NamedTuple):
 class Account:
     """The time of a rank in seconds a step, as a mean over the recorded steps.
 
-    `parts` and `exposed` sum to `step_seconds`. `waited_for` divides the part "slowest" by the rank that came last.
+    `parts` and `exposed` sum to `step_seconds`. `waited_for` divides the part "slowest" by the last rank.
     """
 
     rank: int
@@ -115,12 +115,12 @@ class Account:
 
     @property
     def computing(self) -> float:
-        """Seconds a step in which the rank computed."""
+        """Seconds of computing a step."""
         return sum(self.parts[part] for part in COMPUTING)
 
     @property
     def busy(self) -> float:
-        """Seconds a step in which the rank waited for no other one: computing, data and host."""
+        """Seconds a step without waiting for other ranks: computing, data and host."""
         return self.computing + self.parts["data"] + self.parts["host"]
 
 
@@ -128,9 +128,9 @@ class Account:
 
 
 def read(run_dir: Path) -> list[RankRecord]:
-    """The records of all ranks, in their order, of the steps that all of them have recorded.
+    """The records of all ranks, in their order, of the steps recorded by all of them.
 
-    If the run was started several times, those of the newest start that recorded steps. Raises DataError if a rank's
+    Of a run with several starts, those of the newest one with recorded steps. Raises DataError if a rank's
     file is missing or damaged, or if no step is in all files.
     """
     folder = run_dir / "profile"
@@ -161,7 +161,7 @@ def _lines(path: Path) -> list[dict[str, Any]]:
 
 
 def _newest(path: Path, start: str) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
-    """The header and the steps that a rank recorded in the run's start `start`."""
+    """The header of a rank, and its recorded steps of the run's start `start`."""
     header: dict[str, Any] = {}
     steps: dict[int, dict[str, Any]] = {}
     for line in _lines(path):
@@ -204,7 +204,7 @@ def clock_offset(header: Mapping[str, Any], first: Mapping[str, Any]) -> tuple[f
 
 
 class _Arrivals:
-    """When each rank started the operations that others wait for."""
+    """When each rank started its operations."""
 
     def __init__(self, records: Sequence[RankRecord]):
         self._collectives: dict[tuple[str, int, int], list[tuple[float, int]]] = defaultdict(list)
@@ -229,7 +229,7 @@ class _Arrivals:
         return self._by_position.get((record.rank, axis, position))
 
     def last(self, record: RankRecord, axis: str, position: int) -> tuple[float, int]:
-        """When the last other rank started this operation, and which one. (-inf, -1) if that is not recorded."""
+        """When the last other rank started this operation, and its number. (-inf, -1) if it is not recorded."""
         operation = self.operation(record, axis, position)
         unknown = (float("-inf"), -1)
         if operation is None:
@@ -252,7 +252,7 @@ class _Arrivals:
 
 
 def segments(records: Sequence[RankRecord], step: int) -> list[list[Segment]]:
-    """The step of each rank, cut into the parts that follow each other."""
+    """The step of each rank, cut into successive segments."""
     arrivals = _Arrivals(records)
     return [_segments(record, step, arrivals, records) for record in records]
 
@@ -323,7 +323,7 @@ def account(records: Sequence[RankRecord]) -> list[Account]:
 
 @dataclass(frozen=True)
 class Straggler:
-    """The rank that is busy the longest beside the least busy one with the same work, in seconds a step.
+    """The busiest rank beside the least busy one with the same work, in seconds a step.
 
     `waited` is how long other ranks waited for it, all together.
     """

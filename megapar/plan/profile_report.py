@@ -27,13 +27,13 @@ class Arguments:
     records in RUN/profile."""
 
     run_dir: tyro.conf.Positional[Path]
-    """Folder of a run that has trained with --log.profile A-B."""
+    """Folder of a run with --log.profile A-B."""
     json: Path | None = None
     """Write the times of every rank to this file too."""
 
 
 def shown_ranks(accounts: Sequence[Account]) -> list[int]:
-    """The ranks to show: all, or of many those that compute the longest and those that compute the least."""
+    """The ranks to show: all, or of many the ones with the most and the least computing."""
     if len(accounts) <= _MOST_ROWS:
         return [found.rank for found in accounts]
     by_computing = sorted(accounts, key=lambda found: found.computing)

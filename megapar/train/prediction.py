@@ -12,7 +12,7 @@ STEPS = 5
 class Prediction:
     """What a model of time said of a step of this run, on the machine named `machine`.
 
-    `idle_share` is the share of the step in which a mean pipeline rank waits for other stages.
+    `idle_share` is the mean share of the step that pipeline ranks wait for other stages.
     """
 
     machine: str
