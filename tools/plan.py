@@ -23,7 +23,7 @@ from rich.progress import track
 
 from megapar.config.derive import with_vocabulary
 from megapar.config.files import ASKS_FOR_COMPLETION, Resolved, load, to_toml
-from megapar.config.messages import counted, first_few, layout_in_words
+from megapar.config.messages import first_few, layout_in_words
 from megapar.config.options import Config, ModelConfig, flatten, option_types, unflatten
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, MegaparError, storing
@@ -98,7 +98,10 @@ def fixed_values(words: Iterable[str]) -> dict[str, Any]:
         else:
             flags += [f"--{path}", *value.replace(",", " ").split()]
         paths.append(path)
-    values = flatten(load(flags).config)  # --fix parallel.tp=x is refused as --parallel.tp x is
+    try:
+        values = flatten(load(flags).config)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--", "--fix ")) from None
     return {path: values[path] for path in paths}
 
 
@@ -191,6 +194,13 @@ def own_layout(config: Config, world_size: int, parts: Parts) -> tuple[tuple[Con
     return None, problem
 
 
+def check_without_layout(config: Config, fixed: Mapping[str, Any]) -> None:
+    """Raise ConfigError for problems that no layout mends. What a search validates are layouts alone."""
+    of_layouts = {*layout_of(config).options(), *(path for path in fixed if path.startswith("parallel."))}
+    others = {path: value for path, value in fixed.items() if path not in of_layouts}
+    validate(searchable(config, others, "cuda"), 1)
+
+
 def make_space(
     config: Config, args: Arguments, machine: hardware.Hardware, fixed: Mapping[str, Any], given: Layout
 ) -> Space:
@@ -270,7 +280,7 @@ def plan(args: Arguments, resolved: Resolved) -> None:
     machine = hardware.load(args.gpu, args.gpus_per_node)
     fixed = fixed_values(args.fix)
     config = with_sizes(resolved)
-    validate(searchable(config, fixed, "cuda"), 1)
+    check_without_layout(config, fixed)
     planner = ModelPlanner(machine)
     given, given_problem = own_layout(config, args.gpus, planner.parts)
     space = make_space(config, args, machine, fixed, layout_of(given[1] if given else config))
@@ -301,8 +311,9 @@ def plan(args: Arguments, resolved: Resolved) -> None:
         console.print()
         console.print(table(rows, found))
         write(console, ["", why, run.in_words(found.rows[0]), *rejections(found, space, machine)])
-        if given is None:
-            write(console, [f"the given layout cannot run on {counted(args.gpus, 'GPU')}: {given_problem}"])
+        if given_problem:
+            shown = "is left out" if given is None else "is shown with as many replicas as there are"
+            write(console, [f"the given layout {shown}, because of {given_problem}"])
         if args.explain:
             report["explained"] = explained(args.explain, rows, planner, machine, console)
     print(text.get(), end="")

@@ -109,8 +109,14 @@ class Best:
         self._of_a_kind = of_a_kind
         self._within = within
         self._shortest = math.inf
+        self.smallest: Estimate | None = None
+        """Of all layouts, the one with the fewest bytes."""
         self._kinds: dict[tuple[object, ...], list[Estimate]] = {}
         self._thresholds: dict[tuple[object, ...], float] = {}
+
+    def is_smaller(self, nbytes: float) -> bool:
+        """Whether no layout was smaller."""
+        return self.smallest is None or nbytes < self.smallest.nbytes
 
     def threshold(self, layout: Layout) -> float:
         """Seconds above which an estimate of this kind is not kept."""
@@ -153,7 +159,7 @@ class Estimator:
         self._layers: dict[tuple[object, ...], _Layer] = {}
         self._networks: dict[tuple[object, ...], Network] = {}
 
-    def of_grid(self, part: GridPart, limit: float, best: "Best") -> int:
+    def of_grid(self, part: GridPart, limit: float, best: Best) -> int:
         """Add the layouts of a grid that fit into `limit` bytes to `best`. Returns the number of the others."""
         grid = part.mildest
         states = sorted((self._state(grid, *state) for state in part.states), key=_State.seconds)
@@ -174,11 +180,13 @@ class Estimator:
                         sizes = by_size[schedule == "breadth"]
                         fitting = bisect_right(sizes, limit - work.kept)
                         too_large += len(sizes) - fitting
+                        if sizes and best.is_smaller(sizes[0] + work.kept):
+                            self._keep_smallest(layout._replace(schedule=schedule, vpp=vpp), work, states, best)
                         if fitting and work.busy + work.idle <= best.threshold(layout):
                             self._add(layout._replace(schedule=schedule, vpp=vpp), work, states, limit, best)
         return too_large
 
-    def _work(self, layout: Layout, pipeline: "_Pipeline", costs: tuple[float, float, float]) -> "_RankWork":
+    def _work(self, layout: Layout, pipeline: _Pipeline, costs: tuple[float, float, float]) -> _RankWork:
         """What the slowest rank of a layout does with `costs`: forward, backward and kept bytes of a layer."""
         forward, backward, kept = costs
         layers = self._layers_of_rank(layout, pipeline.vpp)
@@ -196,7 +204,13 @@ class Estimator:
             kept,
         )
 
-    def _add(self, layout: Layout, work: "_RankWork", states: Sequence["_State"], limit: float, best: "Best") -> None:
+    def _keep_smallest(self, layout: Layout, work: _RankWork, states: Sequence[_State], best: Best) -> None:
+        usable = [state for state in states if layout.schedule != "breadth" or state.zero_stage >= 2]
+        state = min(usable, key=lambda state: state.nbytes)
+        layout = layout._replace(zero_stage=state.zero_stage, shard_ranks=state.shard_ranks)
+        best.smallest = Estimate(math.inf, state.nbytes + work.kept, layout)
+
+    def _add(self, layout: Layout, work: _RankWork, states: Sequence[_State], limit: float, best: Best) -> None:
         """Add the layout with each of `states` that fits to `best`."""
         for state in states:
             if state.nbytes + work.kept > limit or (layout.schedule == "breadth" and state.zero_stage < 2):

@@ -1,5 +1,6 @@
 """Explains one layout: the bytes of its ranks, what each axis sends over which link, and the timeline of a step."""
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from megapar.plan.step_time import StepTime
 from megapar.plan.work import Started
 
 _GIB = 2**30
+_SHADES = 4  # of the stages of a rank in a picture
 
 
 @dataclass(frozen=True)
@@ -44,17 +46,26 @@ class Traffic:
 
 def bytes_by_rank(reports: Mapping[RankReport, list[int]]) -> Table:
     """A table of the bytes of each kind of rank. The keys are the reports, the values the ranks that they are for."""
-    kinds = sorted({name for report in reports for name in report.rows})
+    by_kind = {report: _without_stages(report.rows) for report in reports}
+    kinds = list(dict.fromkeys(name for sizes in by_kind.values() for name in sizes))
     shown = Table(box=None, header_style="bold", title="GiB on each rank", title_justify="left")
     shown.add_column("ranks")
     shown.add_column("pp", justify="right")
     for name in (*kinds, "all"):
         shown.add_column(name, justify="right")
     for report, ranks in reports.items():
-        sizes = [report.rows.get(name, 0) for name in kinds]
+        sizes = [by_kind[report].get(name, 0) for name in kinds]
         words = [f"{size / _GIB:,.2f}" for size in (*sizes, report.total)]
         shown.add_row(first_few(map(str, ranks), 4, " "), str(report.pp), *words)
     return shown
+
+
+def _without_stages(rows: Mapping[str, int]) -> Counter[str]:
+    """The bytes of a rank by kind, over all of its stages."""
+    found: Counter[str] = Counter()
+    for name, nbytes in rows.items():
+        found[re.sub(r" of stage \d+", "", name)] += nbytes
+    return found
 
 
 def traffic(config: Config, works: Works, hardware: Hardware, time: StepTime) -> list[Traffic]:
@@ -139,10 +150,16 @@ def seconds_in_words(time: StepTime, simulated: StepTime) -> Iterator[str]:
 
 def draw(time: StepTime, number: int, title: str, folder: Path) -> list[Path]:
     """Write the timeline of a simulated step as a picture and as a Chrome trace into `folder`. Returns their paths."""
+    ranks = 1 + max(event.rank for event in time.events)
+    # Of many stages on a rank, such as single layers with ZeRO-3, the legend would fill the picture.
+    few = [
+        event._replace(action=event.action._replace(stage=min(event.action.stage, _SHADES * ranks - 1)))
+        for event in time.events
+    ]
     picture = folder / f"plan_{number}.png"
     trace = folder / f"plan_{number}.trace.json"
     with storing(picture):
-        timeline.draw(time.events, picture, title)
+        timeline.draw(few, picture, title)
     with storing(trace):
         timeline.write_chrome_trace({title: time.events}, trace, 1.0)
     return [picture, trace]

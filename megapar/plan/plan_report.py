@@ -77,10 +77,10 @@ def table(rows: Sequence[Row], found: Found) -> Table:
         time = row.time
         assert time is not None
         rank = str(number)
-        if row is found.given:
-            rank = "given" if row.fits else "given, too large"
+        if row.given and row not in found.rows:
+            rank = "given, too large"
         elif row.given:
-            rank = f"{number} given"
+            rank = f"{1 + found.rows.index(row)} given"
         waits = [f"{time.exposed.get(axis, 0.0) / time.seconds:.1%}" for axis in axes]
         shown.add_row(
             rank,

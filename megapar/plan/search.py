@@ -115,6 +115,7 @@ def search(
     run.plan_shortlist(progress)
     run.plan_neighbors(progress)
     run.confirm(progress)
+    run.place_given()
     found.too_large.sort(key=lambda row: (row.memory_bytes, row.layout))
     planned = len(found.rows) + len(found.too_large)
     found.slower = max(len(space) - planned - found.estimated_too_large, 0)
@@ -132,6 +133,7 @@ class _Search:
         self.top = top
         self.found = Found()
         self.seen: set[Layout] = set()
+        self.best = Best(0, math.inf)
 
     def plan_shortlist(self, progress: Progress) -> None:
         """Plan all layouts if they are few, else those with the shortest estimated steps."""
@@ -148,10 +150,13 @@ class _Search:
                     break
             if len(self.found.rows) >= self.top:
                 return
+        if not self.seen and self.best.smallest is not None:
+            # Nothing fits by the estimate. How much the smallest lacks is planned for the user.
+            self.add(self.best.smallest.layout)
 
     def shortlist(self, within: float) -> list[Layout]:
         """The layouts with the shortest estimated steps."""
-        best = Best(max(_OF_A_GRID, self.top // 2), within)
+        best = self.best = Best(max(_OF_A_GRID, self.top // 2), within)
         grids = self.space.grids
         self.found.estimated_too_large = sum(self.estimator.of_grid(grid, _SLACK * self.limit, best) for grid in grids)
         layouts = [estimate.layout for estimate in best.sorted() if estimate.layout not in self.seen]
@@ -181,6 +186,15 @@ class _Search:
                 self.found.too_large.append(replace(row, fits=False))
         self.found.rows = [*confirmed, *waiting]
 
+    def place_given(self) -> None:
+        """Put the given row among the others, if it fits, in place of an equal one."""
+        given = self.found.given
+        if given is None or not given.fits:
+            return
+        rows = [row for row in self.found.rows if row.config != given.config]
+        insort(rows, given, key=_rank)
+        self.found.rows = rows
+
     def add(self, layout: Layout) -> None:
         """Plan a layout, and put it into its place among the others."""
         self.seen.add(layout)
@@ -194,7 +208,7 @@ class _Search:
             return
         row = Row(layout, layout.of(self.space.base), config, report, time, fits)
         if fits:
-            insort(self.found.rows, row, key=lambda row: (row.seconds, row.layout))
+            insort(self.found.rows, row, key=_rank)
         else:
             self.found.too_large.append(row)
 
@@ -203,6 +217,11 @@ class _Search:
         report = self.planner.memory(config)
         fits = report.total <= self.limit
         return Row(layout_of(config), options, config, report, self.planner.time(config), fits, given=True)
+
+
+def _rank(row: Row) -> tuple[float, Layout]:
+    """What rows are sorted by. Of equally fast ones the simplest comes first."""
+    return row.seconds, row.layout
 
 
 def _shortened(config: Config) -> Config:
