@@ -336,7 +336,7 @@ def explained(
     simulated = planner.simulated(row.config)
     reports = memory.reports(row.config, planner.parts)
     traffic = explain.traffic(config, planner.works, machine, row.time)
-    title = f"row {number}: {layout_in_words(config.parallel)}, {config.parallel.schedule}, seconds"
+    title = f"row {number}: {layout_in_words(config.parallel)}, {config.parallel.schedule}"
     files = explain.draw(simulated, number, title, Path())
     write(console, ["", f"row {number}: {layout_in_flags(row)}"])
     write(console, explain.seconds_in_words(row.time, simulated))
