@@ -150,13 +150,14 @@ def test_positions_inside_documents_begin_again_and_change_no_attention() -> Non
     stage = tiny_models.build(config, context.single()).double()
     found = stage(None, batch)
     attention = stage.layers["1"].attention
-    inside = attention.rotary
+    inside = attention.kind.rotary
     cos, _ = inside.tables(batch)
     assert len(cos) == 2 * 24
     assert torch.equal(cos.view(24, 2, -1)[:, 1], inside.tables(replace(batch, starts=None))[0]) is False
     assert torch.equal(cos.view(24, 2, -1)[5, 1], cos.view(24, 2, -1)[0, 1]), "the third document of sample 1 begins"
-    attention.rotary = replace(inside, inside_documents=False)
-    stage.rotary.append(attention.rotary)
+    running = replace(inside, inside_documents=False)
+    attention.kind = replace(attention.kind, rotary=running)
+    stage.rotary.append(running)
     torch.testing.assert_close(stage(None, batch), found, rtol=1e-6, atol=0.0)
 
 

@@ -18,14 +18,19 @@ from torch.autograd.function import once_differentiable
 
 from megapar_kernels.dispatch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
 
-__all__ = ["bias_gelu", "geglu", "gelu", "reglu_squared", "relu_squared", "swiglu"]
+__all__ = [
+    *("bias_gelu", "clamped_swiglu", "geglu", "geglu_erf", "gelu", "gelu_erf", "reglu", "reglu_squared", "relu"),
+    *("relu_squared", "silu", "swiglu"),
+]
 
-Activation = Literal["silu", "gelu", "relu_squared"]
+Activation = Literal["silu", "gelu", "gelu_erf", "relu", "relu_squared"]
 
 
 TORCH: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": partial(F.gelu, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "relu": F.relu,
     "relu_squared": lambda x: F.relu(x).square(),
 }
 
@@ -58,8 +63,12 @@ def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
         return x / (1.0 + exp(-x))
     elif ACTIVATION == "gelu":
         return x / (1.0 + exp(-_twice_gelu_argument(x)))
+    elif ACTIVATION == "gelu_erf":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
         positive = tl.where(x < 0.0, 0.0, x)  # unlike tl.maximum it lets NaN through
+        if ACTIVATION == "relu":
+            return positive
         return positive * positive
 
 
@@ -75,10 +84,19 @@ def _activate_and_derive(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untype
         sigmoid, opposite = _sigmoids(_twice_gelu_argument(x))
         value = x * sigmoid
         slope = sigmoid + value * opposite * 1.5957691216057308 * (1.0 + 0.134145 * (x * x))
+    elif ACTIVATION == "gelu_erf":
+        # The normal distribution and its density, of which 0.3989422804014327 is 1 / sqrt(2 pi).
+        share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        value = x * share
+        slope = share + x * 0.3989422804014327 * exp(-0.5 * (x * x))
     else:
         positive = tl.where(x < 0.0, 0.0, x)
-        value = positive * positive
-        slope = 2.0 * positive
+        if ACTIVATION == "relu":
+            value = positive
+            slope = tl.where(x > 0.0, 1.0, 0.0)
+        else:
+            value = positive * positive
+            slope = 2.0 * positive
     return value, slope
 
 
@@ -174,8 +192,12 @@ def _activate_into(out: Tensor, x: Tensor, activation: Activation) -> None:
         torch.ops.aten.silu.out(x, out=out)
     elif activation == "gelu":
         torch.ops.aten.gelu.out(x, approximate="tanh", out=out)
+    elif activation == "gelu_erf":
+        torch.ops.aten.gelu.out(x, approximate="none", out=out)
     else:
-        torch.clamp(x, min=0.0, out=out).square_()  # lets NaN through, as F.relu does
+        torch.clamp(x, min=0.0, out=out)  # lets NaN through, as F.relu does
+        if activation == "relu_squared":
+            out.square_()
 
 
 def _multiply_by_slope(grad: Tensor, x: Tensor, activation: Activation) -> None:
@@ -184,6 +206,10 @@ def _multiply_by_slope(grad: Tensor, x: Tensor, activation: Activation) -> None:
         torch.ops.aten.silu_backward.grad_input(grad, x, grad_input=grad)
     elif activation == "gelu":
         torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="tanh", grad_input=grad)
+    elif activation == "gelu_erf":
+        torch.ops.aten.gelu_backward.grad_input(grad, x, approximate="none", grad_input=grad)
+    elif activation == "relu":
+        grad.mul_(x > 0)
     else:
         grad.mul_(F.relu(x).mul_(2.0))
 
@@ -242,6 +268,67 @@ def geglu(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
 def reglu_squared(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
     """relu(gate)^2 * up, [..., f]. `gate_up` is as in `swiglu`."""
     return _gated(gate_up, "relu_squared", impl)
+
+
+def geglu_erf(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
+    """gelu(gate) * up, [..., f], GELU by the error function. `gate_up` is as in `swiglu`."""
+    return _gated(gate_up, "gelu_erf", impl)
+
+
+def reglu(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
+    """relu(gate) * up, [..., f]. `gate_up` is as in `swiglu`."""
+    return _gated(gate_up, "relu", impl)
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.limit = limit
+        ctx.alpha = alpha
+        gate, up = gate_up.chunk(2, dim=-1)
+        gate = gate.clamp(max=limit)
+        return (gate * (gate * alpha).sigmoid_()).mul_(up.clamp(-limit, limit).add_(1.0))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
+        (gate_up,) = ctx.saved_tensors
+        limit = ctx.limit
+        gate, up = gate_up.chunk(2, dim=-1)
+        clamped = gate.clamp(max=limit)
+        sigmoid = (clamped * ctx.alpha).sigmoid_()
+        grad = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+        grad_gate, grad_up = grad.chunk(2, dim=-1)
+        # A clamped element has no slope.
+        torch.mul(grad_y * clamped * sigmoid, up.abs() <= limit, out=grad_up)
+        slope = sigmoid * (1.0 + ctx.alpha * clamped * (1.0 - sigmoid))
+        torch.mul(grad_y * (up.clamp(-limit, limit) + 1.0) * slope, gate <= limit, out=grad_gate)
+        return grad, None, None
+
+
+def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float = 1.702) -> Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), [..., f], as in gpt-oss.
+
+    The gate is at most `limit` here, and up lies between -limit and limit. `gate_up` is as in `swiglu`. torch's ops
+    compute it on every device.
+    """
+    return _ClampedSwiGLU.apply(gate_up, limit, alpha)
+
+
+def silu(x: Tensor, impl: Implementation = "torch") -> Tensor:
+    """x * sigmoid(x)."""
+    return _plain(x, "silu", impl)
+
+
+def relu(x: Tensor, impl: Implementation = "torch") -> Tensor:
+    """max(x, 0)."""
+    return _plain(x, "relu", impl)
+
+
+def gelu_erf(x: Tensor, impl: Implementation = "torch") -> Tensor:
+    """GELU by the error function."""
+    return _plain(x, "gelu_erf", impl)
 
 
 def relu_squared(x: Tensor, impl: Implementation = "torch") -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megapar_kernels.block_attention import attention_block, attention_block_backward
+from megapar_kernels.block_attention import ScoreRule, attention_block, attention_block_backward
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
 
@@ -34,35 +34,45 @@ class _UnlikeWidths(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out, lse = attention_block(q, k, v, causal=True)
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+        ctx.rule = ScoreRule(scale)
+        out, lse = attention_block(q, k, v, causal=True, rule=ctx.rule)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        grad_q, grad_k, grad_v = attention_block_backward(grad_out, q, k, v, out, lse, causal=True)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+        grad_q, grad_k, grad_v = attention_block_backward(grad_out, q, k, v, out, lse, causal=True, rule=ctx.rule)
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
 
 
-def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: Literal["torch", "cudnn"] = "torch") -> Tensor:
+def sdpa(
+    q: Tensor, k: Tensor, v: Tensor, impl: Literal["torch", "cudnn"] = "torch", scale: float | None = None
+) -> Tensor:
     """torch's causal scaled_dot_product_attention of [b, n, s, d]. `impl` is the backend torch tries first.
+
+    `scale` is the factor of scores; None is 1 / sqrt(d).
 
     If the widths d and e differ, `attention_block` computes it.
     """
     if q.shape[-1] != v.shape[-1]:
-        return _UnlikeWidths.apply(q, k, v)
+        return _UnlikeWidths.apply(q, k, v, scale)
     with sdpa_kernel(CUDNN_FIRST, set_priority=True) if impl == "cudnn" else nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        gqa = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
 
 
 def causal_attention(
-    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, impl: Literal["torch", "cudnn"] = "torch"
+    q_sbnd: Tensor,
+    k_sbnd: Tensor,
+    v_sbnd: Tensor,
+    impl: Literal["torch", "cudnn"] = "torch",
+    scale: float | None = None,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d), causal) v as [s, b, n * e].
+    """softmax(scale * q k^T, causal) v as [s, b, n * e]. `scale` None is 1 / sqrt(d).
 
     q may have a multiple of the heads of k and v. Then each head of k and v serves a run of consecutive heads of q.
     """
@@ -75,9 +85,9 @@ def causal_attention(
     if q.is_meta and q.shape[-1] == v.shape[-1]:
         # On the meta device SDPA would choose explicit scores. On CPUs and GPUs it keeps q, k, v, the result and one
         # number for each row, and so does this op: a plan counts what a run keeps.
-        y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)[0]
+        y = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True, scale=scale)[0]
     else:
-        y = sdpa(q, k, v, impl)
+        y = sdpa(q, k, v, impl, scale)
     return rearrange(y, "b n s d -> s b (n d)")
 
 
@@ -114,6 +124,7 @@ def causal_attention_dropout(
     p: float,
     documents_bs: Tensor | None = None,
     impl: Implementation = "torch",
+    scale: float | None = None,
 ) -> Tensor:
     """`causal_attention` with dropout: the probabilities are multiplied by keep / (1 - p).
 
@@ -122,7 +133,8 @@ def causal_attention_dropout(
     """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
     scores: Tensor = _Scores.apply(q, k)
-    scale = 1.0 / math.sqrt(q.shape[-1])
+    if scale is None:
+        scale = 1.0 / math.sqrt(q.shape[-1])
     if documents_bs is None:
         probabilities = scaled_causal_softmax(scores, scale, impl)
     else:
@@ -133,7 +145,9 @@ def causal_attention_dropout(
     return rearrange(probabilities.to(v.dtype) @ v, "b n s d -> s b (n d)")
 
 
-def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor) -> Tensor:
+def packed_causal_attention(
+    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor, scale: float | None = None
+) -> Tensor:
     """`causal_attention` within each of several documents, as [s, b, n * e].
 
     The positions of all samples are numbered one sample after another. Document i is [starts[i], starts[i + 1]).
@@ -150,7 +164,10 @@ def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, star
         # all queued work.
         lengths = starts.diff().tolist()
         parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
-        documents = [sdpa(*(rearrange(x, "t n d -> 1 n t d") for x in part)) for part in parts]
+        documents = []
+        for part in parts:
+            q_nt, k_nt, v_nt = (rearrange(x, "t n d -> 1 n t d") for x in part)
+            documents.append(sdpa(q_nt, k_nt, v_nt, scale=scale))
         y: Any = torch.cat([rearrange(x, "1 n t d -> t n d") for x in documents])
     elif varlen_serves(q, v):
         from torch.nn.attention.varlen import (
@@ -163,10 +180,10 @@ def packed_causal_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, star
         k = k.repeat_interleave(run, 1)
         v = v.repeat_interleave(run, 1)
         # The longest document is at most a sample. To know its true length, the host would have to wait for the GPU.
-        y = varlen_attn(q, k, v, starts, starts, length, length, window_size=(-1, 0))
+        y = varlen_attn(q, k, v, starts, starts, length, length, scale=scale, window_size=(-1, 0))
         y = y[..., :v_width]
     else:
-        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts)
+        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, scale=scale)
     return rearrange(y, "(b s) n d -> s b (n d)", s=length)
 
 
@@ -181,7 +198,12 @@ def varlen_serves(q: Tensor, v: Tensor) -> bool:
 
 
 def masked_causal_attention(
-    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor | None, window: int = 0
+    q_sbnd: Tensor,
+    k_sbnd: Tensor,
+    v_sbnd: Tensor,
+    starts: Tensor | None,
+    window: int = 0,
+    scale: float | None = None,
 ) -> Tensor:
     """`packed_causal_attention` for any dtype and widths, with a mask of b * s * s booleans.
 
@@ -201,5 +223,5 @@ def masked_causal_attention(
     k_sbnd = k_sbnd.repeat_interleave(run, 2)
     v_sbnd = v_sbnd.repeat_interleave(run, 2)
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
     return rearrange(y, "b n s d -> s b (n d)")

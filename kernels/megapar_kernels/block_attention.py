@@ -10,12 +10,31 @@ and values may have fewer heads than queries. Then each of their heads serves a 
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class ScoreRule:
+    """From the product z of a query and a key to their score s: scale * z, and with a `cap` then cap * tanh(s / cap).
+
+    `scale` None is 1 / sqrt(d). Capped scores are held in memory for a block of queries at a time.
+    """
+
+    scale: float | None = None
+    cap: float = 0.0
+
+    def factor(self, q: Tensor) -> float:
+        """The scale of the products of `q` [..., d], which is not padded."""
+        return 1.0 / math.sqrt(q.shape[-1]) if self.scale is None else self.scale
+
+
+PLAIN_SCORES = ScoreRule()
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -27,11 +46,6 @@ def _flash_serves(q: Tensor, v: Tensor) -> bool:
     """Whether FlashAttention 2, as torch has it, takes the dtype of `q` and the wider of the widths of `q` and `v`."""
     width = max(q.shape[-1], v.shape[-1])
     return q.is_cuda and q.dtype in _FLASH_DTYPES and width % 8 == 0 and width <= 256
-
-
-def _scale(q: Tensor) -> float:
-    """1 / sqrt(d), the factor of scores. `q` is not padded."""
-    return 1.0 / math.sqrt(q.shape[-1])
 
 
 def _padded(x: Tensor, width: int) -> Tensor:
@@ -61,19 +75,26 @@ def takes_earlier_keys(q: Tensor) -> bool:
 
 
 def attention_block(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, keep: Tensor | None = None, p: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    keep: Tensor | None = None,
+    p: float = 0.0,
+    rule: ScoreRule = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q k^T / sqrt(d)) v of a block, [b, n, q, e], and the lse of its scores in fp32 (fp64 for fp64).
+    """softmax(scores) v of a block, [b, n, q, e], and the lse of its scores (`rule`) in fp32 (fp64 for fp64).
 
     `causal`: the last query attends all keys, the one before it all but the last, and so on. With `keep`, bool
     [b, n, q, k], the probabilities are multiplied by keep / (1 - p). Raises ValueError for a causal block with more
     keys than queries where `takes_earlier_keys` is false.
     """
-    if keep is not None:
-        return reference(q, k, v, causal=causal, keep=keep, p=p)
+    if keep is not None or rule.cap:
+        return reference(q, k, v, causal=causal, keep=keep, p=p, rule=rule)
     flash = _flash_serves(q, v)
     if q.is_cuda and not flash:  # wide numbers, or heads of an odd width: scores in memory
-        return reference(q, k, v, causal=causal)
+        return reference(q, k, v, causal=causal, rule=rule)
     width = max(q.shape[-1], v.shape[-1])
     q_padded, k_padded, v_padded = (_padded(x, width) for x in (q, k, v))
     if flash:
@@ -81,7 +102,7 @@ def attention_block(
     else:
         _check_square(q, k, causal)
         operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse, *_ = operation(q_padded, k_padded, v_padded, 0.0, causal, scale=_scale(q))
+    out, lse, *_ = operation(q_padded, k_padded, v_padded, 0.0, causal, scale=rule.factor(q))
     return _cut(out, v.shape[-1]), lse
 
 
@@ -96,13 +117,14 @@ def attention_block_backward(
     causal: bool,
     keep: Tensor | None = None,
     p: float = 0.0,
+    rule: ScoreRule = PLAIN_SCORES,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of a block. `out` and `lse` are the merged results of all blocks of these queries."""
-    if keep is not None:
-        return reference_backward(grad_out, q, k, v, out, lse, causal=causal, keep=keep, p=p)
+    if keep is not None or rule.cap:
+        return reference_backward(grad_out, q, k, v, out, lse, causal=causal, keep=keep, p=p, rule=rule)
     flash = _flash_serves(q, v)
     if q.is_cuda and not flash:
-        return reference_backward(grad_out, q, k, v, out, lse, causal=causal)
+        return reference_backward(grad_out, q, k, v, out, lse, causal=causal, rule=rule)
     width = max(q.shape[-1], v.shape[-1])
     padded = [_padded(x, width) for x in (grad_out, q, k, v, out)]
     if flash:
@@ -110,12 +132,12 @@ def attention_block_backward(
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         lse = lse.contiguous()  # its strides are not read
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *padded, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=_scale(q)
+            *padded, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=rule.factor(q)
         )
     else:
         _check_square(q, k, causal)
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *padded, lse, 0.0, causal, scale=_scale(q)
+            *padded, lse, 0.0, causal, scale=rule.factor(q)
         )
     return _cut(grad_q, q.shape[-1]), _cut(grad_k, k.shape[-1]), _cut(grad_v, v.shape[-1])
 
@@ -136,14 +158,26 @@ def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
     torch.logaddexp(lse, block_lse.to(lse.dtype), out=lse)
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """The scaled scores [b, n, q, k] in the wide dtype, -inf where a query may not attend."""
-    scores = q.to(wide(q.dtype)) @ _heads_of(q, k).transpose(-1, -2) / math.sqrt(q.shape[-1])
+def _scores(
+    q: Tensor, k: Tensor, causal: bool, rule: ScoreRule, seen: Tensor | None = None
+) -> tuple[Tensor, Tensor | float]:
+    """The scores [b, n, q, k] in the wide dtype, -inf where a query may not attend, and their slopes by the products.
+
+    `seen` is True for the keys that a query attends, and broadcasts to the scores.
+    """
+    scores = q.to(wide(q.dtype)) @ _heads_of(q, k).transpose(-1, -2) * rule.factor(q)
+    slope: Tensor | float = rule.factor(q)
+    if rule.cap:
+        tanh = (scores / rule.cap).tanh_()
+        scores = tanh * rule.cap
+        slope = tanh.square_().neg_().add_(1.0).mul_(slope)
     if causal:
         queries, keys = scores.shape[-2:]
         future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
         scores = scores.masked_fill(future, -math.inf)
-    return scores
+    if seen is not None:
+        scores = scores.masked_fill(~seen, -math.inf)
+    return scores, slope
 
 
 def _heads_of(q: Tensor, k: Tensor) -> Tensor:
@@ -152,10 +186,18 @@ def _heads_of(q: Tensor, k: Tensor) -> Tensor:
 
 
 def reference(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, keep: Tensor | None = None, p: float = 0.0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool,
+    keep: Tensor | None = None,
+    p: float = 0.0,
+    rule: ScoreRule = PLAIN_SCORES,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`attention_block` with explicit scores, in the wide dtype. It takes any number of keys."""
-    scores = _scores(q, k, causal)
+    """`attention_block` with explicit scores, in the wide dtype. It takes any number of keys, and a mask `seen`."""
+    scores, _ = _scores(q, k, causal, rule, seen)
     lse = scores.logsumexp(-1)
     # Rows without a key have an lse of -inf, and probabilities of 0.
     probabilities = (scores - lse[..., None]).exp().nan_to_num_(0.0)
@@ -175,14 +217,17 @@ def reference_backward(
     causal: bool,
     keep: Tensor | None = None,
     p: float = 0.0,
+    rule: ScoreRule = PLAIN_SCORES,
+    seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`attention_block_backward` with explicit scores, in the wide dtype.
 
-    P are the probabilities, D the dropout factors keep / (1 - p), and dO the gradient of the output O:
-    dV = (P D)^T dO, dS = P ((dO V^T) D - rowsum(dO O)), dQ = dS K / sqrt(d), dK = dS^T Q / sqrt(d).
+    P are the probabilities, D the dropout factors keep / (1 - p), dO the gradient of the output O, and c the slope of a
+    score by its product: dV = (P D)^T dO, dS = c P ((dO V^T) D - rowsum(dO O)), dQ = dS K, dK = dS^T Q.
     """
     dtype = wide(q.dtype)
-    probabilities = (_scores(q, k, causal) - lse[..., None]).exp().nan_to_num_(0.0)
+    scores, slope = _scores(q, k, causal, rule, seen)
+    probabilities = (scores - lse[..., None]).exp().nan_to_num_(0.0)
     grad_out = grad_out.to(dtype)
     grad_probabilities = grad_out @ _heads_of(q, v).transpose(-1, -2)
     dropped = probabilities
@@ -190,9 +235,30 @@ def reference_backward(
         dropped = probabilities * keep / (1.0 - p)
         grad_probabilities = grad_probabilities * keep / (1.0 - p)
     grad_scores = probabilities * (grad_probabilities - (grad_out * out.to(dtype)).sum(-1, keepdim=True))
-    grad_scores = grad_scores / math.sqrt(q.shape[-1])
+    grad_scores = grad_scores * slope
     grad_q = grad_scores @ _heads_of(q, k)
     grad_k = grad_scores.transpose(-1, -2) @ q.to(dtype)
     grad_v = dropped.transpose(-1, -2) @ grad_out
     run = q.shape[1] // k.shape[1]
     return grad_q, grad_k.unflatten(1, (-1, run)).sum(2), grad_v.unflatten(1, (-1, run)).sum(2)
+
+
+# Sinks: a score of each head, a weight, that takes a part of the probability and has no value (gpt-oss).
+
+
+def add_sinks(out: Tensor, lse: Tensor, sinks_n: Tensor) -> None:
+    """Add the score of each head's sink to the softmax, in place: `out` [b, n, q, e] and `lse`, in the wide dtype.
+
+    With the new `lse` and `out`, `attention_block_backward` gives the gradients of q, k and v.
+    """
+    sink = sinks_n.to(lse.dtype)[None, :, None]
+    out.mul_(torch.sigmoid(lse - sink)[..., None])
+    torch.logaddexp(lse, sink, out=lse)
+
+
+def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks_n: Tensor) -> Tensor:
+    """The gradient of the sinks, [n]: minus the sum over queries of exp(sink - lse) * rowsum(grad_out * out)."""
+    dtype = lse.dtype
+    probability = (sinks_n.to(dtype)[None, :, None] - lse).exp()
+    rows = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
+    return (probability * rows).sum((0, 2)).neg().to(sinks_n.dtype)

@@ -2,7 +2,8 @@
 
 Forward and backward move 4 bytes each for a bf16 element. A head of width d has d/2 pairs of elements, and pair i is
 rotated by angle i of its position. Pair i is (i, i + d/2), as at Hugging Face. The tables cos and sin [s, d] repeat
-over both halves.
+over both halves. With tables of width w below d, the first w dimensions of a head are rotated like a head of this
+width, and the others stay as they are.
 """
 
 from typing import Any
@@ -17,6 +18,10 @@ __all__ = ["rotate", "rotate_qk", "split_and_rotate_qkv"]
 
 
 def _reference(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
+    width = cos_sd.shape[-1]
+    if width < x_sbnd.shape[-1]:
+        rotated = _reference(x_sbnd[..., :width], cos_sd, sin_sd)
+        return torch.cat((rotated, x_sbnd[..., width:]), dim=-1)
     first, second = x_sbnd.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
     return (x_sbnd * cos_sd[:, None, None, :] + turned * sin_sd[:, None, None, :]).to(x_sbnd.dtype)
@@ -113,7 +118,7 @@ def _launch(
 def _rotate_contiguous(q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """Rotated copies of q and k by the kernel, contiguous."""
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    _launch(q, k, q_out, k_out, cos_sd, sin_sd, inverse=inverse)
+    _rotate_pair(q, k, q_out, k_out, cos_sd, sin_sd, True, inverse=inverse)
     return q_out, k_out
 
 
@@ -143,14 +148,17 @@ def rotate_qk(
 ) -> tuple[Tensor, Tensor]:
     """Rotated copies of queries and keys, each in its own dtype.
 
-    q and k may have different numbers of heads and any strides. The tables [s, d] get no gradient, and must repeat over
-    both halves. With `-sin` the rotation is the inverse. Raises ValueError for an odd d or tables of another shape.
+    q and k may have different numbers of heads and any strides. The tables [s, w] get no gradient, and must repeat over
+    both halves. With `-sin` the rotation is the inverse. Raises ValueError for an odd w or tables that do not fit.
     """
     s, b, _, d = q_sbnd.shape
-    if d % 2 or k_sbnd.shape[:2] != (s, b) or k_sbnd.shape[3] != d or not cos_sd.shape == sin_sd.shape == (s, d):
+    width = cos_sd.shape[-1]
+    tables_fit = cos_sd.shape == sin_sd.shape == (s, width) and width % 2 == 0 and width <= d
+    if not tables_fit or k_sbnd.shape[:2] != (s, b) or k_sbnd.shape[3] != d:
         raise ValueError(
             f"cannot rotate q {tuple(q_sbnd.shape)} and k {tuple(k_sbnd.shape)} by cos {tuple(cos_sd.shape)} and sin "
-            f"{tuple(sin_sd.shape)}: they must be [s, b, n, d] and [s, d] with the same s, b and d, and d even"
+            f"{tuple(sin_sd.shape)}: they must be [s, b, n, d] and [s, w] with the same s, b and d, and an even w "
+            "of at most d"
         )
     if fused(impl, q_sbnd):
         return _Rotate.apply(q_sbnd, k_sbnd, cos_sd, sin_sd)
@@ -213,7 +221,7 @@ class _SplitAndRotate(torch.autograd.Function):
         cos_sd = cos_sd.contiguous()
         sin_sd = sin_sd.contiguous()
         ctx.save_for_backward(cos_sd, sin_sd)
-        ctx.sizes = (q_heads, kv_heads, cos_sd.shape[1])
+        ctx.sizes = (q_heads, kv_heads, qkv.shape[2] // (q_heads + 2 * kv_heads))
         ctx.use_kernel = use_kernel
         q, k, v = _heads(qkv, *ctx.sizes)
         q_out, k_out, v_out = (_empty_heads(x, heads_apart) for x in (q, k, v))
@@ -250,6 +258,11 @@ def _rotate_pair(
     inverse: bool,
 ) -> None:
     """Write the rotated q and k to q_out and k_out, by the kernel or by torch's ops."""
+    width = cos_sd.shape[-1]
+    if width < q.shape[-1]:
+        for x, out in ((q, q_out), (k, k_out)):
+            out[..., width:].copy_(x[..., width:])
+        q, k, q_out, k_out = (x[..., :width] for x in (q, k, q_out, k_out))
     if use_kernel:
         _launch(q, k, q_out, k_out, cos_sd, sin_sd, inverse=inverse)
         return
@@ -263,15 +276,17 @@ def split_and_rotate_qkv(
     """q, k and v, each [s, b, n, d], from the fused projection [s, b, c]. q and k are rotated.
 
     c = (q_heads + 2 * kv_heads) * d: the query heads, then the heads of k, then those of v. The results are in the
-    order in memory preferred by torch's SDPA on their device. The tables [s, d] get no gradient. The gradient of the
-    projection is written once. Raises ValueError for an odd d, or shapes that do not fit.
+    order in memory preferred by torch's SDPA on their device. The tables [s, w] get no gradient. The gradient of the
+    projection is written once. Raises ValueError for an odd w, or shapes that do not fit.
     """
     width = cos_sd.shape[-1]
-    columns = (q_heads + 2 * kv_heads) * width
-    if width % 2 or not cos_sd.shape == sin_sd.shape == (qkv_sbc.shape[0], width) or qkv_sbc.shape[2] != columns:
+    heads = q_heads + 2 * kv_heads
+    columns_fit = qkv_sbc.shape[2] % heads == 0 and width % 2 == 0 and width * heads <= qkv_sbc.shape[2]
+    if not columns_fit or not cos_sd.shape == sin_sd.shape == (qkv_sbc.shape[0], width):
         raise ValueError(
             f"cannot split and rotate qkv {tuple(qkv_sbc.shape)} by cos {tuple(cos_sd.shape)} and sin "
-            f"{tuple(sin_sd.shape)}: they must be [s, b, ({q_heads} + 2 * {kv_heads}) d] and [s, d], and d even"
+            f"{tuple(sin_sd.shape)}: they must be [s, b, ({q_heads} + 2 * {kv_heads}) d] and [s, w], with an even w of "
+            "at most d"
         )
     # A CPU's SDPA multiplies the rows of one head at a time: with heads apart in memory it is up to a third faster. A
     # GPU's reads the order [s, b, n, d] as fast.

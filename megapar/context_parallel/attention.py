@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from einops import rearrange
 from megapar_kernels.backend import Kernels
+from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
@@ -21,11 +22,11 @@ from megapar.context_parallel.whole import are_equal_runs, whole_attention
 
 
 class CoreAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v of one layer, with a part of each sample's positions on each rank of `cp`.
+    """softmax(scores of q and k) v of one layer, with a part of each sample's positions on each rank of `cp`.
 
     `form` is the option parallel.cp_attention. `kv_heads[i]` is the local key/value head read by the local query head
     i. `qk_width` is d and `v_width` is e. A position reads `window` keys at most, its own among them; 0: all up to its
-    own.
+    own. `rule` says how a score follows from a query and a key.
     """
 
     kv_index: Tensor | None
@@ -40,11 +41,13 @@ class CoreAttention(nn.Module):
         qk_width: int,
         v_width: int,
         window: int = 0,
+        rule: ScoreRule = PLAIN_SCORES,
     ):
         super().__init__()
         if window and cp.size > 1 and form != "ulysses":
             raise ValueError(f"a window of {window} keys with cp_attention {form}: registry.validate() refuses it")
         self.window = window
+        self.rule = rule
         self.cp = cp
         self.form = form
         self.kernels = kernels
@@ -54,30 +57,39 @@ class CoreAttention(nn.Module):
         self.ulysses = None
         kv_index = None
         if cp.size > 1 and form == "ulysses":
-            self.ulysses = Ulysses(cp, kv_heads, device, window)
+            self.ulysses = Ulysses(cp, kv_heads, device, window, rule)
         elif not are_equal_runs(kv_heads):
             # Copied to the device here, because in the forward pass each copy would wait for all queued work.
             kv_index = torch.tensor(kv_heads, device=device)
         self.register_buffer("kv_index", kv_index, persistent=False)
 
     def forward(
-        self, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, dropout: AttentionDropout | None
+        self,
+        q_sbnd: Tensor,
+        k_sbnd: Tensor,
+        v_sbnd: Tensor,
+        batch: MicroBatch,
+        dropout: AttentionDropout | None,
+        sinks_n: Tensor | None = None,
     ) -> Tensor:
         """Map q and k of width d and v of width e to [s, b, n * e]. q is [s, b, n, d]; k and v may have fewer heads.
 
-        The s positions are the columns of `batch` on this rank.
+        The s positions are the columns of `batch` on this rank. `sinks_n` has a further score without a value for each
+        head of q.
         """
         if self.ulysses is not None:
-            y: Tensor = self.ulysses(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels)
+            y: Tensor = self.ulysses(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels, sinks_n)
             return y
         if self.kv_index is not None:
             k_sbnd = k_sbnd.index_select(2, self.kv_index)
             v_sbnd = v_sbnd.index_select(2, self.kv_index)
         if self.cp.size == 1:
-            return whole_attention(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels, self.window)
+            return whole_attention(
+                q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels, self.window, self.rule, sinks_n
+            )
         attention = ring_attention if self.form == "ring" else gather_attention
         q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-        y = attention(q.contiguous(), k, v, self.cp, batch.starts_on_host, dropout)
+        y = attention(q.contiguous(), k, v, self.cp, batch.starts_on_host, dropout, self.rule, sinks_n)
         return rearrange(y, "b n s d -> s b (n d)")
 
     def flops_per_token(self, seq_length: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megapar_kernels.block_attention import wide
+from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -31,6 +31,8 @@ class _GatherAttention(torch.autograd.Function):
         cp: Axis,
         starts: Sequence[int] | None,
         dropout: AttentionDropout | None,
+        rule: ScoreRule,
+        sinks_n: Tensor | None,
     ) -> Tensor:
         length = q.shape[2] * cp.size
         ctx.cp = cp
@@ -38,21 +40,23 @@ class _GatherAttention(torch.autograd.Function):
         ctx.dropped = Dropped(dropout, [(0, length)])
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
-        result = Result(q, v.shape[-1])
+        result = Result(q, v.shape[-1], rule)
         result.add(q, *_gathered(kv, cp), ctx.blocks, ctx.dropped)
+        result.add_sinks(sinks_n)
         out = result.out.to(q.dtype)
-        ctx.save_for_backward(q, kv.flat, out, result.lse)
+        ctx.rule = rule
+        ctx.save_for_backward(q, kv.flat, out, result.lse, sinks_n)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        q, flat, out, lse = ctx.saved_tensors
+        q, flat, out, lse, sinks_n = ctx.saved_tensors
         kv = KeysValues.of(flat, *ctx.shapes)
         k, v = _gathered(kv, ctx.cp)
         grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
         grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
-        gradient = Gradient(grad_out, q, out, lse)
+        gradient = Gradient(grad_out, q, out, lse, ctx.rule)
         gradient.add(k, v, ctx.blocks, ctx.dropped, grad_k, grad_v)
         # Summed over ranks in the wide dtype, because the rounding of 16-bit sums would grow with the number of ranks.
         parts = grad_k.new_empty(ctx.cp.size * flat.numel())
@@ -60,7 +64,7 @@ class _GatherAttention(torch.autograd.Function):
         write_parts(k_parts, grad_k)
         write_parts(v_parts, grad_v)
         grad_kv = kv.with_flat(collectives.reduce_scatter(parts, ctx.cp).to(flat.dtype))
-        return gradient.q.to(q.dtype), grad_kv.k, grad_kv.v, None, None, None
+        return gradient.q.to(q.dtype), grad_kv.k, grad_kv.v, None, None, None, None, gradient.of_sinks(sinks_n)
 
 
 def _gathered(kv: KeysValues, cp: Axis) -> tuple[Tensor, Tensor]:
@@ -76,10 +80,12 @@ def gather_attention(
     cp: Axis,
     starts: Sequence[int] | None = None,
     dropout: AttentionDropout | None = None,
+    rule: ScoreRule = PLAIN_SCORES,
+    sinks_n: Tensor | None = None,
 ) -> Tensor:
     """Causal attention [b, n, s, e] of this rank's queries `q` [b, n, s, d] to the keys and values of all cp ranks.
 
     `k` [b, h, s, d] and `v` [b, h, s, e] are those of this rank. The s positions are those of `deal.chunks` for this
     rank. `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). A collective over `cp`.
     """
-    return _GatherAttention.apply(q, k, v, cp, starts, dropout)
+    return _GatherAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n)

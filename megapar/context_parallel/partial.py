@@ -10,9 +10,13 @@ from collections.abc import Sequence
 
 import torch
 from megapar_kernels.block_attention import (
+    PLAIN_SCORES,
+    ScoreRule,
+    add_sinks,
     attention_block,
     attention_block_backward,
     merge_block,
+    sink_gradient,
     takes_earlier_keys,
     wide,
 )
@@ -43,10 +47,12 @@ class Dropped:
 class Result:
     """The merged result of the blocks so far: `out` [b, n, s, e], and the logsumexp of the scores, `lse` [b, n, s].
 
-    In memory `out` is [s, b, n, e], because the layer after attention reads it in this order. `v_width` is e.
+    In memory `out` is [s, b, n, e], because the layer after attention reads it in this order. `v_width` is e. `rule`
+    says the scores.
     """
 
-    def __init__(self, q: Tensor, v_width: int):
+    def __init__(self, q: Tensor, v_width: int, rule: ScoreRule = PLAIN_SCORES):
+        self._rule = rule
         b, n, s, _ = q.shape
         dtype = wide(q.dtype)
         self.out = torch.empty(s, b, n, v_width, dtype=dtype, device=q.device).permute(1, 2, 0, 3)
@@ -69,6 +75,7 @@ class Result:
                 causal=causal,
                 keep=dropped.keep(block),
                 p=dropped.p,
+                rule=self._rule,
             )
             out_rows = self.out[samples, :, queries]
             lse_rows = self.lse[samples, :, queries]
@@ -79,11 +86,20 @@ class Result:
             else:
                 merge_block(out_rows, lse_rows, part, lse)
 
+    def add_sinks(self, sinks_n: Tensor | None) -> None:
+        """Add the sinks, if there are any, after all blocks."""
+        if sinks_n is not None:
+            add_sinks(self.out, self.lse, sinks_n)
+
 
 class Gradient:
-    """The gradient of the queries so far, `q`, and what all blocks need: the merged `out` and `lse` of the forward."""
+    """The gradient of the queries so far, `q`, and what all blocks need: the merged `out` and `lse` of the forward.
 
-    def __init__(self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor):
+    Both contain the sinks, if there are any.
+    """
+
+    def __init__(self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, rule: ScoreRule = PLAIN_SCORES):
+        self._rule = rule
         self._grad_out = grad_out
         self._q = q
         self._out = out
@@ -108,7 +124,14 @@ class Gradient:
                 causal=causal,
                 keep=dropped.keep(block),
                 p=dropped.p,
+                rule=self._rule,
             )
             self.q[samples, :, queries] += block_grad_q
             grad_k[samples, :, keys] += block_grad_k
             grad_v[samples, :, keys] += block_grad_v
+
+    def of_sinks(self, sinks_n: Tensor | None) -> Tensor | None:
+        """The gradient of the sinks, [n], from this rank's queries. None without sinks."""
+        if sinks_n is None:
+            return None
+        return sink_gradient(self._grad_out, self._out, self._lse, sinks_n)

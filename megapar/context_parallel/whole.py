@@ -9,6 +9,8 @@ from megapar_kernels.attention import (
     packed_causal_attention,
 )
 from megapar_kernels.backend import Kernels
+from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
+from megapar_kernels.ruled_attention import ruled_attention
 from torch import Tensor
 
 from megapar.batch import MicroBatch
@@ -23,29 +25,36 @@ def whole_attention(
     dropout: AttentionDropout | None,
     kernels: Kernels,
     window: int = 0,
+    rule: ScoreRule = PLAIN_SCORES,
+    sinks_n: Tensor | None = None,
 ) -> Tensor:
     """Causal attention, [s, b, n * e], within the documents of `batch`.
 
     The columns of `batch` are all positions of its samples.
     q [s, b, n, d] may have a multiple of the heads of k and v. Then a run of consecutive heads of q reads each head of
     k and v. The width e of v may differ from d. With a `window`, a position reads that many keys at most, its own among
-    them. Such attention takes no dropout.
+    them. Scores follow `rule`. With `sinks_n` each head has a further score without a value. Attention with a window, a
+    cap or sinks takes no dropout.
     """
+    documents = None
+    if rule.cap or sinks_n is not None:
+        if batch.starts is not None:
+            documents = batch.documents_bs()
+        return ruled_attention(q_sbnd, k_sbnd, v_sbnd, rule, sinks_n=sinks_n, documents_bs=documents, window=window)
     if window:
-        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts, window)
+        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts, window, rule.scale)
     if dropout is None:
         if batch.starts is None:
-            return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention)
-        return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts)
+            return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention, rule.scale)
+        return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts, rule.scale)
     # Attention with dropout holds all scores in memory. It needs a key/value head for each query head.
     queries_per_kv_head = q_sbnd.shape[2] // k_sbnd.shape[2]
     k_sbnd = k_sbnd.repeat_interleave(queries_per_kv_head, 2)
     v_sbnd = v_sbnd.repeat_interleave(queries_per_kv_head, 2)
     keep = dropout.keep(batch.positions_s)
-    documents = None
     if batch.starts is not None:
         documents = batch.documents_bs()
-    return causal_attention_dropout(q_sbnd, k_sbnd, v_sbnd, keep, dropout.p, documents, kernels.softmax)
+    return causal_attention_dropout(q_sbnd, k_sbnd, v_sbnd, keep, dropout.p, documents, kernels.softmax, rule.scale)
 
 
 def are_equal_runs(kv_heads: Sequence[int]) -> bool:

@@ -36,7 +36,7 @@ from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
 from megapar.linear import LOCAL, LinearFunction
 from megapar.params import ZEROS, Init, ParamSpec, shared_piece
-from megapar.products import MatrixProducts
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
 from megapar.tally import Tally
 
@@ -93,7 +93,9 @@ class Router(nn.Module):
     """The matrix that maps a token to the logits of the experts, in fp32, and the state of the balance.
 
     The weight `name`.weight [e, h] is on every tp rank. Each tp rank routes tokens of its own, so its gradient is a
-    part of the sum. `layer` is the row of its counts in the table of all layers. The buffers are equal on all ranks
+    part of the sum. With `logit_bias` there is `name`.logit_bias [e], trained and added to the logits. With
+    `in_model_dtype` the product has the dtype of the model, as in gpt-oss, and scores are computed in fp32 from it.
+    `layer` is the row of its counts in the table of all layers. The buffers are equal on all ranks
     after `end_step`:
 
     - `bias`, fp32 [e], is added to scores for the selection.
@@ -116,6 +118,8 @@ class Router(nn.Module):
         *,
         init: Init,
         layer: int = 0,
+        logit_bias: bool = False,
+        in_model_dtype: bool = False,
     ):
         super().__init__()
         self.tally = Tally("expert", layer, (sharding.tp, sharding.grad_axis))
@@ -124,6 +128,11 @@ class Router(nn.Module):
         self.balance = balance
         piece = shared_piece(f"{name}.weight", (num_experts, hidden_size), sharding.tp, partial=True)
         self.weight = sharding.parameter((piece,), piece.shape, init, decay=True)
+        self.logit_bias = None
+        if logit_bias:
+            piece = shared_piece(f"{name}.logit_bias", (num_experts,), sharding.tp, partial=True)
+            self.logit_bias = sharding.parameter((piece,), piece.shape, ZEROS, decay=False)
+        self.products = TORCH_PRODUCTS if in_model_dtype else Float32Products()
         device = sharding.device
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
         self.register_buffer("last_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
@@ -140,7 +149,7 @@ class Router(nn.Module):
         A recomputed forward pass gives the `indices` chosen in the first forward pass. In training, choices are counted
         when they are made, so a recomputed forward pass does not count them again.
         """
-        logits = LinearFunction.apply(x_sbh.flatten(0, -2), self.weight, None, LOCAL, Float32Products())
+        logits = LinearFunction.apply(x_sbh.flatten(0, -2), self.weight, self.logit_bias, LOCAL, self.products)
         if indices is None:
             bias = self.bias if self.balance.kind == "bias" else None
             indices = route.select(logits, self.rule, bias)

@@ -5,6 +5,8 @@ ep by number, and each expert is cut over etp as a dense MLP is cut over tp:
 
     layers.N.mlp.experts.E.{gate,up}.weight     [f, h]      cut by output
     layers.N.mlp.experts.E.down.weight          [h, f]      cut by input
+    layers.N.mlp.experts.E.{gate,up}.bias       [f]         cut (optional)
+    layers.N.mlp.experts.E.down.bias            [h]         on every etp rank (optional)
 
 A rank holds all its gates and ups in one parameter and all its downs in another. Their numbers of experts need not be
 equal on all ranks, and may be 0. Then both parameters have no element, and are in no checkpoint and no buffer.
@@ -22,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from megapar.expert_parallel.dispatch import experts_of
 from megapar.main_grad import DeferredWeightGradient
-from megapar.params import Init, ParamSpec, Piece, cut, make_piece
+from megapar.params import ZEROS, Init, ParamSpec, Piece, cut, held_by_all, make_piece
 from megapar.products import TORCH_PRODUCTS, ConvertedWeight, MatrixProducts
 from megapar.sharding import Sharding
 
@@ -31,8 +33,8 @@ class Experts(nn.Module):
     """down_e(act(gate_e x) * up_e x) for the rows of each expert e of this rank.
 
     `name` is the name of the logical tensors up to the number of the expert, such as layers.3.mlp.experts. `activation`
-    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). `token_share` is an expert's share of
-    the tokens if the load is even, for `ParamSpec`.
+    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). With `bias`
+    all matrices have biases. `token_share` is an expert's share of the tokens if the load is even, for `ParamSpec`.
     """
 
     def __init__(
@@ -48,6 +50,7 @@ class Experts(nn.Module):
         output_init: Init,
         token_share: Fraction = Fraction(1),
         products: MatrixProducts = TORCH_PRODUCTS,
+        bias: bool = False,
     ):
         super().__init__()
         self.token_share = token_share
@@ -62,38 +65,46 @@ class Experts(nn.Module):
         self.local_width = stop - start
         self.gate_up = self._parameter(name, ("gate", "up"), (width, hidden_size), 0, init)
         self.down = self._parameter(name, ("down",), (hidden_size, width), 1, output_init)
+        self.gate_up_bias = self.down_bias = None
+        if bias:
+            self.gate_up_bias = self._parameter(name, ("gate", "up"), (width,), 0, ZEROS)
+            self.down_bias = self._parameter(name, ("down",), (hidden_size,), None, ZEROS)
 
     def _parameter(
-        self, name: str, matrices: Sequence[str], shape: tuple[int, int], cut_dim: int, init: Init
+        self, name: str, matrices: Sequence[str], shape: tuple[int, ...], cut_dim: int | None, init: Init
     ) -> nn.Parameter:
-        """The parameter with these matrices of each expert of the rank. Their logical shape is `shape`.
+        """The parameter with these matrices, or their biases, of each expert of the rank. Their logical shape is
+        `shape`.
 
-        etp cuts them along `cut_dim`.
+        etp cuts them along `cut_dim`. With None the first rank of etp adds them alone.
         """
         sharding = self.sharding
+        kind = "weight" if len(shape) == 2 else "bias"
         numbers: Sequence[int] = self.expert_numbers
-        cuts = {cut_dim: cut(self.width, sharding.etp)}
+        cuts = {} if cut_dim is None else {cut_dim: cut(self.width, sharding.etp)}
         if not numbers:
             # The spec of a parameter without elements still has a shape, which is cut to nothing.
             numbers = [self.expert_numbers.start]
             cuts = {0: (0, 0)}
         pieces: list[Piece] = []
         for number in numbers:
-            pieces += [make_piece(f"{name}.{number}.{matrix}.weight", shape, cuts) for matrix in matrices]
+            pieces += [make_piece(f"{name}.{number}.{matrix}.{kind}", shape, cuts) for matrix in matrices]
+        if cut_dim is None:
+            pieces = [held_by_all(piece, sharding.etp, partial=True) for piece in pieces]
         rows = sum(piece.local_shape[0] for piece in pieces)
         spec = ParamSpec(
             tuple(pieces),
             init,
-            decay=True,
+            decay=kind == "weight",
             grad_axis=sharding.expert_grad_axis,
             optimizer=sharding.optimizer,
             token_share=self.token_share,
             # Those of other ranks too: which experts share a parameter depends on ep.
             selected_with=tuple(
-                f"{name}.{number}.{matrix}.weight" for number in range(self.num_experts) for matrix in matrices
+                f"{name}.{number}.{matrix}.{kind}" for number in range(self.num_experts) for matrix in matrices
             ),
         )
-        return sharding.parameter_of(spec, (rows, pieces[0].local_shape[1]))
+        return sharding.parameter_of(spec, (rows, *pieces[0].local_shape[1:]))
 
     def forward(self, rows: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
         """The experts' results [rows, h] for `rows` [rows, h], sorted by expert.
@@ -103,7 +114,43 @@ class Experts(nn.Module):
         """
         products = self.products
         gate_up = _GroupedLinear.apply(rows, self.gate_up, 2 * self.local_width, rows_of_expert, products)
-        return _GroupedLinear.apply(self.activation(gate_up), self.down, self.hidden_size, rows_of_expert, products)
+        has_bias = self.gate_up_bias is not None and rows_of_expert
+        if has_bias:
+            gate_up = _GroupedBias.apply(gate_up, self.gate_up_bias, rows_of_expert, True)
+        y = _GroupedLinear.apply(self.activation(gate_up), self.down, self.hidden_size, rows_of_expert, products)
+        if has_bias:
+            # The ranks of etp have parts of a sum, to which the bias is added once.
+            y = _GroupedBias.apply(y, self.down_bias, rows_of_expert, self.sharding.etp.first)
+        return y
+
+
+class _GroupedBias(torch.autograd.Function):
+    """y = x + b_e, [rows, out], for rows [rows, out] sorted by expert. The bias is [experts * out].
+
+    It is added in place: the product that made the rows does not need them. The gradient of an expert's bias is summed
+    over its rows in fp32. An expert without rows has the gradient 0. So have all if this rank does not add (`adds`).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, bias: Tensor, rows_of_expert: Sequence[int], adds: bool) -> Tensor:
+        ctx.rows_of_expert = list(rows_of_expert)
+        ctx.dtype = bias.dtype
+        ctx.adds = adds
+        ctx.mark_dirty(rows)
+        if adds:
+            parts = bias.view(len(rows_of_expert), -1)
+            for part, expert_bias in zip(rows.split(ctx.rows_of_expert), parts, strict=True):
+                part += expert_bias
+        return rows
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        if not ctx.adds:
+            return grad, grad.new_zeros(len(ctx.rows_of_expert) * grad.shape[1], dtype=ctx.dtype), None, None
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        sums = [part.sum(0, dtype=wide) for part in grad.split(ctx.rows_of_expert)]
+        return grad, torch.cat(sums).to(ctx.dtype), None, None
 
 
 class _GroupedLinear(torch.autograd.Function):

@@ -30,8 +30,12 @@ class RouterRule:
     the same weights as "softmax" with `norm_topk_prob`.
 
     With `n_group` above 1, consecutive experts form `n_group` groups of equal size. Experts are then chosen only from
-    the best `topk_group` groups. The score of a group is the sum of its best top_k / topk_group scores. `n_group` must
-    divide the number of experts, and `topk_group` must divide `top_k`.
+    the best `topk_group` groups. The score of a group is the sum of its best top_k / topk_group scores, of its best 2,
+    or its best one, as `group_score` says. `n_group` must divide the number of experts. With group score "share"
+    `topk_group` must divide `top_k`. The experts of other groups are never chosen. With `zero_other_groups` their
+    scores become 0, as in DeepSeek-V2: they may be chosen if a bias makes better ones negative.
+
+    `norm_epsilon` is added to the sum that weights are divided by. The default changes no sum of a softmax.
     """
 
     top_k: int
@@ -40,6 +44,14 @@ class RouterRule:
     routed_scaling_factor: float = 1.0
     n_group: int = 1
     topk_group: int = 1
+    group_score: Literal["share", "best_2", "best"] = "share"
+    zero_other_groups: bool = False
+    norm_epsilon: float = _SIGMOID_EPSILON
+
+    @property
+    def counted_in_group(self) -> int:
+        """How many of a group's best scores are added up to the score of the group."""
+        return {"share": self.top_k // self.topk_group, "best_2": 2, "best": 1}[self.group_score]
 
 
 def scores(logits_te: Tensor, rule: RouterRule) -> Tensor:
@@ -78,9 +90,7 @@ def weights(logits_te: Tensor, indices_tk: Tensor, rule: RouterRule) -> Tensor:
     chosen = scores(logits_te, rule).gather(-1, indices_tk)
     if rule.norm_topk_prob:
         total = chosen.sum(dim=-1, keepdim=True)
-        if rule.scoring_func == "sigmoid":
-            total = total + _SIGMOID_EPSILON
-        chosen = chosen / total
+        chosen = chosen / (total + rule.norm_epsilon)
     if rule.routed_scaling_factor != 1.0:
         chosen = chosen * rule.routed_scaling_factor
     return chosen
@@ -105,11 +115,12 @@ def _best(x: Tensor, k: int) -> Tensor:
 
 
 def _only_best_groups(biased_te: Tensor, rule: RouterRule) -> Tensor:
-    """`biased_te` with -inf for the experts of all groups but the best."""
+    """`biased_te` with -inf for the experts of all groups but the best, or 0 as the rule says."""
     grouped = biased_te.unflatten(-1, (rule.n_group, -1))
-    best_scores = grouped.topk(rule.top_k // rule.topk_group, dim=-1).values  # of each group; ties do not matter
+    best_scores = grouped.topk(rule.counted_in_group, dim=-1).values  # of each group; ties do not matter
     best_groups = _best(best_scores.sum(dim=-1), rule.topk_group)
     is_dropped = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=biased_te.device)
     is_dropped.scatter_(-1, best_groups, False)
-    # Not 0, because a bias may make all scores of the best groups negative.
-    return grouped.masked_fill(is_dropped[..., None], float("-inf")).flatten(-2)
+    # A 0 may win over the best groups: a bias may make all their scores negative.
+    dropped_score = 0.0 if rule.zero_other_groups else float("-inf")
+    return grouped.masked_fill(is_dropped[..., None], dropped_score).flatten(-2)

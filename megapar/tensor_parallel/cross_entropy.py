@@ -14,6 +14,62 @@ from megapar.context import Axis
 
 
 @dataclass(frozen=True)
+class LogitRule:
+    """From a product z of the head to a logit y: `multiplier` * z, and with a `cap` then cap * tanh(y / cap).
+
+    Its operations are those of transformers, each rounded to the dtype of the products.
+    """
+
+    multiplier: float = 1.0
+    cap: float = 0.0
+
+    @property
+    def changes(self) -> bool:
+        """Whether a logit is anything but the product."""
+        return self.multiplier != 1.0 or self.cap != 0.0
+
+    def apply_(self, z: Tensor) -> Tensor:
+        """The logits, written over the products."""
+        if self.multiplier != 1.0:
+            z.mul_(self.multiplier)
+        if self.cap:
+            z.div_(self.cap).tanh_().mul_(self.cap)
+        return z
+
+    def slope(self, y: Tensor) -> Tensor | float:
+        """The derivative of the logits `y` by their products. Keep it before `y` is overwritten."""
+        if not self.cap:
+            return self.multiplier
+        return (y / self.cap).square_().neg_().add_(1.0).mul_(self.multiplier)
+
+
+PLAIN_LOGITS = LogitRule()
+
+
+class _Ruled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, rule: LogitRule) -> Tensor:
+        ctx.rule = rule
+        y = rule.apply_(z.clone())
+        if rule.cap:
+            ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None]:
+        y = ctx.saved_tensors[0] if ctx.rule.cap else grad_y
+        return grad_y * ctx.rule.slope(y), None
+
+
+def ruled_logits(z: Tensor, rule: LogitRule) -> Tensor:
+    """The logits of the products z [..., v]. For backward it keeps them if they are capped, and nothing otherwise."""
+    if not rule.changes:
+        return z
+    return _Ruled.apply(z, rule)
+
+
+@dataclass(frozen=True)
 class CrossEntropy:
     """The loss function, and this rank's part of the vocabulary.
 

@@ -249,6 +249,13 @@ def vocabulary_parameter(
     return sharding.parameter((piece,), (rows, hidden_size), init, decay=True)
 
 
+def vocabulary_bias(name: str, vocab_size: int, sharding: Sharding) -> nn.Parameter:
+    """This rank's [rows] of a bias of logits. It begins at 0 and is never decayed."""
+    start, stop, rows = vocabulary_cut(vocab_size, sharding.tp)
+    piece = make_piece(name, (vocab_size,), {0: (start, stop)})
+    return sharding.parameter((piece,), (rows,), ZEROS, decay=False)
+
+
 class VocabParallelEmbedding(nn.Module):
     """Token embedding cut by vocabulary rows: ids [s, b] to [s, b, h].
 

@@ -1,12 +1,13 @@
 """Grouped-query attention (Ainslie et al., arXiv 2305.13245), split over tp by query heads.
 
 Shapes: s positions of this context-parallel rank, b micro-batch, h hidden, n this rank's heads, d width of a head,
-c this rank's columns of q, k and v together: (query heads + 2 key/value heads) d.
+c this rank's columns of q, k and v together: (query heads + 2 key/value heads) d, and of the gate: query heads * d.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from einops import rearrange
+from megapar_kernels.block_attention import ScoreRule
 from megapar_kernels.rope import rotate_qk, split_and_rotate_qkv
 from torch import Tensor, nn
 
@@ -14,10 +15,12 @@ from megapar import recompute
 from megapar.config.options import ModelConfig
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
+from megapar.params import make_piece
 from megapar.tensor_parallel.layers import Columns
 from megapar_models.factory import Factory
 from megapar_models.forward import DropoutSite, ForwardContext, dropout_use
 from megapar_models.layer_kind import LayerKind
+from megapar_models.qk_norm import make_qk_norm
 
 
 @dataclass(frozen=True)
@@ -65,26 +68,24 @@ def deal_heads(num_heads: int, num_kv_heads: int, tp: Axis) -> Heads:
 class Attention(nn.Module):
     """Causal self-attention of layer `number`.
 
-    It has a fused q/k/v projection, an optional norm of q and k, an optional rotation, and an output projection. `kind`
-    says the rotation, the biases, the norms and the dropout, and `model` the sizes.
+    It has a fused q/k/v projection, by option with a gate of the output, norms of q and k, a rotation, and an output
+    projection. `kind` says all this, and `model` the sizes.
     """
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
         self.number = number
         self.kernels = factory.kernels
-        self.head_dim = model.head_dim
-        self.norm_rule = kind.norm
-        self.rotary = kind.rotary
-        self.dropout = kind.attention_dropout
+        self.head_dim = d = model.head_dim
+        self.kind = kind
         tp = factory.sharding.tp
         name = f"layers.{number}.attention"
         self.heads = heads = deal_heads(model.num_attention_heads, model.num_key_value_heads, tp)
         self.q_heads = heads.q_stop - heads.q_start
         self.kv_heads = heads.kv_stop - heads.kv_start
-        d = model.head_dim
-        width = model.num_attention_heads * model.head_dim
-        columns = [Columns.even(f"{name}.q", width, tp)]
+        width = model.num_attention_heads * d
+        q_columns = Columns.even(f"{name}.q", width, tp)
+        columns = [q_columns]
         for letter in ("k", "v"):
             columns.append(
                 Columns(
@@ -97,15 +98,21 @@ class Attention(nn.Module):
                     shared=heads.shared,
                 )
             )
-        self.qkv = factory.column_parallel(model.hidden_size, columns, bias=kind.qkv_bias)
+        projected = columns
+        if kind.output_gate:
+            projected = [*columns, replace(q_columns, name=f"{name}.gate")]
+        self.qkv = factory.column_parallel(model.hidden_size, projected, bias=kind.qkv_bias)
         self.out = factory.row_parallel(f"{name}.o", width, model.hidden_size, bias=kind.out_bias)
-        self.attend = factory.core_attention(heads.kv_heads, d, d, kind.window)
+        rule = ScoreRule(kind.attention_scale, kind.score_cap)
+        self.attend = factory.core_attention(heads.kv_heads, d, d, kind.window, rule)
         self.q_norm = self.k_norm = None
         if kind.qk_norm:
-            # One weight serves all heads, and each rank has only some heads. So each rank's gradient is a partial sum,
-            # with or without sequence parallelism.
-            self.q_norm = kind.norm.weight(f"{name}.q_norm.weight", d, factory.sharding, partial=True)
-            self.k_norm = kind.norm.weight(f"{name}.k_norm.weight", d, factory.sharding, partial=True)
+            self.q_norm = make_qk_norm(replace(columns[0], name=f"{name}.q_norm"), d, kind, factory)
+            self.k_norm = make_qk_norm(replace(columns[1], name=f"{name}.k_norm"), d, kind, factory)
+        self.sinks = None
+        if kind.sinks:
+            piece = make_piece(f"{name}.sinks", (model.num_attention_heads,), {0: (heads.q_start, heads.q_stop)})
+            self.sinks = factory.sharding.parameter((piece,), piece.local_shape, factory.init, decay=False)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
@@ -114,24 +121,33 @@ class Attention(nn.Module):
 
     def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
         """The attention between the projections: [s, b, c] to [s, b, n * d]. Selective recomputation repeats it."""
+        gate_sbc = None
+        if self.kind.output_gate:
+            width = self.q_heads * self.head_dim
+            qkv_sbc, gate_sbc = qkv_sbc.split([qkv_sbc.shape[-1] - width, width], dim=-1)
         q, k, v = self._split(qkv_sbc, context)
+        if self.kind.temperature is not None:
+            q = q * self.kind.temperature.factors(context.batch)[..., None, None].to(q.dtype)
         dropout = None
-        if self.dropout and self.training:
+        if self.kind.attention_dropout and self.training:
             dropout = AttentionDropout(
-                self.dropout,
+                self.kind.attention_dropout,
                 context.seed,
                 dropout_use(self.number, DropoutSite.ATTENTION_PROBABILITIES),
                 range(self.heads.q_start, self.heads.q_stop),
                 context.batch.sample_ids_b,
                 context.batch.positions_s,
             )
-        return self.attend(q, k, v, context.batch, dropout)
+        y: Tensor = self.attend(q, k, v, context.batch, dropout, self.sinks)
+        if gate_sbc is None:
+            return y
+        return y * gate_sbc.sigmoid()
 
     def _split(self, qkv_sbc: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [s, b, n, d] of the fused projection, with the norms and the rotation of q and k."""
-        if self.rotary is None:
-            return self._normed_heads(qkv_sbc)
-        tables = context.rotary[self.rotary]
+        if self.kind.rotary is None:
+            return self._normed(*self._heads(qkv_sbc))
+        tables = context.rotary[self.kind.rotary]
         length, samples, _ = qkv_sbc.shape
         if len(tables[0]) == length:
             return self._rotated_heads(qkv_sbc, tables)
@@ -141,20 +157,23 @@ class Attention(nn.Module):
         return q, k, v
 
     def _rotated_heads(self, qkv_sbc: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [s, b, n, d], rotated by cos and sin [s, d] after the norms."""
+        """q, k and v [s, b, n, d], rotated by cos and sin [s, w], and normed before or after that."""
         impl = self.kernels.rope
-        if self.q_norm is None:
-            return split_and_rotate_qkv(qkv_sbc, self.q_heads, self.kv_heads, *tables, impl=impl)
-        q, k, v = self._normed_heads(qkv_sbc)
+        if self.q_norm is None or self.kind.qk_norm_after_rotary:
+            return self._normed(*split_and_rotate_qkv(qkv_sbc, self.q_heads, self.kv_heads, *tables, impl=impl))
+        q, k, v = self._normed(*self._heads(qkv_sbc))
         q, k = rotate_qk(q, k, *tables, impl=impl)
         return q, k, v
 
-    def _normed_heads(self, qkv_sbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [s, b, n, d], with the norms of q and k."""
+    def _heads(self, qkv_sbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v [s, b, n, d] as views of the fused projection."""
         d = self.head_dim
         parts = qkv_sbc.split([self.q_heads * d, self.kv_heads * d, self.kv_heads * d], dim=-1)
         q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
-        if self.q_norm is not None and self.k_norm is not None:
-            q = self.norm_rule.rms(q, self.q_norm, self.kernels.norm)
-            k = self.norm_rule.rms(k, self.k_norm, self.kernels.norm)
         return q, k, v
+
+    def _normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v, with the norms of q and k if there are any."""
+        if self.q_norm is None or self.k_norm is None:
+            return q, k, v
+        return self.q_norm(q), self.k_norm(k), v

@@ -13,6 +13,7 @@ from typing import Literal
 
 import torch
 from megapar_kernels.backend import Kernels
+from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 from torch import Tensor, nn
 
 from megapar.config.options import ModelConfig
@@ -122,6 +123,7 @@ class Factory:
         *,
         activation: Callable[[Tensor], Tensor],
         token_share: Fraction,
+        bias: bool = False,
     ) -> Experts:
         """The experts of a layer. Raises ValueError if `beside` names a matrix of theirs: their rows are grouped."""
         for matrix in ("gate", "up", "down"):
@@ -139,6 +141,7 @@ class Factory:
             output_init=self.output_init,
             token_share=token_share,
             products=self.products_of(name),
+            bias=bias,
         )
 
     def norm(self, name: str, size: int, rule: NormRule) -> RMSNorm | LayerNorm:
@@ -165,13 +168,21 @@ class Factory:
         return vocabulary_parameter(name, vocab_size, hidden_size, self.sharding, init=self.init, tied_over=tied_over)
 
     def core_attention(
-        self, kv_heads: Sequence[int], key_width: int, value_width: int, window: int = 0
+        self,
+        kv_heads: Sequence[int],
+        key_width: int,
+        value_width: int,
+        window: int = 0,
+        rule: ScoreRule = PLAIN_SCORES,
     ) -> CoreAttention:
-        """softmax(q k^T / sqrt(key_width)) v. `kv_heads` has the local key/value head of each local query head."""
+        """softmax(q k^T / sqrt(key_width)) v, or with scores by `rule`.
+
+        `kv_heads` has the local key/value head of each local query head.
+        """
         sharding = self.sharding
         widths = (key_width, value_width)
         return CoreAttention(
-            sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, *widths, window=window
+            sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, *widths, window=window, rule=rule
         )
 
 

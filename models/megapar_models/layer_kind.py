@@ -1,11 +1,35 @@
-"""What one layer of a model is made of. A family says it for each number of a layer (`Stage.layer_kind`)."""
+"""What the layers of a model are made of, and its two ends. A family says both (`Stage.layer_kind`, `Stage.ends`)."""
 
 from dataclasses import dataclass
 from typing import Literal
 
+import torch
+from torch import Tensor
+
+from megapar.batch import MicroBatch
 from megapar.config.options import MoEConfig
+from megapar.expert_parallel.route import RouterRule
+from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, LogitRule
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
+
+
+@dataclass(frozen=True)
+class Temperature:
+    """A factor of queries that grows with the position: 1 + beta ln(1 + floor(position / original)).
+
+    Positions count from the start of a document. It is that of Ministral 3, after the rotation.
+    """
+
+    beta: float
+    original: int
+
+    def factors(self, batch: MicroBatch) -> Tensor:
+        """The factor of each position, fp32 [s, 1]. It is [s, b] if samples have documents."""
+        positions = batch.positions_s[:, None]
+        if batch.starts is not None:
+            positions = batch.document_positions_bs().t()
+        return 1.0 + self.beta * torch.log1p((positions // self.original).to(torch.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,15 +43,68 @@ class LayerKind:
     norm: NormRule
     norms: Literal["before", "after", "both"] = "before"
     """Norms of a branch's input, of its output before it is added to the residual stream, or of both."""
+    parallel: Literal["no", "one_norm", "two_norms"] = "no"
+    """Whether attention and MLP read the same residual stream: through one norm, or through a norm each."""
+    residual_multiplier: float = 1.0
+    """The factor of both branches before they are added to the residual stream."""
+
     rotary: Rotary | None = None
-    """The rotary table of queries and keys. None: the layer sees no positions (NoPE)."""
+    """The rotary table of queries and keys. None: the layer sees no positions (NoPE).
+
+    If its width is below that of a head, only the first dimensions of a head are rotated.
+    """
     window: int = 0
     """Attention reads this many keys, the token's own among them. 0: all keys up to its own."""
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
-    """A norm over each head's query and key, before the rotation."""
+    """A norm of queries and keys."""
+    qk_norm_over: Literal["head", "each_head", "width"] = "head"
+    """A norm over each head, with one weight [d] for all heads or with a weight for each, or over all heads together.
+
+    Over all heads and for each head the weights are [heads * d].
+    """
+    qk_norm_rule: NormRule | None = None
+    """How queries and keys are normalized. None: as `norm` says."""
+    qk_norm_after_rotary: bool = False
+    attention_scale: float | None = None
+    """The factor of scores. None: 1 / sqrt(width of a head)."""
+    score_cap: float = 0.0
+    """Scores x become cap * tanh(x / cap), before the mask. 0: they stay as they are."""
+    sinks: bool = False
+    """The softmax of each head has a further score, a weight of its own without a value (gpt-oss)."""
+    output_gate: bool = False
+    """The output of each head is multiplied by sigmoid of a projection of the token, as wide as the queries."""
+    temperature: Temperature | None = None
+    """A factor of queries by position."""
     attention_dropout: float = 0.0
     """Dropout on attention probabilities."""
+
+    activation: str = ""
+    """The activation of the MLP or of the experts: a name in `megapar_models.mlp`. Empty: model.hidden_act."""
+    activation_limit: float = 0.0
+    """The bound of activation clamped_swiglu."""
+    mlp_bias: bool = False
+    """Biases of all matrices of the MLP."""
     mixture: MoEConfig | None = None
     """The experts of mlp "mixture"."""
+    router: RouterRule | None = None
+    """How experts are chosen. None: as `mixture` says (`megapar_models.moe.router_rule`)."""
+    router_bias: bool = False
+    """A trained bias of the router's logits."""
+    router_dtype: Literal["fp32", "model"] = "fp32"
+    """The dtype of the router's product."""
+    expert_bias: bool = False
+    """Biases of all matrices of the experts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ends:
+    """What stands before the first layer and behind the last."""
+
+    embedding_multiplier: float = 1.0
+    """The factor of token embeddings, rounded to their dtype (Gemma)."""
+    head_bias: bool = False
+    """A bias of the logits, `head.bias`."""
+    logits: LogitRule = PLAIN_LOGITS
+    """What becomes of the products of the head."""

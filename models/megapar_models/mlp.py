@@ -1,41 +1,148 @@
-"""The gated MLP of a layer, and of a mixture's shared expert."""
+"""The MLP of a layer, gated or plain, and that of a mixture's shared expert."""
 
-from megapar_kernels.activations import geglu, reglu_squared, swiglu
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from megapar_kernels.activations import (
+    bias_gelu,
+    clamped_swiglu,
+    geglu,
+    geglu_erf,
+    gelu,
+    gelu_erf,
+    reglu,
+    reglu_squared,
+    relu,
+    relu_squared,
+    silu,
+    swiglu,
+)
 from torch import Tensor, nn
 
 from megapar.config.options import ModelConfig
-from megapar.tensor_parallel.layers import Columns
+from megapar.params import ZEROS
+from megapar.tensor_parallel.layers import Columns, shared_vector
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
 
-# The gated activation of each `hidden_act`: SwiGLU and GeGLU (Shazeer, arXiv 2002.05202), and gated squared ReLU (So et
-# al., arXiv 2109.08668). The names are Hugging Face's, except "auto": the activation of Llama.
-GATED = {"auto": swiglu, "silu": swiglu, "gelu_pytorch_tanh": geglu, "relu2": reglu_squared}
+# The gated activation of each name: SwiGLU and GeGLU (Shazeer, arXiv 2002.05202), and gated squared ReLU (So et al.,
+# arXiv 2109.08668). The names are Hugging Face's, except "auto": the activation of Llama.
+GATED: Mapping[str, Callable[..., Tensor]] = {
+    "auto": swiglu,
+    "silu": swiglu,
+    "gelu_pytorch_tanh": geglu,
+    "gelu": geglu_erf,
+    "relu": reglu,
+    "relu2": reglu_squared,
+}
+# The activations of an MLP without gate. "auto" is that of GPT-2.
+PLAIN: Mapping[str, Callable[..., Tensor]] = {
+    "auto": gelu,
+    "silu": silu,
+    "gelu_pytorch_tanh": gelu,
+    "gelu": gelu_erf,
+    "relu": relu,
+    "relu2": relu_squared,
+}
+
+
+def gated_activation(kind: LayerKind, model: ModelConfig, factory: Factory) -> Callable[[Tensor], Tensor]:
+    """The activation of a layer's gated MLP or experts: maps [..., gate then up] to [..., f].
+
+    Raises ValueError for a name that GATED does not have.
+    """
+    name = kind.activation or model.hidden_act
+    if name == "clamped_swiglu":
+        return partial(clamped_swiglu, limit=kind.activation_limit)
+    if name not in GATED:
+        raise ValueError(f"no gated activation is called {name}; there are {', '.join(GATED)} and clamped_swiglu")
+    return partial(GATED[name], impl=factory.kernels.activation)
 
 
 class GatedMLP(nn.Module):
-    """down(act(gate x) * up x), with gate and up [width, h] in one matrix.
+    """down(act(gate x) * up x), with gate and up [width, h] in one matrix, by option with biases.
 
     tp cuts gate and up by their output dimension, and down by its input dimension. `name` is the prefix of the weights'
-    names, such as layers.3.mlp. `activation` is a key of GATED.
+    names, such as layers.3.mlp. `activation` is as in `gated_activation`.
     """
 
-    def __init__(self, name: str, hidden_size: int, width: int, activation: str, factory: Factory):
+    def __init__(
+        self,
+        name: str,
+        hidden_size: int,
+        width: int,
+        activation: Callable[[Tensor], Tensor],
+        factory: Factory,
+        *,
+        bias: bool = False,
+    ):
         super().__init__()
         tp = factory.sharding.tp
-        self.activation = GATED[activation]
-        self.impl = factory.kernels.activation
+        self.activation = activation
         columns = [Columns.even(f"{name}.gate", width, tp), Columns.even(f"{name}.up", width, tp)]
-        self.gate_up = factory.column_parallel(hidden_size, columns)
-        self.down = factory.row_parallel(f"{name}.down", width, hidden_size)
+        self.gate_up = factory.column_parallel(hidden_size, columns, bias=bias)
+        self.down = factory.row_parallel(f"{name}.down", width, hidden_size, bias=bias)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        return self.down(self.activation(self.gate_up(x_sbh), self.impl))
+        return self.down(self.activation(self.gate_up(x_sbh)))
 
 
 class DenseMLP(GatedMLP):
     """The gated MLP of layer `number`, of width model.intermediate_size."""
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
-        super().__init__(f"layers.{number}.mlp", model.hidden_size, model.intermediate_size, model.hidden_act, factory)
+        activation = gated_activation(kind, model, factory)
+        name = f"layers.{number}.mlp"
+        super().__init__(name, model.hidden_size, model.intermediate_size, activation, factory, bias=kind.mlp_bias)
+
+
+class PlainMLP(nn.Module):
+    """down(act(up x)), of width model.intermediate_size. tp cuts up by its outputs and down by its inputs.
+
+    `LayerKind.activation` is a key of PLAIN, or xielu.
+    """
+
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+        super().__init__()
+        name = f"layers.{number}.mlp"
+        width = model.intermediate_size
+        self.activation = kind.activation or model.hidden_act
+        self.impl = factory.kernels.activation
+        self.xielu = XIELU(f"{name}.activation", factory) if self.activation == "xielu" else None
+        if self.xielu is None and self.activation not in PLAIN:
+            raise ValueError(f"no plain activation is called {self.activation}; there are {', '.join(PLAIN)} and xielu")
+        columns = [Columns.even(f"{name}.up", width, factory.sharding.tp)]
+        self.up = factory.column_parallel(model.hidden_size, columns, bias=kind.mlp_bias)
+        self.down = factory.row_parallel(f"{name}.down", width, model.hidden_size, bias=kind.mlp_bias)
+
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        if self.xielu is not None:
+            return self.down(self.xielu(self.up(x_sbh)))
+        activation = PLAIN[self.activation]
+        if activation is not gelu or self.impl == "torch" or self.up.bias is None:
+            return self.down(activation(self.up(x_sbh), self.impl))
+        # The kernel adds the bias itself, which saves a pass over the activations.
+        return self.down(bias_gelu(self.up.product(x_sbh), self.up.bias, self.impl))
+
+
+class XIELU(nn.Module):
+    """xIELU (arXiv 2411.13010): quadratic above 0, exponential below, with a trained slope for each of the two.
+
+    alpha_p = softplus(p) and alpha_n = 1/2 + softplus(n) of the weights p and n, [1] each:
+    x > 0: alpha_p x^2 + x/2; else: alpha_n (exp(min(x, -1e-6)) - 1 - x) + x/2.
+    """
+
+    def __init__(self, name: str, factory: Factory):
+        super().__init__()
+        # Each tp rank sees some columns of the MLP alone, so its gradient is a part of the sum.
+        self.alpha_p = shared_vector(f"{name}.alpha_p", 1, ZEROS, factory.sharding, partial=True)
+        self.alpha_n = shared_vector(f"{name}.alpha_n", 1, ZEROS, factory.sharding, partial=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        alpha_p = F.softplus(self.alpha_p)
+        alpha_n = 0.5 + F.softplus(self.alpha_n)
+        below = (torch.expm1(x.clamp(max=-1e-6)) - x) * alpha_n + 0.5 * x
+        return torch.where(x > 0, alpha_p * x * x + 0.5 * x, below)

@@ -8,8 +8,8 @@ Shapes: s sequence (s/tp under sequence parallelism), b micro-batch, h hidden, t
 of a token.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
-from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext, rows_of_rank
 from megapar_models.layer_kind import LayerKind
-from megapar_models.mlp import GATED, GatedMLP
+from megapar_models.mlp import GatedMLP, gated_activation
 
 ROUTER_LOSS = "router"
 """Name of the sum of the experts' balance losses (`megapar.expert_parallel.balance`), over all layers."""
@@ -65,23 +65,27 @@ class MixtureOfExperts(nn.Module):
             f"{name}.router",
             model.hidden_size,
             self.num_experts,
-            router_rule(moe),
+            kind.router or router_rule(moe),
             balance_rule(moe),
             factory.sharding,
             init=factory.init,
             layer=number,
+            logit_bias=kind.router_bias,
+            in_model_dtype=kind.router_dtype == "model",
         )
+        activation = gated_activation(kind, model, factory)
         self.experts = factory.experts(
             f"{name}.experts",
             self.num_experts,
             model.hidden_size,
             moe.moe_intermediate_size,
-            activation=partial(GATED[model.hidden_act], impl=factory.kernels.activation),
+            activation=activation,
             token_share=Fraction(moe.num_experts_per_tok, self.num_experts),
+            bias=kind.expert_bias,
         )
         self.shared = None
         if moe.shared_expert_intermediate_size:
-            self.shared = SharedExpert(name, model, moe, factory)
+            self.shared = SharedExpert(name, model, moe, activation, factory)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape."""
@@ -156,10 +160,17 @@ def _tokens_of_all(y_sbh: Tensor, length: int, sharding: Sharding) -> Tensor:
 class SharedExpert(nn.Module):
     """An MLP for every token, by option multiplied by sigmoid(gate x), one number for each token (Qwen2-MoE)."""
 
-    def __init__(self, name: str, model: ModelConfig, moe: MoEConfig, factory: Factory):
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        moe: MoEConfig,
+        activation: Callable[[Tensor], Tensor],
+        factory: Factory,
+    ):
         super().__init__()
         width = moe.shared_expert_intermediate_size
-        self.mlp = GatedMLP(f"{name}.shared", model.hidden_size, width, model.hidden_act, factory)
+        self.mlp = GatedMLP(f"{name}.shared", model.hidden_size, width, activation, factory)
         self.gate = None
         if moe.shared_expert_gate:
             sharding = factory.sharding

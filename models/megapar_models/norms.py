@@ -22,21 +22,41 @@ class NormRule:
 
     RMSNorm of 16-bit hidden states is computed in fp32 and rounded once, after the product with the weight. With
     `cast_first` it is rounded before the product, and the product is rounded again, as in Hugging Face's Llama.
+
+    Without `weighted` a norm has no weight, as in OLMo's first models. Without `biased` LayerNorm has no bias, as in
+    Cohere's models.
     """
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
     offset: Literal[0, 1] = 0
     cast_first: bool = False
+    weighted: bool = True
+    biased: bool = True
 
     def __post_init__(self) -> None:
         if self.kind == "layer" and (self.offset or self.cast_first):
             raise ValueError("NormRule: offset and cast_first are those of RMSNorm; LayerNorm has neither")
+        if not self.weighted and (self.offset or self.cast_first):
+            raise ValueError("NormRule: offset and cast_first are about a weight, and weighted=False has none")
+
+    @property
+    def has_bias(self) -> bool:
+        return self.kind == "layer" and self.biased
 
     def weight(self, name: str, size: int, sharding: Sharding, *, partial: bool = False) -> nn.Parameter:
         """The weight [size] on every tp rank. `partial` is as in `shared_vector`."""
         init = ZEROS if self.offset else ONES
         return shared_vector(name, size, init, sharding, partial=partial)
+
+    def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, impl: Implementation) -> Tensor:
+        """The norm of x [..., size] over its last dimension. `weight` and `bias` are None if the rule has none."""
+        if self.kind == "layer":
+            weight, bias = _filled(x, weight, bias)
+            return layer_norm(x, weight, bias, self.eps, impl)
+        if weight is None:
+            return rms_norm(x, x.new_ones(x.shape[-1]), self.eps, impl)
+        return self.rms(x, weight, impl)
 
     def rms(self, x: Tensor, weight: Tensor, impl: Implementation) -> Tensor:
         """RMSNorm of x [..., size]."""
@@ -59,39 +79,55 @@ class NormRule:
         return weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.offset
 
 
+def _filled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Ones and zeros in place of an absent weight and bias, because the kernels of LayerNorm take both."""
+    if weight is None:
+        weight = x.new_ones(x.shape[-1])
+    if bias is None:
+        bias = torch.zeros_like(weight)
+    return weight, bias
+
+
 class RMSNorm(nn.Module):
-    """RMSNorm over the hidden dimension, with weight."""
+    """RMSNorm over the hidden dimension. Its rule may leave out the weight."""
+
+    weight: nn.Parameter | None
 
     def __init__(self, name: str, size: int, rule: NormRule, sharding: Sharding, impl: Implementation):
         super().__init__()
         self.rule = rule
         self.impl = impl
-        self.weight = rule.weight(f"{name}.weight", size, sharding)
+        self.weight = rule.weight(f"{name}.weight", size, sharding) if rule.weighted else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.rule.rms(x, self.weight, self.impl)
+        return self.rule.normalize(x, self.weight, None, self.impl)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add x to the residual stream and normalize the sum; returns (norm of the sum, sum)."""
-        return self.rule.add_rms(x, residual, self.weight, self.impl)
+        weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight
+        return self.rule.add_rms(x, residual, weight, self.impl)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm over the hidden dimension, with weight and bias."""
+    """LayerNorm over the hidden dimension. Its rule may leave out weight and bias."""
+
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
 
     def __init__(self, name: str, size: int, rule: NormRule, sharding: Sharding, impl: Implementation):
         super().__init__()
-        self.eps = rule.eps
+        self.rule = rule
         self.impl = impl
-        self.weight = rule.weight(f"{name}.weight", size, sharding)
-        self.bias = shared_vector(f"{name}.bias", size, ZEROS, sharding)
+        self.weight = rule.weight(f"{name}.weight", size, sharding) if rule.weighted else None
+        self.bias = shared_vector(f"{name}.bias", size, ZEROS, sharding) if rule.has_bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return layer_norm(x, self.weight, self.bias, self.eps, self.impl)
+        return self.rule.normalize(x, self.weight, self.bias, self.impl)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add x to the residual stream and normalize the sum; returns (norm of the sum, sum)."""
-        return add_layer_norm(x, residual, self.weight, self.bias, self.eps, self.impl)
+        weight, bias = _filled(x, self.weight, self.bias)
+        return add_layer_norm(x, residual, weight, bias, self.rule.eps, self.impl)
 
 
 class NoNorm(nn.Module):

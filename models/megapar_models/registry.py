@@ -63,19 +63,22 @@ def _rules(config: Config) -> tuple[ModelRules, VirtualStages]:
 
     def problems(config: Config) -> Iterator[str]:
         yield from family.problems(config)
-        yield from _window_problems(config, family.stage)
+        yield from _attention_problems(config, family.stage)
 
     return replace(family, problems=problems), virtual_stages(config.parallel.schedule)
 
 
-def _window_problems(config: Config, stage: type[Stage]) -> Iterator[str]:
-    """What attention with a window does not do. Its scores are those of whole samples, with a mask."""
+def _attention_problems(config: Config, stage: type[Stage]) -> Iterator[str]:
+    """What attention by rules does not do. With a window its scores are those of whole samples, with a mask."""
     model = config.model
     parallel = config.parallel
     gathers = parallel.cp > 1 and parallel.cp_attention != "ulysses"
     # Of a number of layers that somebody has mistyped, the first few are enough.
     numbers = range(min(model.num_hidden_layers, 10_000))
     kinds = {stage.layer_kind(model, number) for number in numbers}
+    if model.attention_dropout and any(kind.score_cap or kind.sinks for kind in kinds if kind.attention_dropout):
+        text = "the family has layers with capped scores or sinks; such attention takes no dropout; use 0.0"
+        yield problem(config, "model.attention_dropout", text)
     windows = {kind.window for kind in kinds} - {0}
     if not windows:
         return

@@ -17,8 +17,8 @@ from megapar.config.options import ModelConfig, RopeScaling
 class Rotary:
     """The angles of a layer. Layers with equal ones share a table.
 
-    `theta` is the base, and `width` the width d of a head. `scaling` changes the frequencies as Hugging Face's rope
-    types `linear`, `llama3` and `yarn` do.
+    `theta` is the base, and `width` the width d of the rotated part of a head, its first dimensions.
+    `scaling` changes the frequencies as Hugging Face's rope types `linear`, `llama3` and `yarn` do.
 
     Positions run over all documents of a sample. Rotary attention depends on distances alone, and a token attends only
     to its own document, so they need not begin again. With `inside_documents` they do: fp32 angles of small positions

@@ -10,6 +10,7 @@ h hidden, v vocabulary, d width of a head.
 from collections.abc import Sequence
 from typing import Generic
 
+import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
@@ -19,13 +20,13 @@ from megapar.config.options import ModelConfig
 from megapar.context import Axis
 from megapar.recompute import Recompute
 from megapar.stage_set import AddedLoss, Declared
-from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
-from megapar.tensor_parallel.layers import column_linear, vocabulary_cut
+from megapar.tensor_parallel.cross_entropy import ruled_logits, vocab_parallel_cross_entropy
+from megapar.tensor_parallel.layers import column_linear, vocabulary_bias, vocabulary_cut
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
 from megapar_models.layer import Layer
-from megapar_models.layer_kind import LayerKind
+from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.moe import ROUTER_LOSS, balance_rule
 from megapar_models.norms import NormRule
 
@@ -73,7 +74,8 @@ class Stage(PipelineStage, Generic[M]):
         self.seed = seed
         self.z_loss = z_loss
         self.loss_chunk = loss_chunk
-        self.embedding = self.norm = None
+        self.ends = self.ends_of(model)
+        self.embedding = self.norm = self.head_bias = None
         if first or (last and self.declared(model).embeds_on_last_stage):
             self.embedding = factory.embedding(
                 "embedding", model.vocab_size, model.hidden_size, tied_over=tied_over, weight=tied_weight
@@ -88,6 +90,8 @@ class Stage(PipelineStage, Generic[M]):
             if model.tie_word_embeddings and self.embedding is not None:
                 tied_weight = self.embedding.weight
             self.head = tied_weight if model.tie_word_embeddings and tied_weight is not None else self._make_head()
+            if self.ends.head_bias:
+                self.head_bias = vocabulary_bias("head.bias", model.vocab_size, factory.sharding)
             # A loss in chunks adds the gradient of the head while it has the gradients of logits.
             self.adds_gradients_in_i = loss_chunk > 0
 
@@ -95,6 +99,11 @@ class Stage(PipelineStage, Generic[M]):
     def layer_kind(cls, model: M, number: int) -> LayerKind:
         """What the layer with this global number is made of."""
         raise NotImplementedError
+
+    @classmethod
+    def ends_of(cls, model: M) -> Ends:
+        """What stands before the first layer and behind the last."""
+        return Ends()
 
     @classmethod
     def last_norm(cls, model: M) -> NormRule:
@@ -157,7 +166,11 @@ class Stage(PipelineStage, Generic[M]):
         """Token embeddings [s or s/tp, b, h]."""
         assert self.embedding is not None
         x_sbh: Tensor = self.embedding(context.batch.tokens_bs.t())
-        return x_sbh
+        multiplier = self.ends.embedding_multiplier
+        if multiplier == 1.0:
+            return x_sbh
+        # Rounded as transformers does for Gemma: the root of 2304 is 48, and that of 3072 is 55.5 in bf16.
+        return x_sbh * torch.tensor(multiplier, dtype=x_sbh.dtype).item()
 
     def title(self) -> str:
         """The parts of this stage in words, such as "embedding, layers 0-3"."""
@@ -180,7 +193,9 @@ class Stage(PipelineStage, Generic[M]):
         return self._head_of(self.norm(x_sbh))
 
     def _head_of(self, normed_sbh: Tensor) -> Tensor:
-        return column_linear(normed_sbh, self.head, None, self.factory.sharding, self.factory.products_of("head"))
+        products = self.factory.products_of("head")
+        products_sbv = column_linear(normed_sbh, self.head, self.head_bias, self.factory.sharding, products)
+        return ruled_logits(products_sbv, self.ends.logits)
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """The main loss, from the hidden states after the last layer: `cross_entropy` of the next tokens."""
@@ -210,6 +225,8 @@ class Stage(PipelineStage, Generic[M]):
                 z_loss=z_loss,
                 impl=impl,
                 products=self.factory.products_of("head"),
+                bias=self.head_bias,
+                rule=self.ends.logits,
             )
         else:
             losses_sb = vocab_parallel_cross_entropy(
@@ -220,7 +237,7 @@ class Stage(PipelineStage, Generic[M]):
                 sharding.tp,
                 z_loss=z_loss,
                 impl=impl,
-                inplace=True,
+                inplace=not self.ends.logits.cap,  # a cap keeps its logits for its own gradient
             )
         return (losses_sb * targets.weights_bs.t()).sum()
 

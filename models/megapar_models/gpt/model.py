@@ -7,41 +7,18 @@ dropout. An option ties the embeddings.
 from typing import Any
 
 import torch.nn.functional as F
-from megapar_kernels.activations import bias_gelu, gelu, relu_squared
 from megapar_kernels.dropout import dropout_add, keep_mask
 from torch import Tensor, nn
 
 from megapar.config.options import ModelConfig
 from megapar.params import shared_piece
-from megapar.tensor_parallel.layers import Columns
 from megapar_models.attention import Attention
 from megapar_models.factory import Factory
 from megapar_models.forward import DropoutSite, ForwardContext, dropout_use, hidden_keys, rows_of_rank
 from megapar_models.layer_kind import LayerKind
+from megapar_models.mlp import PlainMLP
 from megapar_models.norms import NormRule
 from megapar_models.stage import Stage
-
-
-class GPTMLP(nn.Module):
-    """down(act(up x)). tp cuts up by its output dimension and down by its input dimension."""
-
-    def __init__(self, number: int, model: ModelConfig, factory: Factory):
-        super().__init__()
-        name = f"layers.{number}.mlp"
-        width = model.intermediate_size
-        self.activation = model.hidden_act
-        self.impl = factory.kernels.activation
-        columns = [Columns.even(f"{name}.up", width, factory.sharding.tp)]
-        self.up = factory.column_parallel(model.hidden_size, columns, bias=True)
-        self.down = factory.row_parallel(f"{name}.down", width, model.hidden_size, bias=True)
-
-    def forward(self, x_sbh: Tensor) -> Tensor:
-        if self.activation == "relu2":
-            return self.down(relu_squared(self.up(x_sbh), self.impl))
-        if self.impl == "torch" or self.up.bias is None:
-            return self.down(gelu(self.up(x_sbh)))
-        # The kernel adds the bias itself, which saves a pass over the activations.
-        return self.down(bias_gelu(self.up.product(x_sbh), self.up.bias, self.impl))
 
 
 class GPTLayer(nn.Module):
@@ -57,7 +34,7 @@ class GPTLayer(nn.Module):
         self.attention_norm = factory.norm(f"{name}.attention_norm", model.hidden_size, kind.norm)
         self.attention = Attention(number, kind, model, factory)
         self.mlp_norm = factory.norm(f"{name}.mlp_norm", model.hidden_size, kind.norm)
-        self.mlp = GPTMLP(number, model, factory)
+        self.mlp = PlainMLP(number, kind, model, factory)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         y_sbh = self.attention(self.attention_norm(x_sbh), context)
@@ -67,7 +44,7 @@ class GPTLayer(nn.Module):
         else:
             # Without dropout one kernel adds and normalizes, as in Llama.
             normed, x_sbh = self.mlp_norm.add_and_norm(y_sbh, x_sbh)
-        return self._add(self.mlp(normed), x_sbh, context, DropoutSite.MLP_OUTPUT)
+        return self._add(self.mlp(normed, context), x_sbh, context, DropoutSite.MLP_OUTPUT)
 
     def _dropout(self) -> float:
         if self.training:
@@ -101,7 +78,9 @@ class GPTStage(Stage):
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
         return LayerKind(
+            mlp="plain",
             norm=NormRule(model.rms_norm_eps, "layer"),
+            mlp_bias=True,
             qkv_bias=True,
             out_bias=True,
             attention_dropout=model.attention_dropout,

@@ -1,0 +1,119 @@
+"""Causal attention with what torch's fused operations do not have: caps of scores and sinks, also within windows.
+
+Scores are held for a block of queries at a time, in forward and in backward. With a window a block reads its own keys
+alone, so the time grows with length * window. Kept for backward are q, k, v, the result, and the logsumexp of a row.
+
+Shapes: s positions, b samples, n heads, d width of a query and a key, e width of a value.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from einops import rearrange
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megapar_kernels.block_attention import (
+    ScoreRule,
+    add_sinks,
+    reference,
+    reference_backward,
+    sink_gradient,
+    wide,
+)
+
+QUERIES = 256  # of a block
+
+
+def _blocks(length: int, window: int) -> Iterator[tuple[slice, slice]]:
+    """The queries of each block, and the keys that some of them attend."""
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
+        first_key = max(0, start + 1 - window) if window else 0
+        yield slice(start, stop), slice(first_key, stop)
+
+
+def _seen(queries: slice, keys: slice, window: int, documents_bs: Tensor | None, device: torch.device) -> Tensor:
+    """Whether a query attends a key: bool [q, k], or [b, 1, q, k] if samples have documents."""
+    query = torch.arange(queries.start, queries.stop, device=device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=device)[None, :]
+    seen = key <= query
+    if window:
+        seen &= key > query - window
+    if documents_bs is None:
+        return seen
+    same = documents_bs[:, queries, None] == documents_bs[:, None, keys]
+    return (seen & same)[:, None]
+
+
+class _RuledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_n: Tensor | None,
+        documents_bs: Tensor | None,
+        rule: ScoreRule,
+        window: int,
+    ) -> Tensor:
+        b, n, s, _ = q.shape
+        # In the order of the layer after attention.
+        out = q.new_empty(s, b, n, v.shape[-1]).permute(1, 2, 0, 3)
+        lse = q.new_empty(b, n, s, dtype=wide(q.dtype))
+        for queries, keys in _blocks(s, window):
+            seen = _seen(queries, keys, window, documents_bs, q.device)
+            part, part_lse = reference(
+                q[:, :, queries], k[:, :, keys], v[:, :, keys], causal=False, rule=rule, seen=seen
+            )
+            if sinks_n is not None:
+                add_sinks(part, part_lse, sinks_n)
+            out[:, :, queries] = part
+            lse[:, :, queries] = part_lse
+        ctx.save_for_backward(q, k, v, sinks_n, documents_bs, out, lse)
+        ctx.rule = rule
+        ctx.window = window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks_n, documents_bs, out, lse = ctx.saved_tensors
+        grad_q = torch.empty_like(q)
+        grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
+        grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
+        for queries, keys in _blocks(q.shape[2], ctx.window):
+            seen = _seen(queries, keys, ctx.window, documents_bs, q.device)
+            rows = (x[:, :, queries] for x in (grad_out, q))
+            block = (*rows, k[:, :, keys], v[:, :, keys], out[:, :, queries], lse[:, :, queries])
+            part_q, part_k, part_v = reference_backward(*block, causal=False, rule=ctx.rule, seen=seen)
+            grad_q[:, :, queries] = part_q
+            grad_k[:, :, keys] += part_k
+            grad_v[:, :, keys] += part_v
+        grad_sinks = None
+        if sinks_n is not None:
+            grad_sinks = sink_gradient(grad_out, out, lse, sinks_n)
+        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, None
+
+
+def ruled_attention(
+    q_sbnd: Tensor,
+    k_sbnd: Tensor,
+    v_sbnd: Tensor,
+    rule: ScoreRule,
+    *,
+    sinks_n: Tensor | None = None,
+    documents_bs: Tensor | None = None,
+    window: int = 0,
+) -> Tensor:
+    """softmax(scores by `rule`, causal) v as [s, b, n * e], in fp32 and rounded once (in fp64 for fp64).
+
+    q may have a multiple of the heads of k and v. Then each head of k and v serves a run of consecutive heads of q.
+    `sinks_n` is a further score of each head of q without a value. Positions of different `documents_bs` do not attend
+    to each other. With a `window` a position reads that many keys at most, its own among them.
+    """
+    q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
+    y = _RuledAttention.apply(q, k, v, sinks_n, documents_bs, rule, window)
+    return rearrange(y, "b n s d -> s b (n d)")
