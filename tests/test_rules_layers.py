@@ -122,6 +122,7 @@ def test_an_embedding_multiplier_is_rounded_to_the_dtype_of_weights() -> None:
     stage.ends = Ends(embedding_multiplier=math.sqrt(3072))
     batch = tiny_models.batch(config.model)
     found = stage.embed(ForwardContext(batch))
+    assert stage.embedding is not None
     assert torch.equal(found, stage.embedding.weight[batch.tokens_bs.t()] * 55.5)
 
 

@@ -23,11 +23,12 @@ def check_against_plain(
     loss_chunk: int = 0,
     starts: Tensor | None = None,
     length: int = 24,
+    samples: int = 2,
 ) -> None:
     """`logits(model, tensors, tokens_bs)` are those of the whole vocabulary. No tensor is 0 or 1."""
     config = tiny_models.config(model)
     config = replace(config, kernels=KernelsConfig(loss_chunk=loss_chunk))
-    batch = replace(tiny_models.batch(model, length=length), starts=starts)
+    batch = replace(tiny_models.batch(model, samples=samples, length=length), starts=starts)
     stage = tiny_models.build(config, context.single()).double()
     tensors = {name: x.double().requires_grad_() for name, x in tiny_models.random_tensors(model).items()}
     logical.fill([stage], {name: x.detach() for name, x in tensors.items()})

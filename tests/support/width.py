@@ -1,11 +1,13 @@
 """Proves a newcomer's addition without an edit of megapar: it trains in three layouts as in one process."""
 
+from collections.abc import Mapping
+
 import pytest
 
 from megapar.config.options import ModelConfig
 from tests.support.grid import Layout, check_on_ranks
 
-LAYOUTS = {
+LAYOUTS: dict[str, dict[str, object]] = {
     "tp 2": {"tp": 2},
     "pp 2 with vpp 2": {"pp": 2, "vpp": 2, "schedule": "interleaved"},
     "cp 2 with ZeRO-3": {"cp": 2, "zero_stage": 3},
@@ -13,7 +15,7 @@ LAYOUTS = {
 in_each_layout = pytest.mark.parametrize("sizes", list(LAYOUTS.values()), ids=list(LAYOUTS))
 
 
-def trains_as_one_process(model: ModelConfig, sizes: dict[str, object]) -> None:
+def trains_as_one_process(model: ModelConfig, sizes: Mapping[str, object]) -> None:
     """Two steps on the ranks of a layout: loss, norm, and every gradient and weight are those of one process.
 
     `model` has at least four layers, so each of the two pipeline ranks has two stages.
