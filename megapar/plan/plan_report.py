@@ -67,7 +67,8 @@ def shown_rows(found: Found, top: int) -> list[Row]:
 
 def table(rows: Sequence[Row], found: Found) -> Table:
     """The rows as a table. `rows` are those of `shown_rows`."""
-    axes = sorted({axis for row in rows for axis in row_exposed(row)})
+    # Axes that nobody waits for would make the table wider.
+    axes = sorted({axis for row in rows for axis, wait in row_exposed(row).items() if wait >= 5e-4 * row.seconds})
     shown = Table(box=None, header_style="bold")
     for name in ("#", "tp cp pp dp", "schedule", "ZeRO", "micro-batch", "recompute"):
         shown.add_column(name, no_wrap=True)
@@ -210,6 +211,6 @@ def _plain(value: Any) -> Any:
 
 
 def write(console: Console, lines: Iterable[str]) -> None:
-    """Print lines without markup."""
+    """Print lines without markup, as long as they are."""
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -9,6 +9,7 @@ from typing import Protocol
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.errors import ConfigError
+from megapar.pipeline.schedules import ZERO_BUBBLE
 from megapar.plan.estimate import Best, Estimator
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import RankReport
@@ -28,7 +29,7 @@ _WITHIN = 1.6
 _SLACK = 1.05
 """Estimated bytes may be so many times those that fit."""
 _ROUNDS = 4
-"""Rounds of a pipeline that show what its ranks keep at most. In longer steps the same repeats."""
+"""Rounds of a zero-bubble pipeline that show what its ranks keep at most. In longer steps the same repeats."""
 
 
 class Planner(Protocol):
@@ -225,10 +226,10 @@ def _rank(row: Row) -> tuple[float, Layout]:
 
 
 def _shortened(config: Config) -> Config:
-    """`config` with a step of fewer micro-batches, if it has many: orders of schedules take long to make."""
+    """`config` with a step of fewer micro-batches, if it has many and its orders take long to make."""
     parallel = config.parallel
     enough = _ROUNDS * parallel.pp
-    if parallel.pp == 1 or num_microbatches(config) <= 2 * enough:
+    if parallel.schedule not in ZERO_BUBBLE or num_microbatches(config) <= 2 * enough:
         return config
     # As many more as the whole step has beyond full rounds.
     micro_batches = enough + num_microbatches(config) % parallel.pp
