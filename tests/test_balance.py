@@ -9,10 +9,11 @@ import torch
 from megapar_models import balance
 from megapar_models.build import stage_layers
 from megapar_models.counts import WholeModel
+from megapar_models.qwen3_moe.model import Qwen3MoeExperts, Qwen3MoeModel
 from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
-from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from tests.support import program
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
@@ -45,8 +46,8 @@ def test_layers_of_other_kinds_are_timed_by_themselves(monkeypatch: pytest.Monke
     """Of a mixture with some plain layers, each kind once; computed costs count the chosen experts of a token."""
     timed = []
     monkeypatch.setattr(balance, "_seconds", lambda run, where: timed.append(run) or float(len(timed)))
-    moe = MoEConfig(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=96, mlp_only_layers=(0, 1))
-    model = ModelConfig(
+    moe = Qwen3MoeExperts(8, 2, moe_intermediate_size=96, mlp_only_layers=(0, 1))
+    model = Qwen3MoeModel(
         family="qwen3_moe", hidden_size=64, num_hidden_layers=5, intermediate_size=1000, moe=moe, **SIZES
     )
     train = TrainConfig(seq_length=2, micro_batch_size=3, global_batch_size=12)

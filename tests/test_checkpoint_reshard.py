@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
+from megapar_models.qwen3_moe.model import Qwen3MoeExperts
 from megapar_models.registry import validate, weight_options
 from torch import Tensor
 
@@ -21,7 +22,7 @@ from megapar import context
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import differences, fill, load_weights, weight_slices
 from megapar.checkpoint.save import first_copies, publish, share, write_part
-from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.config.options import flatten as flatten_options
 from megapar.context import ParallelContext, single
 from megapar.errors import CheckpointError
@@ -39,12 +40,16 @@ ONE_KV_HEAD = replace(LLAMA, num_key_value_heads=1, tie_word_embeddings=True)
 GPT = tiny_models.small(
     "gpt", 12, 4, 20, num_key_value_heads=4, head_dim=3, max_position_embeddings=9, tie_word_embeddings=True
 )
-MIXTURE = replace(
-    LLAMA,
-    family="qwen3_moe",
-    num_hidden_layers=2,
-    attention_bias=False,
-    moe=MoEConfig(5, 2, moe_intermediate_size=8, mlp_only_layers=(1,), shared_expert_intermediate_size=12),
+MIXTURE = tiny_models.small(
+    "qwen3_moe",
+    12,
+    2,
+    20,
+    num_attention_heads=12,
+    num_key_value_heads=3,
+    head_dim=2,
+    qk_norm=True,
+    moe=Qwen3MoeExperts(5, 2, moe_intermediate_size=8, mlp_only_layers=(1,), shared_expert_intermediate_size=12),
 )
 FACTS = {"step": 3, "consumed_samples": 24, "layout": {}, "data": {}}
 

@@ -16,8 +16,8 @@ import pytest
 from megapar_models.registry import named_configs
 
 from megapar import __main__ as command
-from megapar.config.files import load
 from megapar.errors import ConfigError, DataError
+from tests.support.options import load
 from tests.support.source_tree import LIBRARY, ROOT, relative, setup_argument
 from tools import completion, presets
 

@@ -8,20 +8,24 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import fields, is_dataclass, replace
+from itertools import chain
 from pathlib import Path
 
+import megapar_models
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megapar_models.registry import FAMILIES, presets, validate, weight_options
+from megapar_models.gpt.model import GPTModel
+from megapar_models.llama.model import LlamaModel
+from megapar_models.mixtral.model import MixtralModel
+from megapar_models.registry import FAMILIES, FOR_OPTIONS, presets, validate, weight_options
+from megapar_models.rotary_options import RopeScaling
 
 import megapar.config.options
 from megapar.config import compatible
 from megapar.config.compatible import changes
 from megapar.config.derive import num_microbatches, with_vocabulary
-from megapar.config.files import Resolved, load, to_toml
-from megapar.config.messages import shown
-from megapar.config.model_rules import EVERY_FAMILY
+from megapar.config.files import Resolved, to_toml
 from megapar.config.options import (
     Config,
     DataConfig,
@@ -30,7 +34,6 @@ from megapar.config.options import (
     MoEConfig,
     OptimizerConfig,
     ParallelConfig,
-    RopeScaling,
     TrainConfig,
     flatten,
     option_types,
@@ -38,6 +41,7 @@ from megapar.config.options import (
 )
 from megapar.errors import ConfigError
 from megapar.train.report import length_of_run, warnings
+from tests.support.options import load
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts" / "configs"
 WORLD_SIZES = {
@@ -118,34 +122,14 @@ def test_a_partition_that_does_not_fit_is_refused_with_one_that_does(layers, par
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_an_option_that_a_family_does_not_declare_is_refused(family):
+def test_an_option_of_other_families_is_refused(family):
     """No list says what a family ignores, so nobody can forget a new option in it."""
-    rules = FAMILIES[family]
-    usual = Config(ModelConfig(family=family, moe=MoEConfig(num_experts=4 if rules.has_experts else 0)))
-    values = {
-        "num_experts": 4,
-        "mlp_only_layers": (1,),
-        "scoring_func": "sigmoid",
-        "balance": "bias",
-        "truncate": False,
-    }
-    values |= {"attention_bias": True, "qk_norm": True, "norm_topk_prob": False, "rope_type": "linear"}
-    values |= {"shared_expert_gate": True, "hidden_dropout": 0.5, "attention_dropout": 0.5}
-    for path, default in flatten(Config()).items():
-        name = path.removeprefix("model.")
-        if name == path or path in EVERY_FAMILY or path in rules.reads:
-            continue
-        value = values.get(path.rpartition(".")[2], default)
-        if value == default:
-            value = default * 2 + 1  # a number
-        assert f"{path}={shown(value)}: family {family} has no" in refusal(with_option(usual, path, value)), path
-
-
-def with_option(config, path, value):
-    """`config` with another value of the option at the dotted `path`."""
-    name, _, rest = path.partition(".")
-    inner = with_option(getattr(config, name), rest, value) if rest else value
-    return replace(config, **{name: inner})
+    read = option_types(FAMILIES[family].options)
+    others = FOR_OPTIONS.types().keys() - read.keys()
+    assert others
+    for path in others:
+        with pytest.raises(ConfigError, match=f"--{path}: family {family} does not read it; "):
+            load(["--model.family", family, f"--{path}", "1"])
 
 
 def test_too_few_layers_for_the_stages_names_all_three_options():
@@ -402,9 +386,12 @@ def test_what_decides_the_weights_is_told_from_what_may_change_on_resume():
 
 def test_each_option_of_the_model_is_classified():
     """Fault options-fixed-on-resumption: a new option decides the weights, unless its field says otherwise."""
-    of_model = {path for path in flatten(Config()) if path.startswith("model.")}
-    function = compatible.decided_by("function", ModelConfig())
-    training = compatible.decided_by("training", ModelConfig())
+    of_model = {path for path in FOR_OPTIONS.types() if path.startswith("model.")}
+    function: set[str] = set()
+    training: set[str] = set()
+    for rules in FAMILIES.values():
+        function |= compatible.decided_by("function", rules.options())
+        training |= compatible.decided_by("training", rules.options())
     assert not function & training
     named = {path.removeprefix("model.") for path in of_model - function - training}
     assert named == {
@@ -422,9 +409,9 @@ def test_each_option_of_the_model_is_classified():
 def test_what_makes_another_function_of_the_weights_is_named():
     """Fault options-fixed-on-resumption: an option missing in a checkpoint had its default."""
     moe = MoEConfig(num_experts=8, num_experts_per_tok=3, scoring_func="sigmoid", router_z_loss_coef=0.1)
-    model = ModelConfig(family="mixtral", moe=moe, rope_scaling=RopeScaling("linear", 2.0), initializer_range=0.1)
+    model = MixtralModel(family="mixtral", moe=moe, rope_scaling=RopeScaling("linear", 2.0), initializer_range=0.1)
     config = Config(model)
-    saved = json.loads(json.dumps(flatten(Config())))
+    saved = json.loads(json.dumps(flatten(Config(MixtralModel()))))
     del saved["model.moe.scoring_func"]
     assert compatible.function_changes(saved, config) == [
         "model.rope_scaling.rope_type (default | linear)",
@@ -440,8 +427,8 @@ def test_positions_are_weights_for_gpt_alone():
     for family, are_weights in (("gpt", True), ("llama", False)):
         short, long = (Config(ModelConfig(family=family, max_position_embeddings=n)) for n in (2048, 4096))
         assert (weight_options(short) != weight_options(long)) == are_weights
-    stretched = Config(ModelConfig(rope_scaling=RopeScaling("linear", 2.0), rope_theta=5e5))
-    assert weight_options(stretched) == weight_options(Config())
+    stretched = Config(LlamaModel(rope_scaling=RopeScaling("linear", 2.0), rope_theta=5e5))
+    assert weight_options(stretched) == weight_options(Config(LlamaModel()))
 
 
 @pytest.mark.parametrize(
@@ -498,22 +485,16 @@ def test_all_problems_are_reported_at_once():
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (ModelConfig(family="gpt", qk_norm=True), "model.qk_norm=true: family gpt"),
-        (ModelConfig(family="gpt", attention_bias=True), "model.attention_bias=true: family gpt"),
-        (ModelConfig(family="gpt", rope_theta=5e5), "model.rope_theta=500000.0: family gpt"),
-        (ModelConfig(family="gpt", rope_scaling=RopeScaling("linear")), "model.rope_scaling.rope_type=linear: family"),
-        (ModelConfig(hidden_dropout=0.1), "model.hidden_dropout=0.1: family llama"),
-        (ModelConfig(attention_dropout=0.1), "model.attention_dropout=0.1: family llama"),
-        (ModelConfig(rope_scaling=RopeScaling(factor=8.0)), "model.rope_scaling.factor=8.0: rope_type default"),
-        (ModelConfig(rope_scaling=RopeScaling("linear", low_freq_factor=2.0)), "rope_type linear does not use it"),
-        (ModelConfig(rope_scaling=RopeScaling("llama3", 8.0, 4.0, 4.0)), "low must be below high"),
-        (ModelConfig(rope_scaling=RopeScaling("llama3", 8.0, beta_fast=8.0)), "rope_type llama3 does not use it"),
-        (ModelConfig(rope_scaling=RopeScaling("linear", truncate=False)), "rope_type linear does not use it"),
-        (ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, low_freq_factor=2.0)), "rope_type yarn does not use it"),
-        (ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, beta_fast=1.0)), "slow must be below fast"),
-        (ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, mscale=1.0)), "one of them alone has no effect"),
+        (LlamaModel(rope_scaling=RopeScaling(factor=8.0)), "model.rope_scaling.factor=8.0: rope_type default"),
+        (LlamaModel(rope_scaling=RopeScaling("linear", low_freq_factor=2.0)), "rope_type linear does not use it"),
+        (LlamaModel(rope_scaling=RopeScaling("llama3", 8.0, 4.0, 4.0)), "low must be below high"),
+        (LlamaModel(rope_scaling=RopeScaling("llama3", 8.0, beta_fast=8.0)), "rope_type llama3 does not use it"),
+        (LlamaModel(rope_scaling=RopeScaling("linear", truncate=False)), "rope_type linear does not use it"),
+        (LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, low_freq_factor=2.0)), "rope_type yarn does not use it"),
+        (LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, beta_fast=1.0)), "slow must be below fast"),
+        (LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, mscale=1.0)), "one of them alone has no effect"),
         (
-            ModelConfig(rope_scaling=RopeScaling("yarn", 8.0, attention_factor=2.0, mscale=1.0, mscale_all_dim=1.0)),
+            LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, attention_factor=2.0, mscale=1.0, mscale_all_dim=1.0)),
             "attention_factor takes the place of mscale",
         ),
         (ModelConfig(head_dim=5), "model.head_dim=5: rotary"),
@@ -531,7 +512,7 @@ def test_groups_of_shards_must_fit_the_replicas():
     assert refusal(four, 6).endswith("must divide the 6 ranks of dp x cp; use 1, 2, 3 or 6, or 0 for all")
     validate(replace(four, train=TrainConfig(global_batch_size=8)), 8)
     experts = MoEConfig(num_experts=6, moe_intermediate_size=8)
-    mixture = ModelConfig("mixtral", moe=experts)
+    mixture = MixtralModel("mixtral", moe=experts)
     train = TrainConfig(global_batch_size=12)
     two = Config(mixture, ParallelConfig(ep=2), train, OptimizerConfig(shard_ranks=2))
     said = refusal(two, 6)
@@ -541,7 +522,7 @@ def test_groups_of_shards_must_fit_the_replicas():
 
 
 def test_gpt_takes_dropout_and_odd_heads():
-    validate(Config(ModelConfig("gpt", hidden_size=60, num_attention_heads=12, hidden_dropout=0.1)), 1)
+    validate(Config(GPTModel("gpt", hidden_size=60, num_attention_heads=12, hidden_dropout=0.1)), 1)
 
 
 @pytest.mark.parametrize(
@@ -631,7 +612,7 @@ def test_flags_win_over_files_over_bases_over_defaults_and_each_value_knows_its_
     assert sources["train.seed"] == file
     assert sources["model.hidden_size"] == base
     assert sources["run_dir"] == "default"
-    assert list(sources) == list(flatten(Config()))
+    assert list(sources) == list(option_types(LlamaModel))
 
 
 def test_bases_that_lead_in_a_circle_are_refused(tmp_path):
@@ -673,8 +654,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]))
 configs = st.builds(
     Config,
     model=st.builds(
-        ModelConfig,
-        family=st.sampled_from(["llama", "gpt"]),
+        LlamaModel,
         hidden_size=st.integers(-(2**63), 2**63 - 1),
         rope_theta=floats,
         qk_norm=st.booleans(),
@@ -690,7 +670,7 @@ configs = st.builds(
 
 @settings(max_examples=12, deadline=None)
 @given(config=configs)
-@example(config=Config(run_dir='\x7f \x00 " \\ \U0001f600 \u2028'))
+@example(config=Config(LlamaModel(), run_dir='\x7f \x00 " \\ \U0001f600 \u2028'))
 def test_a_written_config_loads_as_the_same(tmp_path_factory, config):
     resolved = Resolved(config, dict.fromkeys(flatten(config), "default"))
     file = write(tmp_path_factory.mktemp("toml"), "config.toml", to_toml(resolved))
@@ -738,17 +718,19 @@ def frozen_options() -> list[str]:
 
 def test_the_set_of_options_is_this_and_below_a_hundred():
     """An option is added or renamed here too, on purpose. Those of `model` describe models, and models differ."""
-    assert sorted(option_types()) == sorted(frozen_options())
+    assert sorted(FOR_OPTIONS.types()) == sorted(frozen_options())
     of_runs = [path for path in option_types() if not path.startswith("model.")]
     assert len(of_runs) + len(["config"]) < 100
 
 
 def sentences() -> dict[str, str]:
-    """The string under each field of megapar/config/options.py; sections of Config are described by their class."""
+    """The string under each option's field. Sections of Config are described by their class."""
     sections = {f.name for f in fields(Config) if is_dataclass(f.type)}
     found = {}
-    for node in ast.parse(Path(megapar.config.options.__file__).read_text()).body:
-        if isinstance(node, ast.ClassDef):
+    models = Path(megapar_models.__file__).parent
+    files = [Path(megapar.config.options.__file__), models / "rotary_options.py", *models.glob("*/model.py")]
+    for node in chain.from_iterable(ast.parse(file.read_text()).body for file in files):
+        if isinstance(node, ast.ClassDef) and "dataclass" in ast.unparse(node.decorator_list[:1]):
             for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(statement, ast.AnnAssign) and statement.target.id not in sections:
                     text = following.value.value if isinstance(following, ast.Expr) else ""
@@ -758,11 +740,13 @@ def sentences() -> dict[str, str]:
 
 def test_every_option_has_a_sentence_and_help_shows_it_with_its_default(capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as exited:
-        load(["--optimizer.lr", "0.125", "--help", "--config", str(CONFIGS / "tiny.toml")])
-    assert exited.value.code == 0
+    flags = ("--optimizer.lr", "0.125", "--help", "--config", str(CONFIGS / "tiny.toml"))
+    for family in FAMILIES:
+        with pytest.raises(SystemExit) as exited:
+            load([*flags, "--model.family", family])
+        assert exited.value.code == 0
     shown = " ".join(re.sub("[│╭╮╰╯─]", " ", capsys.readouterr().out).split())
-    for path, annotation in option_types().items():
+    for path, annotation in FOR_OPTIONS.types().items():
         section, dot, key = path.rpartition(".")
         switch = f"--{path}, --{section}{dot}no_{key} "
         assert (switch if annotation is bool else f"--{path} ") in shown
@@ -783,8 +767,8 @@ def test_a_base_is_found_from_a_folder_that_is_a_link(tmp_path):
 
 def test_options_flatten_and_back():
     config = load(["--model.rope_scaling.factor", "3", "--data.train", "a"]).config
-    assert unflatten(flatten(config)) == config
-    assert list(flatten(config)) == list(option_types())
+    assert unflatten(flatten(config), LlamaModel) == config
+    assert list(flatten(config)) == list(option_types(LlamaModel))
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest, write_manifest
 from megapar.checkpoint.load import Reader
-from megapar.config.files import load
 from megapar.config.options import CheckpointConfig, Config, DataConfig, ModelConfig, MoEConfig
 from megapar.context import single
 from megapar.errors import CheckpointError, ConfigError
@@ -39,6 +38,7 @@ from tests.support.hugging_face import (
     sizes,
     tensors,
 )
+from tests.support.options import load
 from tools import convert_checkpoint
 from tools.convert_checkpoint import (
     HfToNative,

@@ -17,13 +17,13 @@ from megapar_models.convert.config_json import from_hugging_face, to_hugging_fac
 from megapar_models.convert.stream import TensorInfo, shards
 from megapar_models.registry import FAMILIES, validate
 from megapar_models.rotary import Rotary
+from megapar_models.rotary_options import RopeScaling
 from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.batch import MicroBatch
 from megapar.checkpoint.format import read_manifest
-from megapar.config.files import load
-from megapar.config.options import CheckpointConfig, Config, ModelConfig, RopeScaling
+from megapar.config.options import CheckpointConfig, Config, ModelConfig
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.train import checkpoints
 from megapar.train.step import train_step
@@ -39,6 +39,7 @@ from tests.support.hugging_face import (
     sizes,
     tensors,
 )
+from tests.support.options import load
 from tests.support.sweeps import slow_but
 from tools import convert_checkpoint
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf

@@ -16,9 +16,10 @@ import torch
 from megapar_models.convert.megatron import FILE, TRACKER, MegatronCheckpoint, read
 from megapar_models.convert.parity import load_fp32, native_logits
 from megapar_models.counts import WholeModel
+from megapar_models.rotary_options import RopeScaling
 from torch import Tensor
 
-from megapar.config.options import ModelConfig, RopeScaling
+from megapar.config.options import ModelConfig
 from megapar.errors import CheckpointError
 from tests.support import reference_models, tiny_models
 from tests.support.megatron_folders import (

@@ -20,9 +20,9 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
+from megapar_models.registry import FOR_OPTIONS
 
 from megapar import errors
-from megapar.config.options import option_types
 from megapar.config.other_frameworks.table import TABLE
 from tests.support.program import Program
 from tests.support.source_tree import ROOT, TESTS, imports, setup_argument, tree
@@ -182,7 +182,7 @@ def test_extras_that_documents_name_exist() -> None:
 
 def test_options_that_documents_name_exist() -> None:
     """`--section.key` and `section.key` of a section of options, switches with no_ too, and sections in a section."""
-    options = {*option_types()}
+    options = {*FOR_OPTIONS.types()}
     options |= {path.rpartition(".")[0] for path in options}
     sections = {path.partition(".")[0] for path in options if "." in path}
     options |= {row.name for rows in TABLE.values() for row in rows}  # torchtitan has a section `checkpoint` too
@@ -336,7 +336,7 @@ def test_python_of_the_documents_runs(tmp_path: Path) -> None:
 
 def test_options_page_has_every_option_with_its_default_and_sentence() -> None:
     rows = dict(re.findall(r"^\| `([a-z0-9_.]+)` \| (.*) \|$", docs_hooks.options_page(), re.MULTILINE))
-    assert {*rows} == {*option_types()}
+    assert {*rows} == {*FOR_OPTIONS.types()}
     value, default, sentence = rows["optimizer.zero_stage"].split(" | ")
     assert (value, default) == ("`0`, `1`, `2`, `3`", "`1`")
     assert "ZeRO-1" in sentence

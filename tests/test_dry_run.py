@@ -14,7 +14,6 @@ from megapar_models.registry import presets, validate
 from torch import Tensor
 
 from megapar.config.derive import smallest_world
-from megapar.config.files import load
 from megapar.config.messages import counted
 from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.pipeline.runtime import PipelineRuntime
@@ -35,6 +34,7 @@ from tests.support.grid import (
     micro_batches,
 )
 from tests.support.kernel_checks import needs_triton
+from tests.support.options import load
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 

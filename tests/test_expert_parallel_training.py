@@ -8,12 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib import pyplot as plt
+from megapar_models.mixtral.model import MixtralModel
 from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config import validate as checks
-from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, MoEConfig, ParallelConfig, TrainConfig
 from megapar.expert_parallel.balance import Router
 from megapar.grid import coordinates, expert_rank_groups
 from megapar.train.metrics import tally_load
@@ -32,7 +33,7 @@ def test_replicas_that_share_experts_need_equal_numbers_of_micro_batches() -> No
 
     Otherwise a replica with fewer micro-batches would not take part in an exchange.
     """
-    mixture = ModelConfig(family="mixtral", moe=MoEConfig(num_experts=8))
+    mixture = MixtralModel(family="mixtral", moe=MoEConfig(num_experts=8))
     orders = ["-".join(axes) for axes in itertools.permutations(("tp", "cp", "dp", "pp"))]
     refused = 0
     for tp, cp, dp, order in itertools.product((1, 2, 3), (1, 2), (2, 3, 4), orders):
@@ -55,7 +56,7 @@ def test_replicas_that_share_experts_need_equal_numbers_of_micro_batches() -> No
 
 def test_a_ramp_that_replicas_cannot_share_is_refused_with_one_that_they_can() -> None:
     parallel = ParallelConfig(dp=4, ep=4, etp=1)
-    config = Config(ModelConfig(family="mixtral", moe=MoEConfig(num_experts=8)), parallel)
+    config = Config(MixtralModel(family="mixtral", moe=MoEConfig(num_experts=8)), parallel)
     ramp = replace(config, train=TrainConfig(global_batch_size=12, batch_ramp=(2, 2, 30)))
     (problem,) = checks._batch(ramp)
     assert problem.endswith("a multiple of 4; use 4 4 30")

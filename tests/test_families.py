@@ -106,15 +106,14 @@ def test_the_program_ends_with_2_where_there_is_no_such_family(tmp_path: Path) -
 def test_rules_of_a_family_outside_the_tree_are_applied() -> None:
     """What it does not read, its activations, its own problems, and what auto means."""
     assert validate(Config(ModelConfig(family=TOY)), 1).model.hidden_act == "silu"
-    wrong = ModelConfig(family=TOY, num_hidden_layers=9, head_dim=5, hidden_act="relu2", attention_bias=True)
+    wrong = ModelConfig(family=TOY, num_hidden_layers=9, head_dim=5, hidden_act="relu2")
     with pytest.raises(ConfigError) as refused:
         validate(Config(wrong), 1)
     lines = str(refused.value).splitlines()
-    assert len(lines) == 4
+    assert len(lines) == 3
     assert "a head's width must be even" in lines[0]
-    assert lines[1].startswith("model.attention_bias=true: family parallel has no such thing")
-    assert lines[2] == "model.hidden_act=relu2: family parallel has no such activation; use silu"
-    assert lines[3] == "model.num_hidden_layers=9: this family has at most 8"
+    assert lines[1] == "model.hidden_act=relu2: family parallel has no such activation; use silu"
+    assert lines[2] == "model.num_hidden_layers=9: this family has at most 8"
 
 
 def test_sizes_of_weights_are_those_of_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:

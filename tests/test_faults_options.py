@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import pytest
+from megapar_models.registry import FOR_OPTIONS
 
-from megapar.config.options import option_types
 from tests.support.faults import Scene
 from tests.support.processes import free_port, slurm
 
@@ -44,8 +44,8 @@ def refused(scene: Scene, *flags: str, env: Mapping[str, str] | None = None) -> 
 
 
 # dry_run plans and ends, so it is asked with the others; `config` is a file, see FILES.
-OPTIONS = {path: annotation for path, annotation in option_types().items() if annotation is not bool}
-SWITCHES = [path for path, annotation in option_types().items() if annotation is bool]
+OPTIONS = {path: annotation for path, annotation in FOR_OPTIONS.types().items() if annotation is not bool}
+SWITCHES = [path for path, annotation in FOR_OPTIONS.types().items() if annotation is bool]
 
 
 @pytest.mark.slow
@@ -309,4 +309,4 @@ def test_ranks_that_disagree_are_told_the_option(option: str, tmp_path: Path) ->
 def test_every_option_is_swept() -> None:
     """A new option comes into the sweep by itself; its kind must be known there."""
     assert all(wrong_values(annotation) for annotation in OPTIONS.values())
-    assert json.dumps(sorted([*OPTIONS, *SWITCHES])) == json.dumps(sorted(option_types()))
+    assert json.dumps(sorted([*OPTIONS, *SWITCHES])) == json.dumps(sorted(FOR_OPTIONS.types()))

@@ -11,13 +11,13 @@ from megapar_models.convert.huggingface import INDEX, Weights
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.lineage import PLAN, complete_plan
-from megapar.config.files import load
 from megapar.data.prepared import read_sidecar
 from megapar.data.tokenizer import load_tokenizer
 from megapar.launch.reporting import write_error
 from megapar.pipeline import schedule_files
 from megapar.system.regular_files import SMALL, open_regular, read_regular
 from tests.support.faults import Scene
+from tests.support.options import load
 
 FLAGS = ("--log.no-tensorboard", "--checkpoint.every", "2", "--train.steps")
 

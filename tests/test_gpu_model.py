@@ -9,7 +9,6 @@ import pytest
 from megapar_kernels import backend, dispatch
 from megapar_models.registry import presets, validate
 
-from megapar.config.files import load
 from megapar.config.options import Config, KernelsConfig, ParallelConfig, TrainConfig
 from megapar.plan.durations import BACKWARD_ATTENTION, FORWARD_ATTENTION, PRODUCTS
 from megapar.plan.durations import KERNELS as OTHER_KERNELS
@@ -18,6 +17,7 @@ from megapar.plan.memory import reports
 from megapar.plan.stage_works import Works
 from megapar.plan.step_time import OPTIMIZER, step_time
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
+from tests.support.options import load
 from tests.support.plans import PARTS
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))

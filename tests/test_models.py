@@ -10,15 +10,18 @@ import pytest
 import torch
 from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
+from megapar_models.qwen3_moe.model import Qwen3MoeExperts
 from megapar_models.registry import FAMILIES, presets, validate
+from megapar_models.rotary_options import RopeScaling
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, ModelConfig, MoEConfig, RopeScaling
+from megapar.config.options import Config, MoEConfig
 from megapar.verify import logical
 from tests.support import close, reference_models, tiny_models
 from tests.support.flat import flatten
+from tests.support.options import load
 
 # Wavelengths of head_dim 12 and theta 1e4 are 6, 29, 135, ... positions: kept, blended and stretched ones.
 LLAMA3 = RopeScaling("llama3", factor=8.0, original_max_position_embeddings=32)
@@ -26,6 +29,7 @@ YARN = RopeScaling("yarn", factor=8.0, original_max_position_embeddings=32)
 YARN_MSCALE = replace(YARN, beta_fast=4.0, beta_slow=0.05, mscale=0.7, mscale_all_dim=1.9, truncate=False)
 # Without losses of balance, which plain versions do not have.
 MOE = MoEConfig(5, 2, moe_intermediate_size=24, balance="none")
+SOME_DENSE = Qwen3MoeExperts(5, 2, moe_intermediate_size=24, balance="none")
 ROUTED_AS_DEEPSEEK = replace(MOE, num_experts=6, scoring_func="sigmoid", routed_scaling_factor=2.5, n_group=3)
 ROUTED_AS_DEEPSEEK = replace(ROUTED_AS_DEEPSEEK, topk_group=2, shared_expert_intermediate_size=20)
 MODELS = {
@@ -46,21 +50,22 @@ MODELS = {
     "mixtral": tiny_models.model("mixtral", moe=MOE, num_key_value_heads=2),
     "mixtral, groups and a shared expert": tiny_models.model("mixtral", moe=ROUTED_AS_DEEPSEEK),
     "qwen3_moe": tiny_models.model(
-        "qwen3_moe", qk_norm=True, moe=replace(MOE, norm_topk_prob=False, mlp_only_layers=(1,), num_experts_per_tok=3)
+        "qwen3_moe",
+        qk_norm=True,
+        moe=replace(SOME_DENSE, norm_topk_prob=False, mlp_only_layers=(1,), num_experts_per_tok=3),
     ),
     "qwen3_moe, a gated shared expert": tiny_models.model(
-        "qwen3_moe", moe=replace(MOE, shared_expert_intermediate_size=20, shared_expert_gate=True)
+        "qwen3_moe",
+        moe=replace(SOME_DENSE, shared_expert_intermediate_size=20, shared_expert_gate=True),
     ),
     "gpt tied": tiny_models.model("gpt", tie_word_embeddings=True),
 }
 
 
-def preset(name: str, **changes: Any) -> ModelConfig:
+def preset(name: str, **changes: Any) -> Any:
     """A preset as a run would see it, with derived values filled in."""
-    fields = tomllib.loads(presets()[name].read_text())["model"]
-    fields["rope_scaling"] = RopeScaling(**fields.get("rope_scaling", {}))
-    fields["moe"] = MoEConfig(**fields.get("moe", {}))
-    return validate(Config(model=replace(ModelConfig(**fields), **changes)), 1).model
+    model = load(["--config", str(presets()[name])]).config.model
+    return validate(Config(model=replace(model, **changes)), 1).model
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -7,12 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+from megapar_models.registry import FOR_OPTIONS
 
-from megapar.config.files import load
-from megapar.config.options import option_types
 from megapar.config.other_frameworks import hugging_face
 from megapar.config.other_frameworks.table import SOURCES, TABLE
 from megapar.errors import ConfigError
+from tests.support.options import load
 from tests.support.source_tree import ROOT
 from tools import compare_flags
 
@@ -37,7 +37,7 @@ def refusal_of_toml(folder: Path, text: str) -> str:
 
 
 def test_every_row_names_an_option_of_ours_and_values_that_it_takes():
-    types = option_types()
+    types = FOR_OPTIONS.types()
     wrong = []
     values: dict[str, set[str]] = {}  # by option
     for framework, row in ROWS:
@@ -60,7 +60,7 @@ def test_every_row_names_an_option_of_ours_and_values_that_it_takes():
 
 def words(option: str, value: str) -> list[str]:
     """An option with a value, as on a command line."""
-    if option_types()[option] is not bool:
+    if FOR_OPTIONS.types()[option] is not bool:
         return [f"--{option}", value]
     section, _, key = option.rpartition(".")
     return [f"--{option}" if value == "true" else f"--{section}.no_{key}"]
@@ -68,7 +68,7 @@ def words(option: str, value: str) -> list[str]:
 
 def test_options_that_notes_name_exist():
     """Notes say train.steps, and stand in hints and on the page."""
-    options = {*option_types()}
+    options = {*FOR_OPTIONS.types()}
     sections = {path.partition(".")[0] for path in options if "." in path}
     wrong = []
     for framework, row in ROWS:

@@ -13,13 +13,13 @@ import torch
 from megapar_models.registry import validate
 
 from megapar import context, device
-from megapar.config.files import load
 from megapar.errors import OutOfMemoryError
 from megapar.grid import Grid
 from megapar.plan.dry_run import explaining_out_of_memory
 from megapar.plan.memory import report_rank, reports
 from megapar.train import trainer
 from tests.support import program
+from tests.support.options import load
 from tests.support.plans import PARTS
 
 GPU_WORDS = (

@@ -112,7 +112,7 @@ def test_a_plan_from_parts_is_that_of_the_whole_rank_in_random_layouts(seed: int
     while planned < 40:
         options = random_options(generator)
         model = generator.choice([*MODELS, *OTHERS])
-        if model.moe.num_experts:
+        if model.num_experts:
             options |= {"ep": generator.choice([1, 2, 4]), "etp": generator.choice([0, 1])}
         layout = Layout(model, **options)
         try:

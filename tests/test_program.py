@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from megapar_models.registry import presets, validate
 
-from megapar.config.files import load
 from tests.support import program
+from tests.support.options import load
 from tests.support.processes import TINY, finish, free_port, slurm, start
 from tests.support.program import Ended
 

@@ -1,6 +1,6 @@
 """What a family may do with its layers without an edit of megapar: kinds of layers, and adapters beside matrices."""
 
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
 
@@ -16,7 +16,7 @@ from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama import reference as plain
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
-from megapar_models.llama.model import LlamaStage
+from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.norms import NormRule
 from megapar_models.reference import Tensors, attend, heads, linear
 from megapar_models.rotary import Rotary
@@ -167,11 +167,24 @@ class WindowsStage(LlamaStage):
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
         kind = super().layer_kind(model, number)
-        return replace(kind, window=WINDOW * (number % 2), attention_dropout=model.attention_dropout)
+        return replace(kind, window=WINDOW * (number % 2))
+
+
+class DroppingStage(WindowsStage):
+    @classmethod
+    def layer_kind(cls, model: "DroppingModel", number: int) -> LayerKind:
+        return replace(super().layer_kind(model, number), attention_dropout=model.attention_dropout)
 
 
 WINDOWS = replace(LLAMA_FAMILY, name="windows", stage=WindowsStage)
-DROPPING_WINDOWS = replace(WINDOWS, reads=(*WINDOWS.reads, "model.attention_dropout"))
+
+
+@dataclass(frozen=True)
+class DroppingModel(LlamaModel):
+    attention_dropout: float = 0.0
+
+
+DROPPING_WINDOWS = replace(WINDOWS, stage=DroppingStage, options=DroppingModel)
 
 
 def test_a_window_counts_the_keys_that_it_reads() -> None:
@@ -192,8 +205,9 @@ def test_layers_of_other_kinds_are_measured_apart() -> None:
 def test_windows_are_refused_where_ranks_hold_parts_of_samples() -> None:
     with pytest.raises(ConfigError, match=r"cp=2, parallel.cp_attention=gather: .* read 5 keys; use cp_attention ulys"):
         Layout(FOUR_KINDS_MODEL, cp=2).config()
+    model = DroppingModel(**{f.name: getattr(LLAMA, f.name) for f in fields(LLAMA)})
     with pytest.raises(ConfigError, match=r"model.attention_dropout=0.1: .* takes no dropout"):
-        Layout(replace(LLAMA, family="tests.test_width_layers:DROPPING_WINDOWS", attention_dropout=0.1)).config()
+        Layout(replace(model, family="tests.test_width_layers:DROPPING_WINDOWS", attention_dropout=0.1)).config()
 
 
 def test_a_mixer_that_cannot_be_imported_is_told_with_its_layer() -> None:

@@ -9,8 +9,8 @@ import torch
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
-from megapar_models.llama.model import LlamaStage
-from megapar_models.registry import FAMILIES, FOR_OPTIONS, find, validate, weight_options
+from megapar_models.llama.model import LlamaModel, LlamaStage
+from megapar_models.registry import FAMILIES, FOR_OPTIONS, validate, weight_options
 from torch import Tensor
 
 from megapar import context
@@ -36,7 +36,7 @@ class Scales:
 
 
 @dataclass(frozen=True)
-class ScaledModel(ModelConfig):
+class ScaledModel(LlamaModel):
     scales: Scales = field(default_factory=Scales)
     norms_after: tuple[int, ...] = ()
     """Numbers of the layers with norms behind their branches."""
@@ -52,9 +52,8 @@ class ScaledStage(LlamaStage[ScaledModel]):
         return super().embed(context) * self.model.scales.embedding
 
 
-def scale_problems(config: Config) -> Iterator[str]:
-    assert isinstance(config.model, ScaledModel)
-    if config.model.scales.embedding > 100:
+def scale_problems(config: Config, model: ScaledModel) -> Iterator[str]:
+    if model.scales.embedding > 100:
         yield problem(config, "model.scales.embedding", "embeddings would overflow in fp16; use at most 100")
 
 
@@ -128,7 +127,8 @@ def test_wrong_values_are_refused_in_one_line(tmp_path: Path) -> None:
         "model.scales.embedding=101.0: embeddings would overflow in fp16; use at most 100",
     ]
     with pytest.raises(ConfigError, match="family scaled has options of its own; make it a ScaledModel"):
-        validate(Config(ModelConfig(family=TOY)), 1)
+        validate(Config(LlamaModel(family=TOY)), 1)
+    assert validate(Config(ModelConfig(family=TOY)), 1) == validate(Config(ScaledModel(family=TOY)), 1)
 
 
 def test_an_option_of_another_family_is_refused_by_its_name_and_dropped_at_its_default(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_an_option_of_another_family_is_refused_by_its_name_and_dropped_at_its_d
     file.write_text("[model.scales]\nembedding = 2.0\n")
     assert refusal("--config", str(file), families=families) == f"{file}:2: model.scales.embedding = 2.0: {said}"
     file.write_text("[model]\nnorms_after = []\n[model.scales]\nembedding = 1\n")
-    assert load(["--config", str(file)], families=families).config == Config()
+    assert load(["--config", str(file)], families=families).config == Config(LlamaModel())
 
 
 def test_an_option_that_decides_the_function_is_no_reason_to_refuse_the_weights() -> None:
@@ -173,4 +173,3 @@ def test_options_that_are_no_dataclass_are_refused() -> None:
 
     with pytest.raises(ValueError, match="Plain: the options of family scaled must be a frozen dataclass"):
         replace(FAMILY, options=Plain)
-    assert find(TOY).all_read() == LLAMA_FAMILY.all_read() | {"model.scales.embedding", "model.norms_after"}

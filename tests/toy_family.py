@@ -10,7 +10,7 @@ from megapar_models.factory import Factory
 from megapar_models.family import Family
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama.model import LlamaStage
+from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.mlp import DenseMLP
 from torch import Tensor, nn
 
@@ -39,8 +39,8 @@ class ParallelStage(LlamaStage):
         return ParallelLayer(number, kind, self.model, self.factory)
 
 
-def refuse_deep_models(config: Config) -> Iterator[str]:
-    if config.model.num_hidden_layers > 8:
+def refuse_deep_models(config: Config, model: LlamaModel) -> Iterator[str]:
+    if model.num_hidden_layers > 8:
         yield problem(config, "model.num_hidden_layers", "this family has at most 8")
 
 
@@ -48,7 +48,7 @@ FAMILY = Family(
     name="parallel",
     stage=ParallelStage,
     activations=("silu",),
-    reads=("model.rope_theta", "model.qk_norm"),
+    options=LlamaModel,
     even_head_dim=True,
     problems=refuse_deep_models,
 )

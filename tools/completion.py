@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import tyro
-from megapar_models.registry import named_configs
+from megapar_models.registry import FAMILIES, named_configs
 
 from megapar.__main__ import COMMANDS, module_of
 from megapar.config.files import ASKS_FOR_COMPLETION
@@ -56,15 +56,15 @@ class Arguments:
     """The shell that will read the script."""
 
 
-def specification(command: str) -> dict[str, Any]:
+def specification(command: str, *flags: str) -> dict[str, Any]:
     """What tyro knows of a command's flags: "options", each with "flags" and maybe "choices", and "subcommands".
 
-    Raises MegaparError if tyro writes them in a form unknown here.
+    `flags` are given before. Raises MegaparError if tyro writes them in a form unknown here.
     """
     program = importlib.import_module(module_of(command, "megapar"))
     script = StringIO()
     arguments = sys.argv
-    sys.argv = [command, ASKS_FOR_COMPLETION, "bash", "-"]
+    sys.argv = [command, *flags, ASKS_FOR_COMPLETION, "bash", "-"]
     try:
         with redirect_stdout(script), suppress(SystemExit):
             program.main()
@@ -88,6 +88,9 @@ def bash_script() -> str:
     values = [case("presets presets", names), case("pretrain --config", names)]
     for command in COMMANDS:
         found = specification(command)
+        if command == "pretrain":
+            for family in FAMILIES:
+                found["options"] += specification(command, "--model.family", family)["options"]
         subcommands = found["subcommands"]
         options = [*found["options"], *(option for part in subcommands.values() for option in part["options"])]
         words = {flag: None for option in options for flag in option["flags"] if flag.startswith("--")}

@@ -46,10 +46,11 @@ from torch import Tensor
 
 from megapar.checkpoint.format import Sizes, read_manifest
 from megapar.checkpoint.load import differences
+from megapar.config.compatible import decided_by
 from megapar.config.data_spec import Entry
 from megapar.config.files import part_toml
 from megapar.config.messages import first_few
-from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig
+from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig, flatten
 from megapar.data.prepared import read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError
@@ -372,14 +373,16 @@ def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) 
     return {**to_hugging_face(config.model), "bos_token_id": None, "eos_token_id": eod}
 
 
-def computed(model: ModelConfig) -> ModelConfig:
-    """The model without the options used only in training."""
+def computed(model: ModelConfig) -> dict[str, Any]:
+    """The options of the model without those used only in training, by dotted path."""
+    # A file's number of positions is no matter of training: other programs read it.
+    used_in_training = decided_by("training", model) - {"model.max_position_embeddings"}
+    options = flatten(model, "model.")
+    options = {path: value for path, value in options.items() if path not in used_in_training}
     # A bias is part of the model. The losses that balance experts are not.
-    balance: Literal["bias", "none"] = "bias" if model.moe.balance == "bias" else "none"
-    moe = replace(
-        model.moe, balance=balance, router_aux_loss_coef=0.0, router_bias_update_rate=0.0, router_z_loss_coef=0.0
-    )
-    return replace(model, hidden_dropout=0.0, attention_dropout=0.0, initializer_range=0.0, moe=moe)
+    if model.experts is not None:
+        options["model.moe.balance"] = model.experts.balance == "bias"
+    return options
 
 
 def native_shapes(model: ModelConfig) -> dict[str, Sizes]:

@@ -91,7 +91,7 @@ def load_of(args: Arguments, config: Config) -> ExpertLoad:
     grid = grid_of(config)
     if args.expert_rows is None and args.imbalance == 1:
         return EVEN
-    if not config.model.moe.num_experts:
+    if not config.model.num_experts:
         raise ConfigError(
             f"--imbalance, --expert_rows: model.family={config.model.family} has no experts; leave them out"
         )

@@ -14,10 +14,13 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from megapar_models.build import build_stages
+from megapar_models.gpt.model import GPTModel
+from megapar_models.llama.model import LlamaModel
+from megapar_models.mixtral.model import MixtralModel
 from megapar_models.registry import named_configs, num_targets, validate
 from rich.console import Console
 from rich.progress import Progress
@@ -25,7 +28,7 @@ from rich.progress import Progress
 from megapar.config.derive import smallest_world, with_vocabulary
 from megapar.config.files import load
 from megapar.config.messages import counted
-from megapar.config.options import Config, ModelConfig, MoEConfig, ParallelConfig, TrainConfig, flatten, unflatten
+from megapar.config.options import Config, MoEConfig, ParallelConfig, TrainConfig, flatten, unflatten
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, NumericError
 from megapar.launch.reporting import open_streams, reported
@@ -41,25 +44,23 @@ CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
 STEPS = 2
 
 # The models that planted faults bring where that of the configuration would not show them.
-_DENSE = ModelConfig(
-    family="llama",
-    hidden_size=48,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=10,
-    intermediate_size=76,
-    vocab_size=131,
-    qk_norm=True,
-)
+_SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 76,
+    "vocab_size": 131,
+}
+_DENSE = LlamaModel(**_SIZES, family="llama", num_hidden_layers=4, qk_norm=True)
 _EXPERTS = MoEConfig(num_experts=5, moe_intermediate_size=40, router_aux_loss_coef=0.05, router_z_loss_coef=0.01)
 MODELS = {
     "dense": _DENSE,
     "six-layers": replace(_DENSE, num_hidden_layers=6),
     "straddling": replace(_DENSE, num_attention_heads=6, num_key_value_heads=3),
     "tied": replace(_DENSE, tie_word_embeddings=True),
-    "experts": replace(_DENSE, family="mixtral", num_hidden_layers=2, qk_norm=False, moe=_EXPERTS),
-    "dropout": ModelConfig(
+    "experts": MixtralModel(**_SIZES, family="mixtral", num_hidden_layers=2, moe=_EXPERTS),
+    "dropout": GPTModel(
         family="gpt",
         hidden_size=48,
         num_hidden_layers=2,
@@ -119,7 +120,7 @@ class Outcome:
 def own_layouts(config: Config) -> list[Layout]:
     """The layout of the configuration, and each axis by itself as far as the model allows it."""
     usual = ["tp2,sp", "pp2", "dp2,zero1", "dp2,zero3", "cp2"]
-    if config.model.moe.num_experts:
+    if config.model.num_experts:
         usual.append("dp2,ep2")
     found = []
     if smallest_world(config.parallel) > 1:
@@ -159,7 +160,7 @@ def runs(config: Config, layout: Layout) -> bool:
 
 def drawn_layouts(args: Arguments, config: Config) -> list[Layout]:
     """Random layouts for this model. Raises ConfigError if there are too few."""
-    candidates = islice(layout_words.drawn(args.seed, args.ranks, config.model.moe.num_experts > 0), 200 * args.sample)
+    candidates = islice(layout_words.drawn(args.seed, args.ranks, config.model.num_experts > 0), 200 * args.sample)
     found: dict[str, Layout] = {}
     for layout in candidates:
         if len(found) < args.sample and layout.name not in found and runs(config, layout):
@@ -214,7 +215,7 @@ def orders_of(config: Config) -> list[Order]:
     batch = config.train.global_batch_size
     larger = max(n for n in range(size, max(batch // 2, size) + 1, size) if batch % n == 0)
     orders = [Order(size), Order(1, reverse=True), Order(larger, parts=2)]
-    if config.model.moe.num_experts:
+    if config.model.num_experts:
         # Each rounding sends other tokens to other experts, so more of them are tried.
         orders += [Order(size, parts=parts) for parts in (3, 4, 5)]
     return orders
@@ -256,8 +257,8 @@ def headline(config: Config, *, whole: bool) -> str:
     if whole:
         size = "as it is"
     experts = ""
-    if model.moe.num_experts:
-        experts = f", {model.moe.num_experts} experts"
+    if model.num_experts:
+        experts = f", {model.num_experts} experts"
     train = config.train
     return (
         f"{model.family} ({size}): {counted(model.num_hidden_layers, 'layer')}, width {model.hidden_size}, "

@@ -337,6 +337,10 @@ def _stored_dtype(name: str, tensor: Tensor) -> str:
     return dtype_name(tensor.dtype)
 
 
+# Options of some families that checkpoints of all families once stated, each with its value in the other families.
+_ONCE_STATED: Mapping[str, Any] = {"attention_bias": False, "qk_norm": False, "moe.mlp_only_layers": []}
+
+
 def differences(
     manifest: Manifest, wanted: Mapping[str, Kind], model_config: Mapping[str, Any], *, weights_alone: bool = False
 ) -> list[str]:
@@ -345,8 +349,11 @@ def differences(
     `wanted` are the dtype and shape of each tensor of the run. With `weights_alone`, the checkpoint's tensors other
     than weights do not matter.
     """
-    stored = flatten(manifest.model_config)
     ours = flatten(json.loads(json.dumps(model_config)))  # JSON turns tuples into lists, as in the manifest
+    stored = flatten(manifest.model_config)
+    for name, value in _ONCE_STATED.items():
+        if name not in ours and stored.get(name) == value:
+            del stored[name]
     lines = [
         f"model.{key}: {stored.get(key, 'not stated')} | {ours.get(key, 'not stated')}"
         for key in sorted(stored.keys() | ours.keys())

@@ -17,7 +17,6 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megapar.config.messages import shown
-from megapar.config.model_rules import MOE
 from megapar.config.options import Config, ModelConfig, default_config, flatten
 
 
@@ -45,10 +44,8 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
     """
     free = decided_by("function", config.model) | decided_by("training", config.model)
     free = free.difference(sizes)
-    if not config.model.moe.num_experts:
-        # Checkpoints of models without experts have never stated these options.
-        free = free.union(MOE)
-    elif config.model.moe.balance != "bias":
+    experts = config.model.experts
+    if experts is not None and experts.balance != "bias":
         # Of what balances experts only the bias is needed to compute the model. So weights fit a run with another loss.
         free = free.union({"model.moe.balance"})
     options = {}

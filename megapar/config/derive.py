@@ -6,7 +6,7 @@ from typing import Any
 
 from megapar.config.messages import problem
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import Config, ParallelConfig
+from megapar.config.options import Config, MixtureModel, ParallelConfig
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
@@ -31,7 +31,7 @@ def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualSt
         dp=parallel.dp or world_size // (parallel.tp * parallel.cp * parallel.pp),
         vpp=stages.meant_by(parallel.vpp),
     )
-    if model.moe.num_experts and rules.has_experts:  # otherwise they are refused, and nothing follows from them
+    if isinstance(model, MixtureModel):
         width = model.moe.moe_intermediate_size or model.intermediate_size
         model = replace(model, moe=replace(model.moe, moe_intermediate_size=width))
         parallel = replace(parallel, etp=parallel.etp or parallel.tp)

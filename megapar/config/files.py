@@ -66,6 +66,10 @@ class _Known:
         """The type annotation of every option, by dotted path."""
         return option_types(self.model)
 
+    def all_types(self) -> dict[str, Any]:
+        """`types`, and those of other families."""
+        return self.families.types() | self.types()
+
     def of_others(self, path: str) -> dict[str, Any]:
         """Other families with this option: their names, each with the option's default."""
         return self.families.readers(path)
@@ -80,7 +84,9 @@ class _Known:
 
     def not_read(self, path: str) -> str:
         """The reason for refusing an option of other families."""
-        return f"family {self.family} does not read it; {' and '.join(self.of_others(path))} does"
+        others = list(self.of_others(path))
+        verb = "does" if len(others) == 1 else "do"
+        return f"family {self.family} does not read it; {' and '.join(others)} {verb}"
 
 
 def load(
@@ -92,10 +98,12 @@ def load(
     the section `model`. `--help` prints every option with its value, then exits. Raises ConfigError for an unknown
     flag, key, type, file or family. `validate` checks whether the values can run.
     """
-    if argv and argv[0] == ASKS_FOR_COMPLETION:
-        tyro.cli(_CommandLine, args=argv, use_underscores=True)  # prints and exits
     files = presets or {}
     family = _family(argv, files)
+    if ASKS_FOR_COMPLETION in argv:
+        words = argv[argv.index(ASKS_FOR_COMPLETION) :]
+        flags_of = _CommandLine(model=families.find(family).options())
+        tyro.cli(_CommandLine, args=words, default=flags_of, use_underscores=True)  # prints and exits
     known = _Known(families, family, families.find(family).options)
     flags = _split(argv, known)
     values = flatten(default_config(known.model))
@@ -236,7 +244,8 @@ def _no_such_flag(flag: _Flag, known: _Known) -> str:
     for path in (flag.option, f"{section}{dot}{key.removeprefix('no_')}"):
         if known.of_others(path):
             return f"{typed}: {known.not_read(path)}"
-    return f"{typed}: no such flag{hint(Given(typed[2:], _values_of(flag), 'flag'), [*known.types(), 'config'])}"
+    given = Given(typed[2:], _values_of(flag), "flag", {**known.all_types(), "config": str})
+    return f"{typed}: no such flag{hint(given)}"
 
 
 def _values_of(flag: _Flag) -> tuple[str, ...]:
@@ -419,7 +428,8 @@ def _typed(file: str, text: str, table: Mapping[str, Any], known: _Known) -> dic
             items = raw if isinstance(raw, list) else [raw]
             # As TOML writes them: true, not True.
             values = tuple(item if isinstance(item, str) else json.dumps(item, default=str) for item in items)
-            problems.append(f"{option_in_file}: no such option{hint(Given(path, values, 'toml'), list(types))}")
+            given = Given(path, values, "toml", known.all_types())
+            problems.append(f"{option_in_file}: no such option{hint(given)}")
             continue
         value = _convert(raw, types[path])
         if value is None:

@@ -16,38 +16,6 @@ OF_TRAINING = {"decides": "training"}
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Hugging Face's `rope_scaling`; the default scales nothing."""
-
-    rope_type: Literal["default", "linear", "llama3", "yarn"] = "default"
-    """default: no scaling. linear: positions are divided by factor. llama3, yarn: wavelengths are stretched by factor
-    if they are long, and kept if they are short."""
-    factor: float = 1.0
-    """How many times longer than original_max_position_embeddings contexts may be. Not used with rope_type default."""
-    low_freq_factor: float = 1.0
-    """llama3: wavelengths above original_max_position_embeddings / low_freq_factor are stretched."""
-    high_freq_factor: float = 4.0
-    """llama3: wavelengths below original_max_position_embeddings / high_freq_factor are kept."""
-    original_max_position_embeddings: int = 8192
-    """llama3, yarn: length of the contexts that the model was first trained on."""
-    beta_fast: float = 32.0
-    """yarn: pairs of dimensions that turn more often than this within the original context are kept (arXiv
-    2309.00071)."""
-    beta_slow: float = 1.0
-    """yarn: pairs of dimensions that turn less often than this within the original context are stretched by factor."""
-    attention_factor: float = 0.0
-    """yarn: cos and sin are multiplied by it; 0 means 0.1 ln(factor) + 1, or what mscale and mscale_all_dim give."""
-    mscale: float = 0.0
-    """yarn: sets attention_factor to (0.1 mscale ln(factor) + 1) / (0.1 mscale_all_dim ln(factor) + 1); 0: not set."""
-    mscale_all_dim: float = 0.0
-    """yarn: the number in the divisor of attention_factor, see mscale. Set both, as DeepSeek does, or leave both at
-    0."""
-    truncate: bool = True
-    """yarn: between the pairs of dimensions that are kept and those that are stretched lies a range that is blended.
-    True: round its two ends outwards to whole pairs."""
-
-
-@dataclass(frozen=True)
 class MoEConfig:
     """Mixture of experts (arXiv 2401.04088, 2412.19437), in Hugging Face's names where it has them."""
 
@@ -57,9 +25,6 @@ class MoEConfig:
     """Experts that each token is sent to."""
     moe_intermediate_size: int = 0
     """Width of an expert; 0 means model.intermediate_size. Must be a multiple of parallel.etp."""
-    mlp_only_layers: tuple[int, ...] = ()
-    """Numbers of the layers, from 0, that have a plain MLP of width model.intermediate_size in place of experts, such
-    as 0 1 2."""
     scoring_func: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=OF_FUNCTION)
     """Turns the router's logits into scores: softmax over all experts, or the sigmoid of each by itself."""
     norm_topk_prob: bool = field(default=True, metadata=OF_FUNCTION)
@@ -90,7 +55,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """The transformer, in Hugging Face's config.json names."""
+    """The transformer, in Hugging Face's config.json names: the options of every family."""
 
     family: str = "llama"
     """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. mixtral, qwen3_moe: the same with experts. gpt (GPT-2):
@@ -115,28 +80,38 @@ class ModelConfig:
     # A limit of train.seq_length. A family of learned positions declares that it is a size (`sizes_of_weights`).
     max_position_embeddings: int = field(default=2048, metadata=OF_TRAINING)
     """Longest sequence; for gpt also the rows of the position table."""
-    rope_theta: float = field(default=10000.0, metadata=OF_FUNCTION)
-    """Base of the rotary embedding's wavelengths (llama)."""
-    rope_scaling: RopeScaling = field(default_factory=RopeScaling, metadata=OF_FUNCTION)
-    """Stretching of rotary wavelengths for long contexts (llama)."""
     hidden_act: Literal["auto", "silu", "gelu_pytorch_tanh", "relu2"] = "auto"
     """Activation of the MLP. In llama it is that of the gate. auto: silu for llama, gelu_pytorch_tanh for gpt."""
     rms_norm_eps: float = field(default=1e-5, metadata=OF_FUNCTION)
     """Added to the mean square (llama) or the variance (gpt, Hugging Face's layer_norm_epsilon) in norms."""
-    attention_bias: bool = False
-    """Biases on the query, key and value projections (llama; Qwen2 sets it). gpt always has them."""
-    qk_norm: bool = False
-    """RMSNorm over each head's query and key before the rotary embedding (llama; Qwen3 sets it)."""
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    """Mixture of experts (mixtral, qwen3_moe)."""
     tie_word_embeddings: bool = False
     """Input embedding and output head are one matrix."""
-    hidden_dropout: float = field(default=0.0, metadata=OF_TRAINING)
-    """Dropout after embedding, attention and MLP (gpt)."""
-    attention_dropout: float = field(default=0.0, metadata=OF_TRAINING)
-    """Dropout on attention probabilities (gpt)."""
     initializer_range: float = field(default=0.02, metadata=OF_TRAINING)
     """Standard deviation of initial weights; output projections start at it divided by sqrt(2 * num_hidden_layers)."""
+
+    @property
+    def experts(self) -> MoEConfig | None:
+        """The options of the layers with experts. None: the family has no such layers."""
+        return None
+
+    @property
+    def num_experts(self) -> int:
+        """Experts of a layer; 0 in a model without them."""
+        if self.experts is None:
+            return 0
+        return self.experts.num_experts
+
+
+@dataclass(frozen=True)
+class MixtureModel(ModelConfig):
+    """The options of a family with experts."""
+
+    moe: MoEConfig = field(default_factory=MoEConfig)
+    """Mixture of experts."""
+
+    @property
+    def experts(self) -> MoEConfig:
+        return self.moe
 
 
 @dataclass(frozen=True)

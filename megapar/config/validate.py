@@ -7,7 +7,7 @@ fit. data_spec.py checks the section `data`.
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
@@ -15,8 +15,8 @@ from megapar.config import validate_experts
 from megapar.config.data_spec import data_problems
 from megapar.config.derive import derive, profiled_steps
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
-from megapar.config.model_rules import MOE, ModelRules
-from megapar.config.options import Config, MoEConfig, ParallelConfig, default_config, flatten
+from megapar.config.model_rules import ModelRules
+from megapar.config.options import Config, ModelConfig, ParallelConfig, default_config, flatten
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
@@ -46,8 +46,12 @@ def validate(config: Config, world_size: int, rules: ModelRules, stages: Virtual
     """Check `config` for `world_size` ranks. Returns it with derived values in place of zeros and "auto".
 
     `rules` come from the family, `stages` from the schedule. A `model.vocab_size` of 0 is left as it is, see
-    `derive.with_vocabulary`. Raises ConfigError with a line for each problem.
+    `derive.with_vocabulary`. A plain `ModelConfig` becomes one of the family's, whose other options have their
+    defaults. Raises ConfigError with a line for each problem.
     """
+    if type(config.model) is ModelConfig:
+        common = {f.name: getattr(config.model, f.name) for f in fields(config.model)}
+        config = replace(config, model=rules.options(**common))
     if not isinstance(config.model, rules.options):
         text = f"family {rules.name} has options of its own; make it a {rules.options.__name__}"
         raise ConfigError(problem(config, "model.family", f"model is a {type(config.model).__name__}, but {text}"))
@@ -87,11 +91,8 @@ def _layout_problems(
     """Problems of the axes, and of all options that meet them. `derived` is `config` with derived values."""
     grid_problems = list(_grid(config, world_size))
     yield from grid_problems
-    yield from rules.problems(derived)
+    yield from rules.problems(derived, derived.model)
     yield from validate_experts.problems(derived, rules)
-    if not rules.has_experts:
-        # Its experts are refused. Nothing follows from their numbers.
-        derived = replace(derived, model=replace(derived.model, moe=MoEConfig()))
     yield from _cut_by_tp(derived, world_size)
     yield from _pipeline(derived, world_size, stages)
     yield from chain.from_iterable(check(derived) for check in (_layout, _train, _optimizer))
@@ -205,8 +206,8 @@ def _cut_by_tp(config: Config, world_size: int) -> Iterator[str]:
     parallel = config.parallel
     tp = parallel.tp
     widths = {"model.intermediate_size": model.intermediate_size}
-    if model.moe.num_experts:
-        widths["model.moe.shared_expert_intermediate_size"] = model.moe.shared_expert_intermediate_size
+    if model.experts is not None:
+        widths["model.moe.shared_expert_intermediate_size"] = model.experts.shared_expert_intermediate_size
     fits = [n for n in divisors(model.num_attention_heads) if not any(width % n for width in widths.values())]
     # Without ranks to spare, the other axes stay as they are.
     others = parallel.cp * parallel.pp
@@ -227,14 +228,6 @@ def _cut_by_tp(config: Config, world_size: int) -> Iterator[str]:
 
 def _model(config: Config, rules: ModelRules) -> Iterator[str]:
     """Problems by the rules of the model family."""
-    initial = flatten(default_config(type(config.model)))
-    read = rules.all_read()
-    if not rules.has_experts:
-        read.update(MOE)  # validate_experts refuses them in words of their own
-    for path, value in flatten(config).items():
-        if path.startswith("model.") and path not in read and value != initial[path]:
-            text = f"family {rules.name} has no such thing; leave it at {shown(initial[path])}"
-            yield problem(config, path, text)
     if config.model.hidden_act not in rules.activations:
         text = f"family {rules.name} has no such activation; use {' or '.join(rules.activations)}"
         yield problem(config, "model.hidden_act", text)
@@ -497,7 +490,7 @@ def _shard_ranks(config: Config) -> Iterator[str]:
     if replicas % number:
         text = f"must divide the {counted(replicas, 'rank')} of dp x cp; use {listed(divisors(replicas))}, or 0 for all"
         yield problem(config, "optimizer.shard_ranks parallel.dp parallel.cp", text)
-    elif config.model.moe.num_experts:
+    elif config.model.num_experts:
         holders = parallel.tp * replicas // (parallel.ep * parallel.etp)
         if number < holders and holders % number:
             works = [n for n in divisors(replicas) if n >= holders or holders % n == 0]

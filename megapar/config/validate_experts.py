@@ -5,15 +5,13 @@ from collections.abc import Iterator
 
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import Config, MoEConfig, flatten
-
-_DEFAULTS = flatten(Config())
+from megapar.config.options import Config, MoEConfig, ParallelConfig
 
 
 def problems(config: Config, rules: ModelRules) -> Iterator[str]:
-    """Problems of a mixture of experts, and its options in a model without experts."""
-    moe = config.model.moe
-    if not rules.has_experts:
+    """Problems of a mixture of experts, and of its axes in a model without experts."""
+    moe = config.model.experts
+    if moe is None:
         yield from _without_experts(config, f"family {rules.name} has no experts; leave it")
     elif not moe.num_experts:
         # Whatever else is said about experts holds once there are some.
@@ -21,24 +19,23 @@ def problems(config: Config, rules: ModelRules) -> Iterator[str]:
         text = f"family {rules.name} is a mixture of experts; use a number such as {some}"
         yield problem(config, "model.moe.num_experts", text)
     else:
-        yield from _expert_layers(config)
-        yield from _router(config)
-        yield from _balance(config)
+        yield from _widths(config, moe)
+        yield from _router(config, moe)
+        yield from _balance(config, moe)
 
 
 def _without_experts(config: Config, text: str) -> Iterator[str]:
-    """A line for each option of experts set in a model without them. `text` is its beginning."""
-    values = flatten(config.model.moe, "model.moe.")
-    values |= {"parallel.ep": config.parallel.ep, "parallel.etp": config.parallel.etp}
-    for path, value in values.items():
-        if value != _DEFAULTS[path]:
-            yield problem(config, path, f"{text} at {shown(_DEFAULTS[path])}")
+    """A line for each axis of experts in a model without them. `text` is its beginning."""
+    for name in ("ep", "etp"):
+        default = getattr(ParallelConfig(), name)
+        if getattr(config.parallel, name) != default:
+            yield problem(config, f"parallel.{name}", f"{text} at {shown(default)}")
 
 
 def grid_problems(config: Config) -> Iterator[str]:
     """Problems of ep and etp. Their ranks are those of tp, cp and dp."""
     parallel = config.parallel
-    if not config.model.moe.num_experts:
+    if not config.model.num_experts:
         return
     ranks = parallel.tp * parallel.cp * parallel.dp
     if ranks % (parallel.ep * parallel.etp) == 0:
@@ -56,12 +53,13 @@ def grid_problems(config: Config) -> Iterator[str]:
 
 def _etp_that_fits(config: Config, ranks: int) -> list[int]:
     """How many of `ranks` can share an expert."""
-    return [n for n in divisors(ranks) if config.model.moe.moe_intermediate_size % n == 0]
+    moe = config.model.experts
+    assert moe is not None, "only mixtures have etp"
+    return [n for n in divisors(ranks) if moe.moe_intermediate_size % n == 0]
 
 
-def _expert_layers(config: Config) -> Iterator[str]:
-    """Problems of the widths of experts, and of the layers with them."""
-    moe = config.model.moe
+def _widths(config: Config, moe: MoEConfig) -> Iterator[str]:
+    """Problems of the widths of experts."""
     parallel = config.parallel
     if moe.moe_intermediate_size % parallel.etp:
         text = f"an expert's width must divide by etp; use {around(moe.moe_intermediate_size, parallel.etp)}"
@@ -69,16 +67,10 @@ def _expert_layers(config: Config) -> Iterator[str]:
     if moe.shared_expert_gate and not moe.shared_expert_intermediate_size:
         text = "there is no shared expert to gate; set its width, or leave the gate at false"
         yield problem(config, "model.moe.shared_expert_gate model.moe.shared_expert_intermediate_size", text)
-    layers = config.model.num_hidden_layers
-    kept = tuple(layer for layer in moe.mlp_only_layers if layer < layers)
-    if kept != moe.mlp_only_layers:
-        text = f"layers are numbered from 0 to {layers - 1}; use {shown(kept)}"
-        yield problem(config, "model.moe.mlp_only_layers model.num_hidden_layers", text)
 
 
-def _router(config: Config) -> Iterator[str]:
+def _router(config: Config, moe: MoEConfig) -> Iterator[str]:
     """Problems of how the experts of a token are chosen."""
-    moe = config.model.moe
     groups = "model.moe.n_group model.moe.topk_group"
     if moe.num_experts % moe.n_group:
         fits = [n for n in divisors(moe.num_experts) if n >= moe.topk_group]
@@ -98,9 +90,8 @@ def _router(config: Config) -> Iterator[str]:
             yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
 
 
-def _balance(config: Config) -> Iterator[str]:
+def _balance(config: Config, moe: MoEConfig) -> Iterator[str]:
     """Problems of what evens out the load of the experts."""
-    moe = config.model.moe
     defaults = MoEConfig()
     if moe.balance == "micro_batch":
         text = (
@@ -119,7 +110,7 @@ def _balance(config: Config) -> Iterator[str]:
 def shares_experts(config: Config) -> bool:
     """Whether replicas exchange tokens. Then they must run the same number of micro-batches."""
     parallel = config.parallel
-    return config.model.moe.num_experts > 0 and _ranks_together(config) % (parallel.ep * parallel.etp) > 0
+    return config.model.num_experts > 0 and _ranks_together(config) % (parallel.ep * parallel.etp) > 0
 
 
 def _ranks_together(config: Config) -> int:

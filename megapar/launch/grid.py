@@ -8,7 +8,7 @@ from megapar.pipeline.schedules import embedding_ranks
 def grid_of(config: Config) -> Grid:
     """The grid of a run and of its plan. `config` must be validated."""
     parallel = config.parallel
-    has_experts = config.model.moe.num_experts > 0
+    has_experts = config.model.num_experts > 0
     return Grid(
         tp=parallel.tp,
         cp=parallel.cp,

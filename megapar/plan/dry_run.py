@@ -58,7 +58,7 @@ def _write(config: Config, parts: Parts, parameters: str, flops_per_token: int, 
         )
     # Replicas and context-parallel ranks need the same memory, so `reports` lists the first of them.
     ranks_listed = "ranks of replica 0" if parallel.cp == 1 else "ranks of replica 0, cp 0"
-    if config.model.moe.num_experts % parallel.ep:
+    if config.model.num_experts % parallel.ep:
         # Ranks of other replicas are listed too, because they hold other numbers of experts.
         ranks_listed = "ranks"
     rows = Table(ranks_listed, "pp", "stages", title="GiB on each rank")

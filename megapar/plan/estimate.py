@@ -277,8 +277,8 @@ class Estimator:
         wide = tokens * model.hidden_size  # elements of the residual stream
         heads = tokens * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tp
         active = model.intermediate_size
-        if model.moe.num_experts:
-            active = model.moe.num_experts_per_tok * model.moe.moe_intermediate_size
+        if model.experts and model.num_experts:
+            active = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
         inner = tokens * active / tp
         between = wide / tp if layout.sequence_parallel else wide
         moved = self._width * (6 * between + 3 * heads + 5 * inner)
@@ -304,11 +304,11 @@ class Estimator:
         h = self.config.model.hidden_size
         precision = self.config.train.precision
         found = [Product(tokens, self.sizes.layer / (4 * h * layout.tp), h, 4, precision, 0)]
-        if self.sizes.experts:
-            num_experts = self.config.model.moe.num_experts
-            here = max(num_experts // layout.ep, 1)
-            rows = tokens * self.config.model.moe.num_experts_per_tok * layout.etp / layout.tp
-            width = self.sizes.experts / num_experts / h / layout.etp
+        experts = self.config.model.experts
+        if self.sizes.experts and experts:
+            here = max(experts.num_experts // layout.ep, 1)
+            rows = tokens * experts.num_experts_per_tok * layout.etp / layout.tp
+            width = self.sizes.experts / experts.num_experts / h / layout.etp
             weights = int(self.sizes.experts / layout.ep / layout.etp * self._width)
             found.append(Product(rows / here, width, h, here, precision, weights, grouped=True))
         return found
@@ -340,8 +340,8 @@ class Estimator:
             else:
                 send(True, "cp", "all_gather", keys)
                 send(False, "cp", "reduce_scatter", 2 * keys)
-        if layout.ep > 1:
-            rows = nbytes * model.moe.num_experts_per_tok * layout.etp / layout.tp
+        if layout.ep > 1 and model.experts:
+            rows = nbytes * model.experts.num_experts_per_tok * layout.etp / layout.tp
             for _ in range(2):
                 send(True, "ep", "all_to_all", rows)
         return tuple(forward), tuple(backward)
@@ -406,7 +406,7 @@ class Estimator:
         if key not in self._networks:
             grid = Grid(layout.tp, layout.cp, layout.dp, layout.pp, order=self.config.parallel.order)
             grid = replace(grid, shard_ranks=layout.shard_ranks)
-            if self.config.model.moe.num_experts:
+            if self.config.model.num_experts:
                 grid = replace(grid, ep=layout.ep, etp=layout.etp)
             self._networks[key] = Network(grid, self.hardware)
         return self._networks[key]

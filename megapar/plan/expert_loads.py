@@ -39,8 +39,8 @@ class ImbalancedLoad:
 
 def imbalanced(factor: float, config: Config, ep_rank: int) -> ImbalancedLoad:
     """The load for `--imbalance`. Raises ConfigError if the experts of `ep_rank` cannot have so many rows."""
-    moe = config.model.moe
-    if not moe.num_experts:
+    moe = config.model.experts
+    if moe is None or not moe.num_experts:
         raise ConfigError(f"--imbalance {factor:g}: model.family={config.model.family} has no experts; leave it out")
     ep = config.parallel.ep
     experts = (ep_rank + 1) * moe.num_experts // ep - ep_rank * moe.num_experts // ep

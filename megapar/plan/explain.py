@@ -77,7 +77,7 @@ def traffic(config: Config, works: Works, hardware: Hardware, time: StepTime) ->
     found = []
     sent = _sent_by_layers(config, works)
     for axis in ("tp", "cp", "ep", "etp", "pp", "grad", "expert_grad"):
-        if axis in ("ep", "etp", "expert_grad") and not config.model.moe.num_experts:
+        if axis in ("ep", "etp", "expert_grad") and not config.model.num_experts:
             continue
         span = network.span(axis)
         if span.ranks == 1:

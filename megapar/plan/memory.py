@@ -157,7 +157,7 @@ def _ranks_to_list(grid: Grid, config: Config) -> list[int]:
         strides[name] = stride
         stride *= grid.sizes[name]
     ranks = {pp * strides["pp"] + tp * strides["tp"] for pp in range(grid.pp) for tp in range(grid.tp)}
-    if grid.ep and config.model.moe.num_experts % grid.ep:
+    if grid.ep and config.model.num_experts % grid.ep:
         # Of the ranks with other numbers of experts, those of the first expert replica.
         every = range(grid.world_size)
         ranks.update(rank for rank in every if grid.positions(rank)["expert_grad"][1] == 0)

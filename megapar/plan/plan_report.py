@@ -102,7 +102,7 @@ def _layout_in_cells(row: Row) -> tuple[str, ...]:
         grid += " sp"
     if layout.cp > 1:
         grid += f" {layout.cp_attention}"
-    if row.config.model.moe.num_experts:
+    if row.config.model.num_experts:
         grid += f", ep {layout.ep} etp {layout.etp}"
     schedule = layout.schedule
     if layout.pp == 1 and schedule == "1f1b":

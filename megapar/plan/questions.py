@@ -44,7 +44,7 @@ class Questions:
         self.hardware = hardware
         self._planner = planner
         self._validate = validate
-        self._has_experts = base.model.moe.num_experts > 0
+        self._has_experts = base.model.num_experts > 0
 
     def answers(self, size: str, expert_share: float, rows: Sequence[Row]) -> list[Answer]:
         """All answers. `size` is the model's in words, `expert_share` that of its parameters in experts.
@@ -182,7 +182,7 @@ def axes_across_nodes(config: Config, hardware: Hardware) -> list[str]:
     """The axes of a layout whose ranks are on several nodes."""
     network = Network(grid_of(config), hardware)
     names = ["tp", "cp", "pp", "grad"]
-    if config.model.moe.num_experts:
+    if config.model.num_experts:
         names += ["ep", "etp", "expert_grad"]
     return [name for name in names if network.span(name).nodes > 1]
 

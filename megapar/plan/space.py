@@ -202,7 +202,7 @@ class Space:
 
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int]]:
         """Pairs of ep and etp for the `ranks` of a pipeline rank."""
-        num_experts = self.base.model.moe.num_experts
+        num_experts = self.base.model.num_experts
         if not num_experts:
             return [(1, 0)]
         eps = self._values("ep", [n for n in divisors(max(ranks, 1)) if n <= num_experts])

@@ -58,14 +58,14 @@ def judge(given: Config, validated: Callable[[Config], Config], parts: Parts, ca
 
 def _reserve(config: Config, report: RankReport, capacity: Capacity) -> int:
     experts = 0
-    if config.model.moe.num_experts:
+    if config.model.num_experts:
         experts = sum(nbytes for name, nbytes in report.kept if name.endswith("mlp"))
     return capacity.reserve_bytes + round(UNEVEN_EXPERTS * experts)
 
 
 def _reasons(config: Config) -> str:
     listed = "CUDA, NCCL, workspaces, fragments"
-    if config.model.moe.num_experts:
+    if config.model.num_experts:
         listed += f", experts with {1 + UNEVEN_EXPERTS:g} times their even share"
     return listed
 

@@ -255,18 +255,20 @@ def _other_training_state(manifest: Manifest, config: Config) -> str:
     """
     saved = position(manifest).config
     # A checkpoint of a version without these options trained every parameter, and had no experts.
-    reasons = {
+    reasons: dict[str, tuple[Any, Any, str]] = {
         "train.trainable": (
             tuple(saved.get("train.trainable") or ()),
             config.train.trainable,
             "moments exist of trained parameters alone",
         ),
-        "model.moe.balance": (
-            saved.get("model.moe.balance", config.model.moe.balance),
-            config.model.moe.balance,
-            "each way to balance experts has other state",
-        ),
     }
+    experts = config.model.experts
+    if experts is not None:
+        reasons["model.moe.balance"] = (
+            saved.get("model.moe.balance", experts.balance),
+            experts.balance,
+            "each way to balance experts has other state",
+        )
     for option, (then, now, reason) in reasons.items():
         if then != now:
             return (

@@ -408,7 +408,7 @@ def _nothing_frozen(patch: Patch, rank: int) -> None:
 
 
 def _has_experts(model: ModelConfig) -> bool:
-    return model.moe.num_experts > 1
+    return model.num_experts > 1
 
 
 def _is_tied(model: ModelConfig) -> bool:
@@ -424,7 +424,7 @@ def _has_six_layers(model: ModelConfig) -> bool:
 
 
 def _has_attention_dropout(model: ModelConfig) -> bool:
-    return model.attention_dropout > 0
+    return bool(getattr(model, "attention_dropout", 0.0))  # an option of some families
 
 
 def _never(model: ModelConfig) -> bool:

@@ -7,6 +7,7 @@ matrices. Sizes shrink to what the layouts need.
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from megapar.config.options import (
     CheckpointConfig,
@@ -15,6 +16,7 @@ from megapar.config.options import (
     KernelsConfig,
     LaunchConfig,
     LogConfig,
+    MixtureModel,
     ModelConfig,
     MoEConfig,
     TrainConfig,
@@ -80,7 +82,7 @@ def with_small_batch(config: Config, layouts: Sequence[Config]) -> Config:
     unit = _unit_of_length(layouts)
     length = min(_rounded(_LENGTH, unit), config.model.max_position_embeddings // unit * unit)
     samples = SAMPLES
-    if config.model.moe.num_experts:  # replicas that share experts need equal numbers of micro-batches
+    if config.model.num_experts:  # replicas that share experts need equal numbers of micro-batches
         samples = math.lcm(SAMPLES, *(layout.parallel.dp * MICRO_BATCH for layout in layouts))
     train = replace(
         config.train,
@@ -124,7 +126,7 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
         hidden_size += 6  # a width that is not that of all heads
     stages = max(layout.parallel.pp * max(layout.parallel.vpp, 1) for layout in layouts)
     layers = min(model.num_hidden_layers, max(_LAYERS, stages))
-    return replace(
+    small = replace(
         model,
         hidden_size=hidden_size,
         num_hidden_layers=layers,
@@ -135,8 +137,10 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
         vocab_size=min(model.vocab_size or _VOCABULARY, _VOCABULARY),
         max_position_embeddings=min(model.max_position_embeddings, 64 * _unit_of_length(layouts)),
         initializer_range=0.1,
-        moe=_small_experts(model.moe, layers, width_unit),
     )
+    if isinstance(small, MixtureModel):
+        small = replace(small, moe=_small_experts(small.moe, layers, width_unit))
+    return small
 
 
 def _small_experts(moe: MoEConfig, layers: int, width_unit: int) -> MoEConfig:
@@ -151,15 +155,18 @@ def _small_experts(moe: MoEConfig, layers: int, width_unit: int) -> MoEConfig:
     each = max(_EXPERTS // groups, 2)
     experts = min(moe.num_experts, groups * each)
     shared = _rounded(_WIDTH // 2, width_unit) if moe.shared_expert_intermediate_size else 0
+    dense: dict[str, Any] = {}
+    if numbers := getattr(moe, "mlp_only_layers", ()):  # of families with layers without experts
+        dense["mlp_only_layers"] = tuple(number for number in numbers if number < layers)
     return replace(
         moe,
+        **dense,
         num_experts=experts,
         num_experts_per_tok=min(top_k, experts),
         n_group=groups,
         topk_group=chosen_groups,
         moe_intermediate_size=_rounded(_WIDTH, width_unit),
         shared_expert_intermediate_size=shared,
-        mlp_only_layers=tuple(layer for layer in moe.mlp_only_layers if layer < layers),
     )
 
 

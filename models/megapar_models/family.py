@@ -7,7 +7,6 @@ from typing import Any, get_type_hints
 from torch import Tensor
 
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import ModelConfig
 from megapar_models.factory import Factory
 from megapar_models.stage import Stage
 
@@ -60,7 +59,7 @@ class HuggingFace:
     """Their modules with weights [in, out]."""
     base_prefix: str = ""
     """The prefix missing from tensor names if a model was saved without its head."""
-    write: Callable[[ModelConfig, dict[str, Any]], dict[str, Any]]
+    write: Callable[[Any, dict[str, Any]], dict[str, Any]]
     """Make the config.json of a validated model from its `fields`. Raises ConfigError if no model_type fits."""
     read: Callable[[Raw, str], tuple[dict[str, Any], list[str]]] = _nothing_further
     """From a config.json and its model_type: values of our options beyond those in `fields`, and problems."""
@@ -90,7 +89,7 @@ class Family(ModelRules):
     stage: type[Stage[Any]]
     factory: Callable[..., Factory] = Factory
     """Makes the `Factory` of a rank. functools.partial(Factory, beside=...) adds adapters by the names of matrices."""
-    reference: Callable[[ModelConfig, Mapping[str, Tensor], Tensor], Tensor] | None = None
+    reference: Callable[[Any, Mapping[str, Tensor], Tensor], Tensor] | None = None
     """Logits [b, s, v] of a model with these logical tensors for tokens [b, s], in plain PyTorch: tests use it."""
     hugging_face: HuggingFace | None = None
     megatron: Megatron | None = None

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from megapar.config.messages import shown
-from megapar.config.options import ModelConfig, MoEConfig
+from megapar.config.options import MixtureModel, MoEConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Raw, typed, wrong_types
 from megapar_models.rope import factor_warnings
@@ -49,7 +49,7 @@ def mixture_warnings(raw: Raw) -> list[str]:
     return lines
 
 
-def refuse_unwritable(model: ModelConfig, model_type: str, fixed: Mapping[str, Any], because: Iterable[str]) -> None:
+def refuse_unwritable(model: MixtureModel, model_type: str, fixed: Mapping[str, Any], because: Iterable[str]) -> None:
     """Raise ConfigError with every option of model.moe the config.json of `model_type` cannot hold.
 
     `fixed` has further options, each with its only value in transformers' model. `because` are other problems.

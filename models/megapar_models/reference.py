@@ -8,14 +8,15 @@ token, g groups of experts.
 
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapar.config.options import ModelConfig
+from megapar.config.options import MixtureModel, ModelConfig
 
 Tensors = Mapping[str, Tensor]  # logical tensors by name
-Part = Callable[[ModelConfig, Tensors, str, Tensor], Tensor]  # with the name of a module and its input
+Part = Callable[[Any, Tensors, str, Tensor], Tensor]  # with the model's options, the name of a module and its input
 
 
 def linear(tensors: Tensors, name: str, x: Tensor) -> Tensor:
@@ -55,7 +56,7 @@ def activate(model: ModelConfig, x: Tensor) -> Tensor:
     return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
 
-def mixture(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor, mlp: Part) -> Tensor:
+def mixture(model: MixtureModel, tensors: Tensors, name: str, x_bsh: Tensor, mlp: Part) -> Tensor:
     """A mixture of experts, each computed by `mlp`: the sum of a token's experts, times their weights."""
     b, s, h = x_bsh.shape
     x_th = x_bsh.reshape(b * s, h)  # t tokens
@@ -73,7 +74,7 @@ def mixture(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor, mlp:
     return output_th.view(b, s, h)
 
 
-def _route(model: ModelConfig, tensors: Tensors, name: str, x_th: Tensor) -> tuple[Tensor, Tensor]:
+def _route(model: MixtureModel, tensors: Tensors, name: str, x_th: Tensor) -> tuple[Tensor, Tensor]:
     """The experts [t, k] chosen by each token, and their weights."""
     moe = model.moe
     logits_te = x_th @ tensors[f"{name}.weight"].t()
@@ -93,7 +94,7 @@ def _route(model: ModelConfig, tensors: Tensors, name: str, x_th: Tensor) -> tup
     return experts_tk, weights_tk * moe.routed_scaling_factor
 
 
-def _best_groups(model: ModelConfig, scores_te: Tensor) -> Tensor:
+def _best_groups(model: MixtureModel, scores_te: Tensor) -> Tensor:
     """The scores, with -inf for experts outside the topk_group best groups of each token (arXiv 2412.19437)."""
     moe = model.moe
     scores_tge = scores_te.view(len(scores_te), moe.n_group, -1)

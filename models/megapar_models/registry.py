@@ -61,8 +61,8 @@ def _rules(config: Config) -> tuple[ModelRules, VirtualStages]:
     """The rules of the family and its layers, and the schedule's."""
     family = find(config.model.family)
 
-    def problems(config: Config) -> Iterator[str]:
-        yield from family.problems(config)
+    def problems(config: Config, model: Any) -> Iterator[str]:
+        yield from family.problems(config, model)
         yield from _attention_problems(config, family.stage)
 
     return replace(family, problems=problems), virtual_stages(config.parallel.schedule)
@@ -76,7 +76,7 @@ def _attention_problems(config: Config, stage: type[Stage]) -> Iterator[str]:
     # Of a number of layers that somebody has mistyped, the first few are enough.
     numbers = range(min(model.num_hidden_layers, 10_000))
     kinds = {stage.layer_kind(model, number) for number in numbers}
-    if model.attention_dropout and any(kind.score_cap or kind.sinks for kind in kinds if kind.attention_dropout):
+    if any(kind.score_cap or kind.sinks for kind in kinds if kind.attention_dropout):
         text = "the family has layers with capped scores or sinks; such attention takes no dropout; use 0.0"
         yield problem(config, "model.attention_dropout", text)
     windows = {kind.window for kind in kinds} - {0}

@@ -8,8 +8,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.config.messages import problem, shown
-from megapar.config.options import Config, ModelConfig, RopeScaling, flatten
+from megapar.config.options import Config, flatten
 from megapar_models.family import Raw, typed, wrong_types
+from megapar_models.rotary_options import RopeScaling, RotaryModel
 
 # The fields of `RopeScaling` that a rope type must have in a config.json, and those that it may have.
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
@@ -28,10 +29,10 @@ def _fields(rope_type: str) -> tuple[str, ...]:
     return (*_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
 
 
-def scaling_problems(config: Config) -> Iterator[str]:
+def scaling_problems(config: Config, model: RotaryModel) -> Iterator[str]:
     """Yield the problems of model.rope_scaling: options unused by its type, and contradictory values."""
     defaults = RopeScaling()
-    scaling = config.model.rope_scaling
+    scaling = model.rope_scaling
     read = ("rope_type", *_fields(scaling.rope_type))
     for name, value in flatten(scaling).items():
         default = getattr(defaults, name)
@@ -46,11 +47,10 @@ def scaling_problems(config: Config) -> Iterator[str]:
             f"low must be below high; use {shown(scaling.high_freq_factor / 4)} (Llama 3.1 has 1 and 4)",
         )
     if scaling.rope_type == "yarn":
-        yield from _yarn_problems(config)
+        yield from _yarn_problems(config, scaling)
 
 
-def _yarn_problems(config: Config) -> Iterator[str]:
-    scaling = config.model.rope_scaling
+def _yarn_problems(config: Config, scaling: RopeScaling) -> Iterator[str]:
     if scaling.beta_slow >= scaling.beta_fast:
         options = "model.rope_scaling.beta_slow model.rope_scaling.beta_fast"
         yield problem(
@@ -127,11 +127,11 @@ def _rope_problems(rope: Mapping[str, Any]) -> Iterator[str]:
         yield f"rope_type {rope_type} lacks {field}"
     if rope.get("attention_factor") == 0:
         yield "attention_factor=0 is not supported; a model with it would not see positions"
-    yield from wrong_types({"rope_theta": rope["rope_theta"]}, ModelConfig)
+    yield from wrong_types({"rope_theta": rope["rope_theta"]}, RotaryModel)
     yield from wrong_types({field: rope[field] for field in fields}, RopeScaling)
 
 
-def write_rope(model: ModelConfig) -> dict[str, Any]:
+def write_rope(model: RotaryModel) -> dict[str, Any]:
     """The fields `rope_theta` and `rope_scaling` of a config.json, in a form for both transformers 4 and 5."""
     scaling = model.rope_scaling
     if scaling.rope_type == "default":

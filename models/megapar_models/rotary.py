@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.config.options import ModelConfig, RopeScaling
+from megapar_models.rotary_options import RopeScaling, RotaryModel
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Rotary:
     inside_documents: bool = False
 
     @classmethod
-    def of(cls, model: ModelConfig) -> "Rotary":
+    def of(cls, model: RotaryModel) -> "Rotary":
         """The one table for all layers of a model."""
         return cls(model.rope_theta, model.head_dim, model.rope_scaling)
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megapar_kernels.backend import Backend
 from megapar_models.build import build_stages
+from megapar_models.qwen3_moe.model import Qwen3MoeExperts
 from megapar_models.registry import num_targets, validate
 from torch import Tensor
 
@@ -70,12 +71,14 @@ STRADDLING = replace(LLAMA, num_attention_heads=12, num_key_value_heads=3, head_
 # Mixtures of experts
 
 # Balance by the load of the step before, and a z-loss.
-MIXTRAL = replace(
-    LLAMA,
-    family="mixtral",
-    num_hidden_layers=2,
-    attention_bias=False,
-    qk_norm=False,
+MIXTRAL = tiny_models.small(
+    "mixtral",
+    48,
+    2,
+    76,
+    num_key_value_heads=2,
+    head_dim=10,
+    initializer_range=0.1,
     moe=MoEConfig(
         num_experts=5,
         num_experts_per_tok=2,
@@ -86,7 +89,7 @@ MIXTRAL = replace(
 )
 
 
-def of(model: ModelConfig, layers: int = 2, **options: Any) -> ModelConfig:
+def of(model: Any, layers: int = 2, **options: Any) -> Any:
     """`model` with other options of `model.moe`."""
     return replace(model, num_hidden_layers=layers, moe=replace(model.moe, **options))
 
@@ -116,8 +119,18 @@ SIGMOID = of(
 )
 ONE = of(MIXTRAL, num_experts_per_tok=1, norm_topk_prob=False)
 # Three layers, of which one is a plain MLP and a pipeline stage of its own.
-DENSE_BETWEEN = of(MIXTRAL, layers=3, num_experts=8, mlp_only_layers=(1,))
-DENSE_BETWEEN = replace(DENSE_BETWEEN, family="qwen3_moe", qk_norm=True)
+_EXPERTS = {f.name: getattr(MIXTRAL.moe, f.name) for f in fields(MIXTRAL.moe)} | {"num_experts": 8}
+DENSE_BETWEEN = tiny_models.small(
+    "qwen3_moe",
+    48,
+    3,
+    76,
+    num_key_value_heads=2,
+    head_dim=10,
+    initializer_range=0.1,
+    qk_norm=True,
+    moe=Qwen3MoeExperts(**_EXPERTS, mlp_only_layers=(1,)),
+)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,16 @@ from dataclasses import dataclass
 from itertools import chain, product
 from typing import Any, get_args, get_origin
 
-from megapar_models.registry import validate
+from megapar_models.registry import FAMILIES, FOR_OPTIONS, find, validate
 
-from megapar.config.options import Config, flatten, option_types, unflatten
+from megapar.config.options import Config, default_config, flatten, unflatten
 from megapar.errors import ConfigError
 
-TYPES = option_types()
+TYPES = FOR_OPTIONS.types()
 DEFAULTS = flatten(Config())
+for _rules in FAMILIES.values():
+    DEFAULTS |= flatten(default_config(_rules.options))
+DEFAULTS["model.family"] = Config().model.family
 
 # Values to draw from. Most fit some other values and not all.
 VALUES: dict[str, list[Any]] = {
@@ -119,7 +122,7 @@ class Drawn:
     def problems(self) -> list[str]:
         """The lines of the configuration's refusal; none if it may run."""
         try:
-            validate(unflatten(self.values), self.world)
+            validate(unflatten(self.values, find(self.values["model.family"]).options), self.world)
         except ConfigError as error:
             return str(error).splitlines()
         return []

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
-from megapar_models.registry import validate
+from megapar_models.registry import find, validate
 from megapar_models.stage import Stage
 from torch import Tensor
 
@@ -19,9 +19,9 @@ from megapar.verify import logical
 LENGTH = 48  # beyond what rope_scaling calls the original context in some tests
 
 
-def small(family: str, hidden_size: int, layers: int, intermediate_size: int, **changes: Any) -> ModelConfig:
-    """Four heads, and a prime vocabulary size."""
-    base = ModelConfig(
+def small(family: str, hidden_size: int, layers: int, intermediate_size: int, **changes: Any) -> Any:
+    """Four heads, and a prime vocabulary size, of the class of the family's options."""
+    base = find(family).options(
         family=family,
         hidden_size=hidden_size,
         num_hidden_layers=layers,
@@ -32,7 +32,7 @@ def small(family: str, hidden_size: int, layers: int, intermediate_size: int, **
     return replace(base, **changes)
 
 
-def model(family: str, **changes: Any) -> ModelConfig:
+def model(family: str, **changes: Any) -> Any:
     """Two layers of sizes other than powers of two; an eps large enough to matter."""
     base = small(family, 48, 2, 88, max_position_embeddings=LENGTH + 2, rms_norm_eps=1e-3)
     return replace(base, **changes)

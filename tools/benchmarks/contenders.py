@@ -62,7 +62,7 @@ class Megapar(Peer):
 
     def expert_counts(self) -> list[list[int]]:
         """For each layer and each of its experts: how many of this rank's tokens chose it in the newest step."""
-        number = self.config.model.moe.num_experts
+        number = self.config.model.num_experts
         return [counts(torch.cat(chosen), number).tolist() for chosen in self.chosen]
 
 

@@ -33,7 +33,7 @@ import torch
 from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
 from megapar_models.planned import planned_model
-from megapar_models.registry import presets, validate
+from megapar_models.registry import find, presets, validate
 from rich.table import Table
 
 from benchmarks.contenders import Megapar
@@ -144,7 +144,7 @@ def model_of(workload: Workload, *, dry_run: bool) -> ModelConfig:
     """The preset with the workload's layers, without stretched wavelengths: they cost nothing, and the peer lacks
     them."""
     preset = tomllib.loads(presets()[workload.preset].read_text())["model"]
-    model = ModelConfig(**{key: value for key, value in preset.items() if key != "rope_scaling"})
+    model = find(preset["family"]).options(**{key: value for key, value in preset.items() if key != "rope_scaling"})
     model = replace(model, num_hidden_layers=workload.layers or model.num_hidden_layers)
     if not dry_run:
         return model

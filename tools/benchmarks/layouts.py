@@ -33,7 +33,7 @@ from typing import Any, Literal
 
 import torch
 from megapar_models.build import stage_layers
-from megapar_models.registry import validate
+from megapar_models.registry import find, validate
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -47,7 +47,7 @@ from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from benchmarks.report import Report, table
 from benchmarks.traffic import expected_traffic
 from megapar.config.derive import num_microbatches
-from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
 from megapar.train.provenance import provenance
 
@@ -129,26 +129,26 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
     if layout.experts and options.num_experts % 2:
         raise ConfigError(f"--num_experts {options.num_experts} must be even: two ranks hold as many experts each")
     mlp = hidden * 11 // 4
-    moe = MoEConfig()
+    options_of_model: dict[str, Any] = {"family": "llama"}
     if layout.experts:
         # Nothing balances their load: each package has a balancing loss of its own, and all must train the same.
         top_k = options.num_experts_per_tok
         width = options.moe_intermediate_size or mlp // top_k
         moe = MoEConfig(options.num_experts, top_k, width, balance="none")
+        options_of_model = {"family": "mixtral", "moe": moe}
     # At higher rates routers without a balance learn within a few steps to send most tokens to the same experts, which
     # a loss prevents in practice. Then the layouts would measure little but that.
     lr = 1e-5 if layout.experts else 1e-3
     optimizer = OptimizerConfig(lr=lr, schedule="constant", zero_stage=variant.zero_stage)
     config = Config(
-        model=ModelConfig(
-            family="mixtral" if layout.experts else "llama",
+        model=find(options_of_model["family"]).options(
+            **options_of_model,
             hidden_size=hidden,
             num_hidden_layers=options.num_hidden_layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             intermediate_size=mlp,
             vocab_size=options.vocab_size,
-            moe=moe,
         ),
         parallel=variant.parallel or layout.parallel,
         train=TrainConfig(
@@ -272,7 +272,7 @@ def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]
     found: dict[str, Any] = {"sent": [record["sent"][-1] for record in ranks]}
     stages = config.parallel.pp > 1
     found["formula"] = [expected_traffic(config, rank if stages else 0, chosen, rank) for rank in range(len(ranks))]
-    if config.model.moe.num_experts:
+    if config.model.num_experts:
         found["expert_counts"] = chosen
     return found
 

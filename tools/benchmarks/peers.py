@@ -17,6 +17,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megapar_models.rotary_options import RotaryModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -36,7 +37,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.traffic import stages_of_rank
 from megapar.config.derive import num_microbatches
-from megapar.config.options import Config, ModelConfig, OptimizerConfig
+from megapar.config.options import Config, MixtureModel, ModelConfig, OptimizerConfig
 
 Weights = Mapping[str, Tensor]
 
@@ -97,12 +98,12 @@ class Mixture(nn.Module):
     """The sum of each token's experts, times their weights: the softmax over the chosen experts' logits (Mixtral, arXiv
     2401.04088). Rows are sorted by expert once, so each expert reads a run of rows."""
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: MixtureModel):
         super().__init__()
         self.top_k = model.moe.num_experts_per_tok
         one_expert = replace(model, intermediate_size=model.moe.moe_intermediate_size)
-        self.router = nn.Linear(model.hidden_size, model.moe.num_experts, bias=False)
-        self.experts = nn.ModuleList(MLP(one_expert) for _ in range(model.moe.num_experts))
+        self.router = nn.Linear(model.hidden_size, model.num_experts, bias=False)
+        self.experts = nn.ModuleList(MLP(one_expert) for _ in range(model.num_experts))
 
     def forward(self, x_bsh: Tensor) -> Tensor:
         x_th = x_bsh.flatten(0, 1)
@@ -122,7 +123,7 @@ class Layer(nn.Module):
         self.attention_norm = Norm(model.hidden_size, model.rms_norm_eps)
         self.attention = Attention(model)
         self.mlp_norm = Norm(model.hidden_size, model.rms_norm_eps)
-        self.mlp = Mixture(model) if model.moe.num_experts else MLP(model)
+        self.mlp = Mixture(model) if isinstance(model, MixtureModel) else MLP(model)
 
     def forward(self, x_bsh: Tensor, cos_s1d: Tensor, sin_s1d: Tensor) -> Tensor:
         x_bsh = x_bsh + self.attention(self.attention_norm(x_bsh), cos_s1d, sin_s1d)
@@ -141,6 +142,7 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(i): Layer(model) for i in layers})
         self.norm = Norm(model.hidden_size, model.rms_norm_eps) if last else None
         self.head = nn.Linear(model.hidden_size, model.vocab_size, bias=False) if last else None
+        assert isinstance(model, RotaryModel), "a peer is Llama or Mixtral"
         wavelengths = model.rope_theta ** (torch.arange(0, model.head_dim, 2) / model.head_dim)
         angles = torch.arange(seq_length)[:, None, None] / wavelengths
         # Plain attributes, for DDP sends buffers around before each forward.

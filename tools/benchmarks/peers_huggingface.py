@@ -64,7 +64,7 @@ class HuggingFaceMixture(HuggingFace):
         for layer in range(self.config.model.num_hidden_layers):
             theirs = f"model.layers.{layer}.block_sparse_moe"
             stacked = f"model.layers.{layer}.mlp"
-            experts = [f"{theirs}.experts.{number}" for number in range(self.config.model.moe.num_experts)]
+            experts = [f"{theirs}.experts.{number}" for number in range(self.config.model.num_experts)]
             gate_up = [torch.cat([named.pop(f"{expert}.{x}.weight") for x in ("w1", "w3")]) for expert in experts]
             named[f"{stacked}.experts.gate_up_proj"] = torch.stack(gate_up)
             named[f"{stacked}.experts.down_proj"] = torch.stack([named.pop(f"{x}.w2.weight") for x in experts])

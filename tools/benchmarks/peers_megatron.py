@@ -84,11 +84,11 @@ class MegatronCore(Plain):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tp, expert_model_parallel_size=parallel.ep
         )
-        shape = self.config.model
+        shape: Any = self.config.model
         experts: dict[str, Any] = {}
-        if shape.moe.num_experts:
+        if shape.num_experts:
             experts = {
-                "num_moe_experts": shape.moe.num_experts,
+                "num_moe_experts": shape.num_experts,
                 "moe_router_topk": shape.moe.num_experts_per_tok,
                 "moe_ffn_hidden_size": shape.moe.moe_intermediate_size,
                 "moe_router_load_balancing_type": "none",
@@ -109,7 +109,7 @@ class MegatronCore(Plain):
         )
         model: nn.Module = GPTModel(
             config,
-            get_gpt_layer_local_spec(num_experts=shape.moe.num_experts or None, normalization="RMSNorm"),
+            get_gpt_layer_local_spec(num_experts=shape.num_experts or None, normalization="RMSNorm"),
             vocab_size=shape.vocab_size,
             parallel_output=True,
             **{name: value for name, value in values.items() if name not in names},
@@ -145,7 +145,7 @@ class MegatronCore(Plain):
                 f"{theirs}.self_attention.linear_proj.weight": part(f"{ours}.attention.o", 1),
                 f"{theirs}.pre_mlp_layernorm.weight": weights[f"{ours}.mlp_norm.weight"],
             }
-            if not shape.moe.num_experts:
+            if not shape.num_experts:
                 tensors |= mlp(f"{ours}.mlp", f"{theirs}.mlp")
                 continue
             tensors[f"{theirs}.mlp.router.weight"] = weights[f"{ours}.mlp.router.weight"]

@@ -87,8 +87,8 @@ class Products(Peer):
 def mlp_products(config: Config, rows: int) -> list[tuple[int, int, int]]:
     """(rows, outputs, inputs) of the products of an MLP, or of the experts of a rank if they are loaded evenly."""
     hidden = config.model.hidden_size
-    moe = config.model.moe
-    if not moe.num_experts:
+    moe = config.model.experts
+    if moe is None:
         width = config.model.intermediate_size // config.parallel.tp
         return [(rows, 2 * width, hidden), (rows, hidden, width)]
     router = (rows, moe.num_experts, hidden)

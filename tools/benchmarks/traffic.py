@@ -42,8 +42,8 @@ def local_parameters(config: Config, pp_rank: int) -> int:
     first, last = holds_ends(config, pp_rank)
     attention = 2 * (model.num_attention_heads + model.num_key_value_heads) * model.head_dim * model.hidden_size
     mlp = 3 * model.intermediate_size * model.hidden_size
-    if model.moe.num_experts:
-        mlp = model.moe.num_experts * model.hidden_size  # the router
+    if model.num_experts:
+        mlp = model.num_experts * model.hidden_size  # the router
     vocabulary = model.vocab_size * model.hidden_size * (first + last)
     layers = layers_of_rank(config, pp_rank)
     return (layers * (attention + mlp) + vocabulary) // parallel.tp + (2 * layers + last) * model.hidden_size
@@ -161,7 +161,7 @@ def data_parallel(config: Config, pp_rank: int) -> int:
     dp = config.parallel.dp * config.parallel.cp
     targets = _all_reduce(4, dp)
     loss = _all_reduce(LOSS_BYTES, dp)
-    load = _all_reduce(8 * config.model.num_hidden_layers * config.model.moe.num_experts, dp)
+    load = _all_reduce(8 * config.model.num_hidden_layers * config.model.num_experts, dp)
     return gradients_and_weights(config, pp_rank) + _all_reduce(NORM_BYTES, dp) + targets + loss + load
 
 
@@ -192,7 +192,7 @@ def gradients_and_weights(config: Config, pp_rank: int) -> int:
 
 def experts_of_rank(config: Config, rank: int) -> range:
     """The numbers of the experts of `rank`. Ranks of ep are neighbors."""
-    number = config.model.moe.num_experts
+    number = config.model.num_experts
     ep = config.parallel.ep
     place = rank % ep
     return range(number * place // ep, number * (place + 1) // ep)
@@ -205,7 +205,7 @@ def expert_parallel(config: Config, choices: Choices, rank: int) -> int:
     if ep == 1:
         return 0
     layers = config.model.num_hidden_layers
-    counts = (ep - 1) * 8 * config.model.moe.num_experts * layers * num_microbatches(config)
+    counts = (ep - 1) * 8 * config.model.num_experts * layers * num_microbatches(config)
     mine = experts_of_rank(config, rank)
     first = rank // ep * ep
     leaving = sum(sum(layer) - sum(layer[mine.start : mine.stop]) for layer in choices[rank])
@@ -219,7 +219,8 @@ def expert_parallel(config: Config, choices: Choices, rank: int) -> int:
 def replicas_of_experts(config: Config, rank: int) -> int:
     """A step: the gradients of experts, over the ranks with the same ones; as for other weights."""
     model = config.model
-    one_expert = 3 * model.moe.moe_intermediate_size * model.hidden_size
+    assert model.experts is not None, "a mixture has experts"
+    one_expert = 3 * model.experts.moe_intermediate_size * model.hidden_size
     elements = model.num_hidden_layers * len(experts_of_rank(config, rank)) * one_expert
     return _all_reduce(4 * elements, config.parallel.dp // config.parallel.ep)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, Literal, get_args, get_origin
 
-from megapar.config.options import option_types
 from megapar.config.other_frameworks.rows import (
     EPOCHS,
     NO_FP8,
@@ -42,23 +41,27 @@ HAVE_SECTIONS = ("torchtitan", "DeepSpeed")
 
 @dataclass(frozen=True)
 class Given:
-    """What was typed: a name as it was spelled, and its values as words. `style` says how an answer is spelled."""
+    """What was typed: a name as it was spelled, and its values as words.
+
+    `style` says how an answer is spelled, and `types` has the annotations of the program's options, by dotted path.
+    """
 
     name: str
     values: tuple[str, ...]
     style: Literal["flag", "toml"]
+    types: Mapping[str, Any]
 
 
-def hint(given: Given, known: Sequence[str]) -> str:
-    """A text to follow "no such flag", such as "; it is Megatron-LM's; here: --parallel.tp 8". "" if nothing is known.
+def hint(given: Given) -> str:
+    """A text to follow "no such flag", such as "; it is Megatron-LM's; here: --parallel.tp 8".
 
-    `known` are the program's names, by dotted path.
+    "" if nothing is known.
     """
     name = _plain(given.name)
     last = name.rpartition(".")[2]
     rows = _rows(name)
     # The last part of a name is less than its whole: an option of ours with it comes first.
-    if not rows and all(path.rpartition(".")[2] != last for path in known):
+    if not rows and all(path.rpartition(".")[2] != last for path in given.types):
         rows = _rows_of_a_part(name)
     if rows:
         return f"; {_counterparts(given, rows)}"
@@ -66,7 +69,7 @@ def hint(given: Given, known: Sequence[str]) -> str:
     for topic, note in TOPICS.items():
         if words.issuperset(topic):
             return f"; {note}"
-    near = near_names(name, known)
+    near = near_names(name, list(given.types))
     if near:
         return f"; did you mean {_joined(near, 'or')}?"
     return ""
@@ -132,27 +135,27 @@ def _here(given: Given, row: OtherFlag) -> str:
             return f"megapar has only {_joined([*row.choices], 'or')}: {row.note}"
         return f"leave it out: {row.note}"
     if row.relation == "computed":
-        return f"here: {_spelled(row.option, (), given.style)}: {row.note}"
+        return f"here: {_spelled(row.option, (), given)}: {row.note}"
     note = f" ({row.note})" if row.note else ""
     if row.relation == "choice":
         ours = {theirs.lower(): value for theirs, value in row.choices.items()}.get(value.lower())
         if ours is not None:
-            return f"here: {_spelled(row.option, (ours,), given.style)}{note}"
+            return f"here: {_spelled(row.option, (ours,), given)}{note}"
         pairs = ", ".join(f"{ours} for {theirs}" for theirs, ours in row.choices.items())
-        return f"here: {_spelled(row.option, (), given.style)}: {pairs}{note}"
+        return f"here: {_spelled(row.option, (), given)}: {pairs}{note}"
     if row.relation == "sets":
         is_off = value.lower() in ("false", "0", "no", "off")
         values = () if is_off else (row.ours,)
-    return f"here: {_spelled(row.option, values, given.style)}{note}"
+    return f"here: {_spelled(row.option, values, given)}{note}"
 
 
-def _spelled(option: str, values: Sequence[str], style: Literal["flag", "toml"]) -> str:
-    """An option of ours with values, as a flag or as a line of TOML. Without values it is the name alone."""
+def _spelled(option: str, values: Sequence[str], given: Given) -> str:
+    """An option of ours with values, in the style of `given`. Without values it is the name alone."""
     # A message is one line, whatever was typed.
     if not all(value.isprintable() for value in values):
         values = ()
-    annotation = option_types()[option]
-    if style == "toml":
+    annotation = given.types.get(option, str)
+    if given.style == "toml":
         if values:
             return f"{option} = {_toml(values, annotation)}"
         return option

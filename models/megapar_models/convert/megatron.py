@@ -16,7 +16,7 @@ import pickle
 import re
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,14 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
 from megapar.config.messages import counted, first_few
-from megapar.config.options import ModelConfig, RopeScaling
+from megapar.config.options import ModelConfig
 from megapar.errors import CheckpointError
 from megapar.system.regular_files import read_regular
 from megapar_models.convert.megatron_args import unsupported
 from megapar_models.convert.stream import CODES, check_finite
 from megapar_models.family import Megatron
 from megapar_models.registry import FAMILIES
+from megapar_models.rotary_options import RopeScaling
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -349,7 +350,14 @@ def model_of(args: Mapping[str, Any], vocab_size: int, folder: Path, accepted: C
     hidden = _stated(args, folder, int, "hidden_size")
     key_value_heads = _stated(args, folder, int, "num_query_groups") if grouped else heads
     head_dim = _stated(args, folder, int, "kv_channels") if args.get("kv_channels") else hidden // heads
-    return ModelConfig(
+    options = FAMILIES[family].options
+    of_some = {
+        "rope_theta": float(args.get("rotary_base") or 10000.0),
+        "rope_scaling": _rope_scaling(args, folder),
+        "attention_bias": bool(args.get("add_qkv_bias")),
+        "qk_norm": bool(args.get("qk_layernorm")),
+    }
+    return options(
         family=family,
         hidden_size=hidden,
         num_hidden_layers=_stated(args, folder, int, "num_layers"),
@@ -359,15 +367,17 @@ def model_of(args: Mapping[str, Any], vocab_size: int, folder: Path, accepted: C
         intermediate_size=_stated(args, folder, int, "ffn_hidden_size"),
         vocab_size=size,
         max_position_embeddings=_stated(args, folder, int, "max_position_embeddings"),
-        rope_theta=float(args.get("rotary_base") or 10000.0),
-        rope_scaling=_rope_scaling(args, folder),
         hidden_act=act,  # type: ignore[arg-type]
         rms_norm_eps=_stated(args, folder, float, "norm_epsilon", "layernorm_epsilon"),
-        attention_bias="model.attention_bias" in FAMILIES[family].reads and bool(args.get("add_qkv_bias")),
-        qk_norm=bool(args.get("qk_layernorm")),
         tie_word_embeddings=not args.get("untie_embeddings_and_output_weights"),
         initializer_range=args.get("init_method_std") or ModelConfig.initializer_range,
+        **{name: value for name, value in of_some.items() if name in _names(family)},
     )
+
+
+def _names(family: str) -> set[str]:
+    """The options of a family, without those of sections."""
+    return {f.name for f in fields(FAMILIES[family].options)}
 
 
 def _stated(args: Mapping[str, Any], folder: Path, kind: type, *fields: str) -> Any:
@@ -400,7 +410,7 @@ def _family(args: Mapping[str, Any], folder: Path) -> tuple[str, str]:
         "normalization": (needs.normalization, args.get("normalization") or "LayerNorm"),
         "position_embedding_type": (needs.position_embedding_type, args.get("position_embedding_type") or rotary),
         "add_bias_linear": (needs.add_bias_linear, args.get("add_bias_linear", True)),
-        "qk_layernorm": (norms_of_heads and "model.qk_norm" in FAMILIES[family].reads, norms_of_heads),
+        "qk_layernorm": (norms_of_heads and "qk_norm" in _names(family), norms_of_heads),
     }
     for field, (needed, stated) in wanted.items():
         if stated != needed:

@@ -22,10 +22,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.config.options import ModelConfig
+from megapar.config.options import ModelConfig, flatten
 from megapar.errors import CheckpointError
 from megapar_models.convert.megatron import MegatronCheckpoint
 from megapar_models.convert.megatron_args import HARMLESS
+from megapar_models.llama.model import LlamaModel
 from megapar_models.registry import FAMILIES
 
 PACKAGE = "megatron-core"
@@ -180,7 +181,10 @@ def values_of(model: ModelConfig) -> dict[str, Any]:
 
     described = FAMILIES[model.family].megatron
     assert described is not None, "megatron.read gives a family that Megatron has"
-    scaling = model.rope_scaling
+    # Megatron's GPT model has all of Llama's options; those that a family lacks are off.
+    options = flatten(LlamaModel()) | flatten(model)
+    scaling = options["rope_scaling.rope_type"]
+    factor = options["rope_scaling.factor"]
     acts = {"silu": F.silu, "relu2": squared_relu, "gelu_pytorch_tanh": F.gelu}
     return {
         "num_layers": model.num_hidden_layers,
@@ -192,18 +196,18 @@ def values_of(model: ModelConfig) -> dict[str, Any]:
         "normalization": described.normalization,
         "layernorm_epsilon": model.rms_norm_eps,
         "add_bias_linear": described.add_bias_linear,
-        "add_qkv_bias": model.attention_bias,
-        "qk_layernorm": model.qk_norm,
+        "add_qkv_bias": options["attention_bias"],
+        "qk_layernorm": options["qk_norm"],
         "activation_func": acts[model.hidden_act],
         "gated_linear_unit": described.swiglu,
         "bias_activation_fusion": model.hidden_act == "gelu_pytorch_tanh",
         "max_sequence_length": model.max_position_embeddings,
         "share_embeddings_and_output_weights": model.tie_word_embeddings,
         "position_embedding_type": described.position_embedding_type,
-        "rotary_base": model.rope_theta,
-        "rope_scaling": scaling.rope_type == "llama3",
-        "rope_scaling_factor": scaling.factor if scaling.rope_type == "llama3" else 8.0,
-        "seq_len_interpolation_factor": scaling.factor if scaling.rope_type == "linear" else None,
+        "rotary_base": options["rope_theta"],
+        "rope_scaling": scaling == "llama3",
+        "rope_scaling_factor": factor if scaling == "llama3" else 8.0,
+        "seq_len_interpolation_factor": factor if scaling == "linear" else None,
     }
 
 

@@ -6,15 +6,16 @@ add up to one (norm_topk_prob), so the mixture computes what the dense model com
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.load import Reader
-from megapar.config.messages import first_few
-from megapar.config.options import Config, DataConfig, MoEConfig
+from megapar.config.messages import first_few, shown
+from megapar.config.options import Config, DataConfig, ModelConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import MAIN
 from megapar.random import initial_values
@@ -28,13 +29,28 @@ def mixture_of(dense: Config, family: str, experts: int, experts_per_token: int,
 
     Raises ConfigError if the model has experts already, or if the family cannot be one of this model.
     """
-    if dense.model.moe.num_experts:
-        raise ConfigError(f"model.moe.num_experts={dense.model.moe.num_experts}: the model is a mixture already")
-    moe = MoEConfig(num_experts=experts, num_experts_per_tok=experts_per_token, norm_topk_prob=True)
-    model = replace(dense.model, family=family, moe=moe)
+    if dense.model.num_experts:
+        raise ConfigError(f"model.moe.num_experts={dense.model.num_experts}: the model is a mixture already")
+    options = find(family).options
+    moe = options().experts
+    if moe is None:
+        raise ConfigError(f"model.family={family}: has no experts; choose a family of mixtures, such as mixtral")
+    moe = replace(moe, num_experts=experts, num_experts_per_tok=experts_per_token, norm_topk_prob=True)
+    model = options(**_shared(dense.model, options, family) | {"family": family, "moe": moe})
     # The data need not fit these options: no text is read.
     train = replace(dense.train, seed=seed)
     return replace(validate(replace(dense, model=model, train=train, data=DataConfig()), 1), data=dense.data)
+
+
+def _shared(dense: ModelConfig, options: type[ModelConfig], family: str) -> dict[str, Any]:
+    """The values of the dense model's options for `options`. Raises ConfigError if the family lacks one in use."""
+    names = {f.name for f in fields(options)}
+    values = {f.name: getattr(dense, f.name) for f in fields(dense)}
+    initial = type(dense)()
+    for name in values.keys() - names:
+        if values[name] != getattr(initial, name):
+            raise ConfigError(f"model.{name}={shown(values[name])}: family {family} has no such thing")
+    return {name: value for name, value in values.items() if name in names}
 
 
 def dense_name(name: str) -> str:

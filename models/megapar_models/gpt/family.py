@@ -3,10 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
-from megapar_models.gpt.model import GPTStage
+from megapar_models.gpt.model import GPTModel, GPTStage
 from megapar_models.gpt.reference import logits
 
 # Hugging Face
@@ -54,7 +53,7 @@ _DEFAULTS = {
 _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 
-def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+def _write(model: GPTModel, fields: dict[str, Any]) -> dict[str, Any]:
     # config.json of gpt2 has no field for grouped-query attention or for the width of a head.
     whole = model.num_key_value_heads == model.num_attention_heads
     if not whole or model.num_attention_heads * model.head_dim != model.hidden_size:
@@ -83,7 +82,7 @@ GPT = Family(
     stage=GPTStage,
     reference=logits,
     activations=("gelu_pytorch_tanh", "relu2"),
-    reads=("model.hidden_dropout", "model.attention_dropout"),
+    options=GPTModel,
     hugging_face=HuggingFace(
         model_types={"gpt2": ModelType(_DEFAULTS, _FIXED)},
         modules=_MODULES,

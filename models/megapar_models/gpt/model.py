@@ -4,13 +4,14 @@ It has learned positions, LayerNorm before attention and before the MLP, GELU, b
 dropout. An option ties the embeddings.
 """
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
 from megapar_kernels.dropout import dropout_add, keep_mask
 from torch import Tensor, nn
 
-from megapar.config.options import ModelConfig
+from megapar.config.options import OF_TRAINING, ModelConfig
 from megapar.params import shared_piece
 from megapar_models.attention import Attention
 from megapar_models.factory import Factory
@@ -21,10 +22,20 @@ from megapar_models.norms import NormRule
 from megapar_models.stage import Stage
 
 
+@dataclass(frozen=True)
+class GPTModel(ModelConfig):
+    """The options of GPT-2."""
+
+    hidden_dropout: float = field(default=0.0, metadata=OF_TRAINING)
+    """Dropout after embedding, attention and MLP."""
+    attention_dropout: float = field(default=0.0, metadata=OF_TRAINING)
+    """Dropout on attention probabilities."""
+
+
 class GPTLayer(nn.Module):
     """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x)))."""
 
-    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+    def __init__(self, number: int, kind: LayerKind, model: GPTModel, factory: Factory):
         super().__init__()
         name = f"layers.{number}"
         self.number = number
@@ -59,12 +70,12 @@ class GPTLayer(nn.Module):
         return dropout_add(y_sbh, residual_sbh, keys, p, self.impl)
 
 
-class GPTStage(Stage):
+class GPTStage(Stage[GPTModel]):
     """Consecutive GPT-2 layers. The first stage also has the table of learned positions."""
 
     sizes_of_weights = ("model.max_position_embeddings",)
 
-    def __init__(self, model: ModelConfig, factory: Factory, layers: range, **options: Any):
+    def __init__(self, model: GPTModel, factory: Factory, layers: range, **options: Any):
         super().__init__(model, factory, layers, **options)
         self.positions = None
         if self.first:
@@ -76,7 +87,7 @@ class GPTStage(Stage):
             self.positions = sharding.parameter((piece,), shape, factory.init, decay=True)
 
     @classmethod
-    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+    def layer_kind(cls, model: GPTModel, number: int) -> LayerKind:
         return LayerKind(
             mlp="plain",
             norm=NormRule(model.rms_norm_eps, "layer"),

@@ -6,11 +6,9 @@ It reads `model_type` llama, mistral, qwen2 and qwen3, as transformers 4 and 5 w
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megapar.config.model_rules import ROPE_SCALING
-from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
-from megapar_models.llama.model import LlamaStage
+from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.llama.reference import logits
 from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
 
@@ -83,7 +81,7 @@ def window_problems(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
         )
 
 
-def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+def _write(model: LlamaModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if no model_type represents it."""
     if model.attention_bias and model.qk_norm:
         raise ConfigError("model.attention_bias, model.qk_norm: no model_type of Hugging Face has both as we do")
@@ -112,7 +110,7 @@ LLAMA = Family(
     stage=LlamaStage,
     reference=logits,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
-    reads=("model.rope_theta", *ROPE_SCALING, "model.attention_bias", "model.qk_norm"),
+    options=LlamaModel,
     even_head_dim=True,
     problems=scaling_problems,
     hugging_face=HuggingFace(

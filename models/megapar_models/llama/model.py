@@ -25,17 +25,35 @@ Every layer is of one kind (`LlamaStage.layer_kind`). Read megapar_models.layer 
 megapar_models.stage: the model from tokens to the loss.
 """
 
+from dataclasses import dataclass
+
+from typing_extensions import TypeVar
+
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
-from megapar_models.stage import M, Stage
+from megapar_models.rotary_options import RotaryModel
+from megapar_models.stage import Stage
 
 
-class LlamaStage(Stage[M]):
+@dataclass(frozen=True)
+class LlamaModel(RotaryModel):
+    """The options of Llama, and of Qwen2 and Qwen3."""
+
+    attention_bias: bool = False
+    """Biases on the query, key and value projections (Qwen2 sets it)."""
+    qk_norm: bool = False
+    """RMSNorm over each head's query and key before the rotary embedding (Qwen3 sets it)."""
+
+
+L = TypeVar("L", bound=LlamaModel, default=LlamaModel)
+
+
+class LlamaStage(Stage[L]):
     """Consecutive Llama layers."""
 
     @classmethod
-    def layer_kind(cls, model: M, number: int) -> LayerKind:
+    def layer_kind(cls, model: L, number: int) -> LayerKind:
         return LayerKind(
             norm=NormRule(model.rms_norm_eps),
             rotary=Rotary.of(model),

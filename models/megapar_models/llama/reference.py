@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megapar.config.options import ModelConfig
 from megapar_models.reference import Tensors, activate, attend, heads, linear, logits_of_layers
+from megapar_models.rotary_options import RotaryModel
 
 
 def logits(model: ModelConfig, tensors: Tensors, tokens_bs: Tensor) -> Tensor:
@@ -20,7 +21,7 @@ def rms_norm(model: ModelConfig, tensors: Tensors, name: str, x: Tensor) -> Tens
     return x / (x.pow(2).mean(-1, keepdim=True) + model.rms_norm_eps).sqrt() * tensors[f"{name}.weight"]
 
 
-def _rope_frequency(model: ModelConfig, pair: int) -> float:
+def _rope_frequency(model: RotaryModel, pair: int) -> float:
     """Radians per position of the pair (pair, pair + d/2)."""
     frequency = model.rope_theta ** (-2 * pair / model.head_dim)
     scaling = model.rope_scaling
@@ -42,7 +43,7 @@ def _rope_frequency(model: ModelConfig, pair: int) -> float:
     return (1 - smooth) * frequency / scaling.factor + smooth * frequency
 
 
-def _yarn_mixed_pairs(model: ModelConfig) -> tuple[float, float]:
+def _yarn_mixed_pairs(model: RotaryModel) -> tuple[float, float]:
     """YaRN: the last pair with its frequency kept, and the first one with its frequency divided by the factor."""
     scaling = model.rope_scaling
     ends = []
@@ -57,7 +58,7 @@ def _yarn_mixed_pairs(model: ModelConfig) -> tuple[float, float]:
     return first, last + (0.001 if first == last else 0)
 
 
-def _attention_factor(model: ModelConfig) -> float:
+def _attention_factor(model: RotaryModel) -> float:
     """YaRN: what cos and sin are multiplied by."""
     scaling = model.rope_scaling
     if scaling.rope_type != "yarn":
@@ -70,7 +71,7 @@ def _attention_factor(model: ModelConfig) -> float:
     return 1 + stretch
 
 
-def _rotate(model: ModelConfig, x_bnsd: Tensor) -> Tensor:
+def _rotate(model: RotaryModel, x_bnsd: Tensor) -> Tensor:
     half = model.head_dim // 2
     frequencies = torch.tensor([_rope_frequency(model, pair) for pair in range(half)], dtype=torch.float64)
     angles = torch.arange(x_bnsd.shape[2], dtype=torch.float64)[:, None] * frequencies
@@ -80,10 +81,10 @@ def _rotate(model: ModelConfig, x_bnsd: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def attention(model: ModelConfig, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
+def attention(model: RotaryModel, tensors: Tensors, name: str, x_bsh: Tensor) -> Tensor:
     """Causal attention with rotary positions; with biases and norms of q and k if the model has them."""
     q, k, v = (heads(model, tensors, f"{name}.{letter}", x_bsh) for letter in "qkv")
-    if model.qk_norm:
+    if f"{name}.q_norm.weight" in tensors:
         q = rms_norm(model, tensors, f"{name}.q_norm", q)
         k = rms_norm(model, tensors, f"{name}.k_norm", k)
     outputs = attend(_rotate(model, q), _rotate(model, k), v)

@@ -3,11 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapar.config.model_rules import MOE, ROPE_SCALING
-from megapar.config.options import ModelConfig, MoEConfig
+from megapar.config.options import MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, window_problems
-from megapar_models.mixtral.model import MixtralStage
+from megapar_models.mixtral.model import MixtralModel, MixtralStage
 from megapar_models.mixtral.reference import logits
 from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
 from megapar_models.rope import read_rope, scaling_problems, write_rope
@@ -40,7 +39,7 @@ def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
     return values | {"moe": MoEConfig(norm_topk_prob=True, **moe)}, [*problems, *wrong]
 
 
-def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+def _write(model: MixtralModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if mixtral does not represent it."""
     refuse_unwritable(model, "mixtral", {"norm_topk_prob": True}, ())
     fields |= {theirs: getattr(model.moe, ours) for theirs, ours in _MOE.items()} | write_rope(model)
@@ -54,8 +53,7 @@ MIXTRAL = Family(
     stage=MixtralStage,
     reference=logits,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
-    # All of its layers have experts.
-    reads=("model.rope_theta", *ROPE_SCALING, *(path for path in MOE if path != "model.moe.mlp_only_layers")),
+    options=MixtralModel,
     even_head_dim=True,
     problems=scaling_problems,
     hugging_face=HuggingFace(

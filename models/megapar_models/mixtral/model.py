@@ -11,16 +11,29 @@ f the width of an expert, and E experts:
     layers.N.mlp.shared_gate.weight             [1, h]    on every tp rank (optional)
 """
 
-from dataclasses import replace
+from dataclasses import dataclass
 
+from typing_extensions import TypeVar
+
+from megapar.config.options import MixtureModel
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama.model import LlamaStage
-from megapar_models.stage import M
+from megapar_models.norms import NormRule
+from megapar_models.rotary import Rotary
+from megapar_models.rotary_options import RotaryModel
+from megapar_models.stage import Stage
 
 
-class MixtralStage(LlamaStage[M]):
+@dataclass(frozen=True)
+class MixtralModel(MixtureModel, RotaryModel):
+    """The options of Mixtral."""
+
+
+X = TypeVar("X", bound=MixtralModel, default=MixtralModel)
+
+
+class MixtralStage(Stage[X]):
     """Consecutive Mixtral layers."""
 
     @classmethod
-    def layer_kind(cls, model: M, number: int) -> LayerKind:
-        return replace(super().layer_kind(model, number), mlp="mixture", mixture=model.moe)
+    def layer_kind(cls, model: X, number: int) -> LayerKind:
+        return LayerKind(norm=NormRule(model.rms_norm_eps), rotary=Rotary.of(model), mlp="mixture", mixture=model.moe)

@@ -1,14 +1,14 @@
 """Qwen3's mixtures (arXiv 2505.09388): their options, and their names at Hugging Face (qwen3_moe)."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megapar.config.model_rules import MOE, ROPE_SCALING
-from megapar.config.options import ModelConfig, MoEConfig
+from megapar.config.messages import problem, shown
+from megapar.config.options import Config
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED, window_problems
 from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
-from megapar_models.qwen3_moe.model import Qwen3MoeStage
+from megapar_models.qwen3_moe.model import Qwen3MoeExperts, Qwen3MoeModel, Qwen3MoeStage
 from megapar_models.qwen3_moe.reference import logits
 from megapar_models.rope import read_rope, scaling_problems, write_rope
 
@@ -41,7 +41,7 @@ def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
     values, problems = read_rope(raw, default_theta=10000.0)
     moe, wrong = read_moe(raw, _MOE, _MOE_DEFAULTS)
     dense, wrong_layers = _dense_layers(raw)
-    values |= {"qk_norm": True, "moe": MoEConfig(mlp_only_layers=dense, **moe)}
+    values |= {"qk_norm": True, "moe": Qwen3MoeExperts(mlp_only_layers=dense, **moe)}
     return values, [*problems, *wrong, *wrong_layers]
 
 
@@ -63,7 +63,7 @@ def _dense_layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
     return tuple(dense), []
 
 
-def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
+def _write(model: Qwen3MoeModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if qwen3_moe does not represent it."""
     because = [] if model.qk_norm else ["model.qk_norm=false: qwen3_moe of transformers has norms of q and k"]
     refuse_unwritable(model, "qwen3_moe", {}, because)
@@ -74,14 +74,23 @@ def _write(model: ModelConfig, fields: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **fields}
 
 
+def _problems(config: Config, model: Qwen3MoeModel) -> Iterator[str]:
+    yield from scaling_problems(config, model)
+    layers = model.num_hidden_layers
+    kept = tuple(layer for layer in model.moe.mlp_only_layers if layer < layers)
+    if kept != model.moe.mlp_only_layers:
+        text = f"layers are numbered from 0 to {layers - 1}; use {shown(kept)}"
+        yield problem(config, "model.moe.mlp_only_layers model.num_hidden_layers", text)
+
+
 QWEN3_MOE = Family(
     name="qwen3_moe",
     stage=Qwen3MoeStage,
     reference=logits,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
-    reads=("model.rope_theta", *ROPE_SCALING, "model.qk_norm", *MOE),
+    options=Qwen3MoeModel,
     even_head_dim=True,
-    problems=scaling_problems,
+    problems=_problems,
     hugging_face=HuggingFace(
         model_types={"qwen3_moe": ModelType(_DEFAULTS, _FIXED)},
         modules=MODULES_BUT_MLP | MLP_MODULES | _EXPERTS,

@@ -4,19 +4,38 @@ Its weights are those of Mixtral (megapar_models.mixtral.model). The layers in m
 Llama.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
-from megapar.config.options import ModelConfig
+from megapar.config.options import MoEConfig
 from megapar_models.layer_kind import LayerKind
-from megapar_models.mixtral.model import MixtralStage
+from megapar_models.mixtral.model import MixtralModel, MixtralStage
 
 
-class Qwen3MoeStage(MixtralStage):
+@dataclass(frozen=True)
+class Qwen3MoeExperts(MoEConfig):
+    """A mixture whose layers are not all of experts."""
+
+    mlp_only_layers: tuple[int, ...] = ()
+    """Numbers of the layers, from 0, that have a plain MLP of width model.intermediate_size in place of experts, such
+    as 0 1 2."""
+
+
+@dataclass(frozen=True)
+class Qwen3MoeModel(MixtralModel):
+    """The options of Qwen3's mixtures."""
+
+    moe: Qwen3MoeExperts = field(default_factory=Qwen3MoeExperts)
+    """Mixture of experts."""
+    qk_norm: bool = False
+    """RMSNorm over each head's query and key before the rotary embedding."""
+
+
+class Qwen3MoeStage(MixtralStage[Qwen3MoeModel]):
     """Consecutive layers of Qwen3-MoE."""
 
     @classmethod
-    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
-        kind = super().layer_kind(model, number)
+    def layer_kind(cls, model: Qwen3MoeModel, number: int) -> LayerKind:
+        kind = replace(super().layer_kind(model, number), qk_norm=model.qk_norm)
         if number in model.moe.mlp_only_layers:
             return replace(kind, mlp="dense", mixture=None)
         return kind
