@@ -13,7 +13,6 @@ import matplotlib.image
 import pytest
 from megapar_models.registry import validate, validate_layout
 
-from megapar.config.files import load
 from megapar.config.messages import divisors
 from megapar.config.options import Config, option_types
 from megapar.errors import ConfigError
@@ -25,6 +24,7 @@ from megapar.plan.plan_report import rejections
 from megapar.plan.search import Found, nearest, search
 from megapar.plan.space import Layout, Space, layout_of, searchable
 from tests.support.built_plan import built_report
+from tests.support.options import load
 from tests.support.plans import PARTS
 from tools import plan
 
@@ -49,7 +49,7 @@ def config_of(*flags: str) -> Config:
 
 
 def space_of(config: Config, world_size: int, *fix: str, gpus_per_node: int = 8) -> Space:
-    fixed = plan.fixed_values(fix)
+    fixed = plan.fixed_values(fix, config.model)
     return Space(
         searchable(config, fixed, "cuda"), world_size, gpus_per_node, validate_layout, fixed, layout_of(config)
     )

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.batch import MicroBatch, TensorSpec
 from megapar.comm import collectives
-from megapar.config.files import load
 from megapar.config.options import Config
 from megapar.data_parallel.accumulate import MainGradView
 from megapar.expert_load import EVEN, ExpertLoad
@@ -50,6 +49,7 @@ from tests.support.grid import (
     micro_batches,
     name,
 )
+from tests.support.options import load
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 from tools import simulate as tool

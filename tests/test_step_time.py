@@ -16,7 +16,6 @@ from megapar_kernels.attention import masked_causal_attention
 from megapar_models.registry import presets, validate
 
 from megapar import context
-from megapar.config.files import load
 from megapar.config.options import Config
 from megapar.errors import ConfigError
 from megapar.grid import Grid
@@ -33,6 +32,7 @@ from megapar.plan.step_time import step_time
 from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited, planned_batch, record
 from megapar.plan.work import recording as recording_of
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
+from tests.support.options import load
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import plan_accuracy

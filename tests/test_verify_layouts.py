@@ -12,13 +12,13 @@ import pytest
 import torch
 from megapar_models.registry import named_configs
 
-from megapar.config.files import load
 from megapar.config.options import Config, ParallelConfig, flatten
 from megapar.errors import ConfigError
 from megapar.verify import layout_words, plants
 from megapar.verify.compare import NOISES, ROUNDINGS, compare
 from megapar.verify.logical import Assembled
 from megapar.verify.run import Shown, Step
+from tests.support.options import load
 from tests.support.program import ROOT, TINY, Ended, Program
 from tests.support.sweeps import slow_but
 from tools import verify_layouts

@@ -17,7 +17,7 @@ import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from megapar_models.build import build_stages
-from megapar_models.registry import named_configs, num_targets, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, validate
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -383,7 +383,7 @@ def write(
 
 def config_of(flags: Sequence[str], env: device.Environment) -> Config:
     """The configuration that pretrain.py would run with these flags."""
-    resolved = load(flags, named_configs(Path(__file__).parents[1] / "pretrain_scripts/configs"))
+    resolved = load(flags, named_configs(Path(__file__).parents[1] / "pretrain_scripts/configs"), FOR_OPTIONS)
     world = env.world_size if env.launched else max(resolved.config.launch.nproc, 1)
     config = validate(resolved.config, world)
     if needs_tokenizer(config):

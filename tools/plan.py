@@ -17,7 +17,7 @@ import torch
 import tyro
 from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
-from megapar_models.registry import named_configs, validate, validate_layout
+from megapar_models.registry import FOR_OPTIONS, named_configs, validate, validate_layout
 from rich.console import Console
 from rich.progress import track
 
@@ -83,9 +83,9 @@ def split(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
     return tyro.cli(Arguments, args=own, description=__doc__, use_underscores=True), others
 
 
-def fixed_values(words: Iterable[str]) -> dict[str, Any]:
+def fixed_values(words: Iterable[str], model: ModelConfig) -> dict[str, Any]:
     """The values of --fix by dotted path. Raises ConfigError for an unknown option, or a value of another type."""
-    types = option_types()
+    types = option_types(type(model))
     paths: list[str] = []
     flags: list[str] = []
     for word in words:
@@ -99,7 +99,7 @@ def fixed_values(words: Iterable[str]) -> dict[str, Any]:
             flags += [f"--{path}", *value.replace(",", " ").split()]
         paths.append(path)
     try:
-        values = flatten(load(flags).config)
+        values = flatten(load(["--model.family", model.family, *flags], families=FOR_OPTIONS).config)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--", "--fix ")) from None
     return {path: values[path] for path in paths}
@@ -261,14 +261,14 @@ def write_config(resolved: Resolved, row: Row, config: Config, path: Path) -> No
     chosen = [option for option, value in options.items() if value != given[option]]
     sources = dict(resolved.sources) | dict.fromkeys(chosen, "tools/plan.py")
     with storing(path):
-        path.write_text(to_toml(Resolved(unflatten(values), sources), config))
+        path.write_text(to_toml(Resolved(unflatten(values, type(resolved.config.model)), sources), config))
 
 
 def main() -> int:
     open_streams()
     with reported():
         args, others = split(sys.argv[1:])
-        resolved = load(others, named_configs(CONFIGS))
+        resolved = load(others, named_configs(CONFIGS), FOR_OPTIONS)
         plan(args, resolved)
     return 0
 
@@ -278,7 +278,7 @@ def plan(args: Arguments, resolved: Resolved) -> None:
     if args.gpus < 1 or args.top < 1:
         raise ConfigError(f"--gpus {args.gpus} --top {args.top}: must be at least 1")
     machine = hardware.load(args.gpu, args.gpus_per_node)
-    fixed = fixed_values(args.fix)
+    fixed = fixed_values(args.fix, resolved.config.model)
     config = with_sizes(resolved)
     check_without_layout(config, fixed)
     planner = ModelPlanner(machine)

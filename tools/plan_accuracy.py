@@ -13,7 +13,7 @@ from typing import Any
 
 import tyro
 from megapar_models.planned import planned_model
-from megapar_models.registry import presets, validate
+from megapar_models.registry import FOR_OPTIONS, presets, validate
 
 from megapar.config.files import load
 from megapar.config.options import Config
@@ -98,7 +98,7 @@ def _config(options: Mapping[str, Any], gpus: int) -> Config:
             flags.append(f"--{name}")
         else:
             flags += [f"--{name}", str(value)]
-    return validate(load(flags, presets()).config, gpus)
+    return validate(load(flags, presets(), FOR_OPTIONS).config, gpus)
 
 
 def rows(runs: Sequence[Run], works: Works, machine_of: Callable[[str], Hardware] = hardware.load) -> list[Row]:

@@ -12,7 +12,7 @@ import tyro
 from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import size_and_flops
 from megapar_models.planned import planned_model
-from megapar_models.registry import named_configs, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, validate
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -66,7 +66,7 @@ class Arguments:
 
 def checked(args: Arguments, flags: list[str], parts: Parts) -> Config:
     """The config of pretrain.py's flags for the world. Raises ConfigError if it or the arguments cannot be."""
-    given = load(flags, named_configs(CONFIGS)).config
+    given = load(flags, named_configs(CONFIGS), FOR_OPTIONS).config
     world = args.world or smallest_world(given.parallel)
     if world < 1:
         raise ConfigError(f"--world {args.world}: must be at least 1, or 0 for as many ranks as the layout needs")

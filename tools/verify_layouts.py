@@ -21,7 +21,7 @@ from megapar_models.build import build_stages
 from megapar_models.gpt.model import GPTModel
 from megapar_models.llama.model import LlamaModel
 from megapar_models.mixtral.model import MixtralModel
-from megapar_models.registry import named_configs, num_targets, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, validate
 from rich.console import Console
 from rich.progress import Progress
 
@@ -206,7 +206,7 @@ def planted_case(plant: plants.Plant, config: Config, words: Sequence[str]) -> t
     own = replace(plain, model=config.model)
     if not plant.serves(config.model) or not config.model.vocab_size or not all(runs(own, each) for each in layouts):
         own = replace(plain, model=MODELS[plant.model])
-    return unflatten({**flatten(own), **plant.options}), layouts
+    return unflatten({**flatten(own), **plant.options}, type(own.model)), layouts
 
 
 def orders_of(config: Config) -> list[Order]:
@@ -366,7 +366,7 @@ def main() -> int:
         if args.plant == plants.LIST:
             print("\n".join(plant.name for plant in plants.PLANTS))
             return 0
-        return verify(args, load(rest, named_configs(CONFIGS)).config)
+        return verify(args, load(rest, named_configs(CONFIGS), FOR_OPTIONS).config)
     return 0
 
 

@@ -85,7 +85,7 @@ def searchable(config: Config, fixed: Mapping[str, Any], device: str) -> Config:
         "launch.nproc",  # it starts ranks on this machine
     )
     values = flatten(config) | {path: defaults[path] for path in for_own_layout}
-    return unflatten(values | {"launch.device": device} | dict(fixed))
+    return unflatten(values | {"launch.device": device} | dict(fixed), type(config.model))
 
 
 @dataclass(frozen=True)

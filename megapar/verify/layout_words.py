@@ -129,7 +129,7 @@ class Layout:
         if vpp and "parallel.schedule" not in options and stages.nearest_to(vpp) != vpp:
             options["parallel.schedule"] = "interleaved"  # a number of stages alone asks for the schedule with it
         values = flatten(replace(config, parallel=parallel, train=train, optimizer=optimizer))
-        return unflatten(values | options)
+        return unflatten(values | options, type(config.model))
 
 
 def read(text: str) -> Layout:
