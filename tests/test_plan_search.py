@@ -174,6 +174,7 @@ def test_order_of_enumeration_and_estimates_change_no_row(monkeypatch: pytest.Mo
     result = found(config_of(), 2, H100, *few)
     rows = first_rows(result)
     assert len(rows) > 10
+    assert rows == sorted(rows, key=lambda row: (row[1], row[0]))
     assert first_rows(found(config_of(), 2, H100, *few, reverse=True)) == rows
     # As in a large space, where only layouts with short estimated steps are planned.
     monkeypatch.setattr("megapar.plan.search._ALL", 0)
