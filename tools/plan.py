@@ -17,7 +17,7 @@ import torch
 import tyro
 from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
-from megapar_models.registry import FOR_OPTIONS, named_configs, validate, validate_layout
+from megapar_models.registry import FOR_OPTIONS, kinds_of, named_configs, validate, validate_layout
 from rich.console import Console
 from rich.progress import track
 
@@ -206,12 +206,13 @@ def make_space(
 ) -> Space:
     """The layouts to search. Raises ConfigError if none can run."""
     base = searchable(config, fixed, "cuda")
-    space = Space(base, args.gpus, machine.gpus_per_node, validate_layout, fixed, given)
+    check = partial(validate_layout, kinds=kinds_of(config.model))
+    space = Space(base, args.gpus, machine.gpus_per_node, check, fixed, given)
     if space.grids:
         return space
     problem = next(iter(space.first_problems.values()), f"{args.gpus} GPUs have no grid of ranks with these values")
     if fixed:
-        free = Space(searchable(config, {}, "cuda"), args.gpus, machine.gpus_per_node, validate_layout, {}, given)
+        free = Space(searchable(config, {}, "cuda"), args.gpus, machine.gpus_per_node, check, {}, given)
         problem += f"; {_what_works(fixed, free)}"
     raise ConfigError(f"--gpus {args.gpus}{_fix_in_words(args.fix)}: no layout can run: {problem}")
 

@@ -1,6 +1,6 @@
 """The model families by name, one line for each. A family outside this repository is named by its import path."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,16 @@ from megapar.config import compatible
 from megapar.config import validate as checks
 from megapar.config.messages import listed, problem
 from megapar.config.model_rules import Families, ModelRules
-from megapar.config.options import Config
+from megapar.config.options import Config, ModelConfig
 from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages
 from megapar_models.family import Family
 from megapar_models.gpt.family import GPT
+from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA
 from megapar_models.mixtral.family import MIXTRAL
 from megapar_models.qwen3_moe.family import QWEN3_MOE
-from megapar_models.stage import Stage
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -52,30 +52,34 @@ def validate(config: Config, world_size: int) -> Config:
     return checks.validate(config, world_size, *_rules(config))
 
 
-def validate_layout(config: Config, world_size: int) -> Config:
-    """Call `megapar.config.validate.validate_layout` alike."""
-    return checks.validate_layout(config, world_size, *_rules(config))
+def validate_layout(config: Config, world_size: int, kinds: Set[LayerKind] | None = None) -> Config:
+    """Call `megapar.config.validate.validate_layout` alike. `kinds` are `kinds_of` the model, if they are known."""
+    return checks.validate_layout(config, world_size, *_rules(config, kinds))
 
 
-def _rules(config: Config) -> tuple[ModelRules, VirtualStages]:
+def kinds_of(model: ModelConfig) -> Set[LayerKind]:
+    """The kinds of a model's layers. To ask a hundred layers takes longer than all other checks."""
+    stage = find(model.family).stage
+    # Of a number of layers that somebody has mistyped, the first few are enough.
+    numbers = range(min(model.num_hidden_layers, 10_000))
+    return {stage.layer_kind(model, number) for number in numbers}
+
+
+def _rules(config: Config, kinds: Set[LayerKind] | None = None) -> tuple[ModelRules, VirtualStages]:
     """The rules of the family and its layers, and the schedule's."""
     family = find(config.model.family)
 
     def problems(config: Config, model: Any) -> Iterator[str]:
         yield from family.problems(config, model)
-        yield from _attention_problems(config, family.stage)
+        yield from _attention_problems(config, kinds_of(model) if kinds is None else kinds)
 
     return replace(family, problems=problems), virtual_stages(config.parallel.schedule)
 
 
-def _attention_problems(config: Config, stage: type[Stage]) -> Iterator[str]:
+def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
     """What attention by rules does not do. With a window its scores are those of whole samples, with a mask."""
-    model = config.model
     parallel = config.parallel
     gathers = parallel.cp > 1 and parallel.cp_attention != "ulysses"
-    # Of a number of layers that somebody has mistyped, the first few are enough.
-    numbers = range(min(model.num_hidden_layers, 10_000))
-    kinds = {stage.layer_kind(model, number) for number in numbers}
     if any(kind.score_cap or kind.sinks for kind in kinds if kind.attention_dropout):
         text = "the family has layers with capped scores or sinks; such attention takes no dropout; use 0.0"
         yield problem(config, "model.attention_dropout", text)
