@@ -191,6 +191,16 @@ def test_collectives_are_recorded_with_what_runs_under_them() -> None:
 
 
 @needs_triton
+def test_what_one_plan_keeps_is_right_for_the_next() -> None:
+    """Layers that are not recomputed stay so after a plan in which all of them are."""
+    shared = Works(planned_model())
+    every = config(1, "--train.recompute", "full")
+    second = config(1, "--train.recompute", "full", "--train.recompute_every", "2")
+    assert step_time(every, shared, H100).seconds > step_time(second, shared, H100).seconds
+    assert step_time(second, shared, H100) == step_time(second, Works(planned_model()), H100)
+
+
+@needs_triton
 def test_experts_are_counted_as_products_of_groups() -> None:
     of = config(4, "--parallel.ep", "4", "--parallel.etp", "1", preset="mixtral-8x7b")
     _, work = layer_work(of)

@@ -117,11 +117,13 @@ class Works:
         return found
 
     def _record(self, config: Config, kind: Hashable, layers: range, halves: bool) -> Part:
-        maker = self._makers.get(_decides(config))
+        # A maker decides which layers it makes recompute. A part's kind says whether it does.
+        key = (*_decides(config), config.train.recompute_every)
+        maker = self._makers.get(key)
         if maker is None:
             ctx, tape = recording(context.planned(grid_of(config), 0, device=META))
             maker = self.model.maker(config, ctx), tape
-            self._makers[_decides(config)] = maker
+            self._makers[key] = maker
         make, tape = maker
         stage = make(layers, first=kind == "embedding", last=kind == "head")
         batch = planned_batch(config, self.model.declared(config).num_targets)
