@@ -232,6 +232,8 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2", {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding_window=64"),
     ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, "sliding_window=4096"),
     ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
+    ("llama", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not known, and may change the model"),
+    ("llama", {"is_encoder_decoder": True}, "is_encoder_decoder=True is not supported"),
     ("gpt2", {"scale_attn_weights": False}, "scale_attn_weights=False"),
     ("gpt2", {"activation_function": "gelu"}, "activation_function='gelu'"),
 ]

@@ -19,15 +19,7 @@ import torch
 import tyro
 from megapar_models.convert import dcp, megatron, megatron_core, upcycle
 from megapar_models.convert.config_json import canonical_name, from_hugging_face, names_of, to_hugging_face, warnings_of
-from megapar_models.convert.huggingface import (
-    Recipe,
-    Weights,
-    hugging_face_tensor,
-    native_tensor,
-    places,
-    recipes,
-    write_model,
-)
+from megapar_models.convert.huggingface import Weights, hugging_face_tensor, native_tensor, write_model
 from megapar_models.convert.parity import (
     check_transformers,
     megatron_reference,
@@ -35,6 +27,7 @@ from megapar_models.convert.parity import (
     transformers_reference,
     verify,
 )
+from megapar_models.convert.recipes import Recipe, places, recipes
 from megapar_models.convert.saved import saved_config
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
@@ -184,7 +177,8 @@ def hf_to_native(options: HfToNative) -> None:
     names = names_of(config.model)
     shapes = native_shapes(config.model)
     wanted = hf_recipes(config.model)
-    weights = Weights(options.src, lambda name: canonical_name(name, names), names.stacked)
+    ignored = tuple(names.ignored(raw))
+    weights = Weights(options.src, lambda name: canonical_name(name, names, ignored), names.stacked)
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
     config = replace(
         config,
@@ -365,6 +359,7 @@ def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) 
     if origin is not None:
         raw = read_json(origin / HF_CONFIG)
         raw.pop("dtype", None)  # transformers 5's name of torch_dtype
+        raw.pop("quantization_config", None)  # what is written is not quantized
         return raw
     eod = None
     # A wrong end token would make generation stop early or never, so without a known tokenizer there is none.
@@ -391,7 +386,7 @@ def native_shapes(model: ModelConfig) -> dict[str, Sizes]:
 
 def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
     names = names_of(model)
-    return recipes(native_shapes(model), names.modules, names.transposed)
+    return recipes(native_shapes(model), names.modules, names.layouts, sizes=model, pairs=names.pairs(model))
 
 
 # Files

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 from torch import Tensor
 
 from megapar.config.model_rules import ModelRules
+from megapar_models.convert.recipes import Layout, Pairs, PairsOf
 from megapar_models.factory import Factory
 from megapar_models.stage import Stage
 
@@ -27,6 +28,14 @@ def _no_lines(*_: Any) -> list[str]:
     return []
 
 
+def _no_pairs(_: Any) -> dict[str, Pairs]:
+    return {}
+
+
+def _nothing_ignored(_: Raw) -> tuple[str, ...]:
+    return ()
+
+
 def _nothing_further(_: Raw, __: str) -> tuple[dict[str, Any], list[str]]:
     return {}, []
 
@@ -39,7 +48,8 @@ class HuggingFace:
     modules: dict[str, str]
     """From our modules to theirs. The first * is the layer's number, the second one the expert's.
 
-    One of theirs may stack the weights of several of ours.
+    One of theirs may hold several of ours, or those of all experts: then it has no second *. A key may also be one of
+    our tensors, and its value the whole name of theirs.
     """
     fields: Mapping[str, str]
     """From their fields of config.json to our options."""
@@ -55,8 +65,16 @@ class HuggingFace:
     """
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of stored names, each with its counterpart in `modules`."""
-    transposed: Collection[str] = ()
-    """Their modules with weights [in, out]."""
+    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    """How their modules or tensors hold several of ours, or are transposed."""
+    pairs: PairsOf = _no_pairs
+    """The rotary pairs of our modules that theirs store beside each other."""
+    prefixes: Mapping[str, str] = field(default_factory=dict)
+    """Beginnings of stored names, each with its counterpart in `modules`, such as those of multimodal files."""
+    ignored: Callable[[Raw], Collection[str]] = _nothing_ignored
+    """Beginnings of the names of tensors left out, such as `mtp.`: those of other parts than the language model."""
+    without_effect: Collection[str] = ()
+    """Fields of a config.json without effect on what the model computes, beside WITHOUT_EFFECT."""
     base_prefix: str = ""
     """The prefix missing from tensor names if a model was saved without its head."""
     write: Callable[[Any, dict[str, Any]], dict[str, Any]]

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import torch
 from megapar_models.convert.config_json import names_of, to_hugging_face
-from megapar_models.convert.huggingface import recipes
+from megapar_models.convert.recipes import recipes
 from torch import Tensor, nn
 
 from benchmarks.peers import DDP, Plain, Weights
@@ -35,7 +35,7 @@ class HuggingFace(Plain):
         """The weights under Hugging Face's names."""
         modules = names_of(self.config.model).modules
         made = recipes({name: tuple(tensor.shape) for name, tensor in weights.items()}, modules)
-        return {theirs: torch.cat([weights[ours] for ours, _ in recipe.parts]) for theirs, recipe in made.items()}
+        return {theirs: torch.cat([weights[part.name] for part in recipe.parts]) for theirs, recipe in made.items()}
 
     def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
         # Without num_items_in_batch the loss is the mean of the micro-batch. With 1 it is the sum. Targets that are

@@ -10,6 +10,7 @@ from typing import Any
 
 from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
+from megapar_models.convert.quantized import BLOCK
 from megapar_models.family import HuggingFace, typed, wrong_types
 from megapar_models.registry import FAMILIES, find
 
@@ -25,10 +26,17 @@ def names_of(model: ModelConfig) -> HuggingFace:
     return names
 
 
-def canonical_name(name: str, names: HuggingFace) -> str | None:
-    """The tables' name of a stored tensor, or None if the tensor holds no weights."""
-    if _DERIVED.search(name):
+def canonical_name(name: str, names: HuggingFace, ignored: tuple[str, ...] = ()) -> str | None:
+    """The tables' name of a stored tensor, or None if the tensor holds no weights of the language model.
+
+    `ignored` are beginnings of the names of other tensors (`HuggingFace.ignored`).
+    """
+    if _DERIVED.search(name) or name.startswith(ignored):
         return None
+    for theirs, ours in names.prefixes.items():
+        if name.startswith(theirs):
+            name = f"{ours}{name.removeprefix(theirs)}"
+            break
     for theirs, ours in names.renamed.items():
         name = name.replace(theirs, ours)
     # GPT-2's own files lack the prefix that models with a head give to the names of the model below it.
@@ -38,8 +46,60 @@ def canonical_name(name: str, names: HuggingFace) -> str | None:
     return f"{prefix}{name}"
 
 
-def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
-    """The model of a config.json. Raises ConfigError with every unsupported field."""
+# Fields of config.json for generation, training, storage and inspection: none changes the logits.
+WITHOUT_EFFECT = frozenset(
+    (
+        *("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path"),
+        *("name_or_path", "model_name", "use_cache", "bos_token_id", "eos_token_id", "pad_token_id"),
+        *("sep_token_id", "cls_token_id", "unk_token_id", "mask_token_id", "decoder_start_token_id"),
+        *("begin_suppress_tokens", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id"),
+        *("tokenizer_class", "prefix"),
+        *("tie_encoder_decoder", "chunk_size_feed_forward", "task_specific_params"),
+        *("problem_type", "finetuning_task", "id2label", "label2id", "num_labels", "return_dict"),
+        *("return_dict_in_generate", "output_attentions", "output_hidden_states", "output_scores", "output_past"),
+        *("torchscript", "use_bfloat16", "tf_legacy_loss", "bad_words_ids", "max_length"),
+        *("min_length", "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty"),
+        *("temperature", "top_k", "top_p", "typical_p", "repetition_penalty", "length_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences"),
+        *("exponential_decay_length_penalty", "remove_invalid_values", "gradient_checkpointing"),
+        *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp"),
+    )
+)
+
+
+# Fields with one value in every causal language model.
+_FIXED: Mapping[str, Any] = {
+    **dict.fromkeys(("is_encoder_decoder", "is_decoder", "add_cross_attention"), False),
+    "cross_attention_hidden_size": None,
+    "pruned_heads": {},
+}
+
+
+class _Read(Mapping[str, Any]):
+    """A config.json that notes the fields that were read."""
+
+    def __init__(self, raw: Mapping[str, Any]):
+        self._raw = raw
+        self.fields: set[str] = set()
+
+    def __getitem__(self, field: str) -> Any:
+        self.fields.add(field)
+        return self._raw[field]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._raw)
+
+    def __len__(self) -> int:
+        return len(self._raw)
+
+
+def from_hugging_face(file: Mapping[str, Any]) -> ModelConfig:
+    """The model of a config.json.
+
+    Raises ConfigError with every unsupported field, and with every field that nobody reads, unless it is listed as
+    without effect.
+    """
+    raw = _Read(file)
     type_name = raw.get("model_type")
     family, names = _of_type(type_name)
     model_type = names.model_types[str(type_name)]
@@ -58,6 +118,10 @@ def from_hugging_face(raw: Mapping[str, Any]) -> ModelConfig:
     problems += [*wrong, *wrong_types(values, FAMILIES[family].options)]
     if not problems:  # `judge` may rely on fields that are there and have the right types
         problems += names.judge(raw, str(type_name))
+        names.warnings(raw)
+        names.ignored(raw)
+        unread = file.keys() - raw.fields - WITHOUT_EFFECT - set(names.without_effect)
+        problems += [f"{field}={file[field]!r} is not known, and may change the model" for field in sorted(unread)]
     if problems:
         raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems))
     options = FAMILIES[family].options
@@ -84,9 +148,22 @@ def _of_type(type_name: object) -> tuple[str, HuggingFace]:
 
 def _unsupported(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each field with a value our models do not compute. A missing field is right."""
-    for field, value in {**fixed, "quantization_config": None}.items():
+    for field, value in {**_FIXED, **fixed}.items():
         if raw.get(field, value) != value:
             yield f"{field}={raw[field]!r} is not supported; {value!r} is"
+    quantized = raw.get("quantization_config")
+    if quantized is not None and _quantization(quantized) not in _QUANTIZATIONS:
+        yield f"quantization_config={quantized!r} is not supported; fp8 in blocks of 128 x 128 and mxfp4 are"
+
+
+_QUANTIZATIONS = (("fp8", (BLOCK, BLOCK)), ("mxfp4", ()))
+
+
+def _quantization(stated: Any) -> tuple[str, tuple[int, ...]]:
+    """The method of a quantization_config, and the sizes of its blocks."""
+    if not isinstance(stated, dict):
+        return "", ()
+    return str(stated.get("quant_method")), tuple(stated.get("weight_block_size") or ())
 
 
 def to_hugging_face(model: ModelConfig) -> dict[str, Any]:

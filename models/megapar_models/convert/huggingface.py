@@ -5,7 +5,7 @@ One tensor is in memory at a time.
 
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,73 +18,21 @@ from megapar.checkpoint.format import Manifest, Sizes
 from megapar.checkpoint.load import Reader
 from megapar.config.messages import first_few
 from megapar.errors import CheckpointError
-from megapar.params import MAIN
 from megapar.system.regular_files import read_regular
+from megapar_models.convert.quantized import FP8, MXFP4, Form, fp8, fp8_scales_shape, mxfp4
+from megapar_models.convert.recipes import Place, Recipe, starred
 from megapar_models.convert.stream import CODES, TensorInfo, check_finite, shards, write_file
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 
-class Recipe(NamedTuple):
-    """How to make a Hugging Face tensor: native tensors are stacked along their first dimension.
-
-    With `transposed`, the result is then transposed: GPT-2's Conv1D stores [in, out].
-    """
-
-    parts: tuple[tuple[str, Sizes], ...]
-    transposed: bool
-
-    @property
-    def shape(self) -> Sizes:
-        """The shape of the Hugging Face tensor."""
-        first = self.parts[0][1]
-        stacked = (sum(shape[0] for _, shape in self.parts), *first[1:])
-        if self.transposed:
-            return stacked[::-1]
-        return stacked
-
-
-def recipes(
-    shapes: Mapping[str, Sizes], modules: Mapping[str, str], transposed: Container[str] = ()
-) -> dict[str, Recipe]:
-    """The recipe of each Hugging Face tensor by its name.
-
-    `shapes` are the shapes of the model's logical tensors, in order. `modules` maps each of our modules to the Hugging
-    Face module, with `*` for the numbers of layer and expert. Several of our modules may have the same one: it then
-    holds them stacked. 2-D weights of the Hugging Face modules in `transposed` are transposed.
-    """
-    made: dict[str, Recipe] = {}
-    for name, shape in shapes.items():
-        module, _, weight_or_bias = name.rpartition(".")
-        pattern, numbers = starred(module)
-        theirs = modules[pattern]
-        is_transposed = theirs in transposed and len(shape) == 2  # a bias has nothing to transpose
-        target = f"{_numbered(theirs, numbers)}.{weight_or_bias}"
-        parts = made[target].parts if target in made else ()
-        made[target] = Recipe((*parts, (name, shape)), is_transposed)
-    return made
-
-
-def starred(name: str) -> tuple[str, list[str]]:
-    """Put * in the place of each numeric component of a dotted name. Returns the name and the numbers, in order."""
-    components = name.split(".")
-    numbers = [component for component in components if component.isdecimal()]
-    return ".".join("*" if component.isdecimal() else component for component in components), numbers
-
-
-def _numbered(pattern: str, numbers: Iterable[str]) -> str:
-    """Put the numbers in the place of the stars: the inverse of `starred`."""
-    for number in numbers:
-        pattern = pattern.replace("*", number, 1)
-    return pattern
-
-
 class Stored(NamedTuple):
     """The file of a stored tensor, its name there, its shape and its dtype.
 
     If the stored tensor holds all experts, this is one matrix of an expert: the rows from `first_row` on of
-    tensor[expert]. Otherwise `expert` is None.
+    tensor[expert]. Otherwise `expert` is None. If it is quantized, `form` is not None: `file` and `key` are of the
+    values, `scales` are file and key of the scales, and `info` is of the tensor made of both.
     """
 
     file: str
@@ -92,6 +40,8 @@ class Stored(NamedTuple):
     info: TensorInfo
     expert: int | None = None
     first_row: int = 0
+    form: Form | None = None
+    scales: tuple[str, str] = ("", "")
 
 
 def unstacked(name: str, stored: Stored, stacked: Mapping[str, Sequence[str]]) -> dict[str, Stored]:
@@ -136,14 +86,19 @@ class Weights:
         listed = self._listed()
         absent = set(listed)
         files = sorted(set(listed.values())) if listed else [SINGLE]
+        found: dict[str, tuple[str, str, Sizes]] = {}  # by key: file, safetensors' dtype, shape
         for file in files:
-            for key, info in self._header(file).items():
+            for key, header in self._header(file).items():
                 if listed and listed.get(key) != file:
                     raise CheckpointError(f"{folder / file}: holds {key}, which {INDEX} does not place there")
                 absent.discard(key)
-                name = canonical(key)
-                if name is not None:
-                    self._add(unstacked(name, Stored(file, key, info), stacked))
+                if key in found:
+                    raise CheckpointError(f"{folder}: holds {key} twice, in {found[key][0]} and in {file}")
+                found[key] = (file, *header)
+        for key, stored in self._understood(found, canonical).items():
+            name = canonical(key)
+            if name is not None:
+                self._add(unstacked(name, stored, stacked))
         if absent:
             raise CheckpointError(f"{folder / INDEX}: names tensors that no file holds: {first_few(sorted(absent))}")
 
@@ -168,10 +123,9 @@ class Weights:
                 raise CheckpointError(f"{path}: names {file!r}, a path outside the folder")
         return listed
 
-    def _header(self, file: str) -> dict[str, TensorInfo]:
-        """Return shape and dtype of each tensor in a file. No tensor is read."""
+    def _header(self, file: str) -> dict[str, tuple[str, Sizes]]:
+        """Return safetensors' dtype and the shape of each tensor in a file. No tensor is read."""
         path = self.folder / file
-        dtypes = {code: dtype for dtype, code in CODES.items()}
         if not path.is_file():
             if file != SINGLE:
                 raise CheckpointError(f"{path}: missing, though {INDEX} names it: copy or download this shard again")
@@ -182,14 +136,60 @@ class Weights:
             with safe_open(path, "pt") as opened:
                 for key in opened.keys():  # noqa: SIM118
                     part = opened.get_slice(key)
-                    if part.get_dtype() not in dtypes:
-                        raise CheckpointError(
-                            f"{path}: {key} is {part.get_dtype()}; {', '.join(dtypes)} become fp32 exactly, others not"
-                        )
-                    infos[key] = TensorInfo(tuple(part.get_shape()), dtypes[part.get_dtype()])
+                    infos[key] = (part.get_dtype(), tuple(part.get_shape()))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: not readable as safetensors ({error})") from error
         return infos
+
+    def _understood(
+        self, found: Mapping[str, tuple[str, str, Sizes]], canonical: Callable[[str], str | None]
+    ) -> dict[str, Stored]:
+        """The stored tensors by name. A quantized tensor and its scales become one.
+
+        Raises CheckpointError for other dtypes, unless the tensor is no weight.
+        """
+        dtypes = {code: dtype for dtype, code in CODES.items()}
+        understood = self._quantized(found)
+        keys = {stored.key for stored in understood.values()} | {stored.scales[1] for stored in understood.values()}
+        for key, (file, code, shape) in found.items():
+            if key in keys or canonical(key) is None:
+                continue
+            if code not in dtypes:
+                raise CheckpointError(
+                    f"{self.folder / file}: {key} is {code}; {', '.join(dtypes)} become fp32 exactly, others not"
+                )
+            understood[key] = Stored(file, key, TensorInfo(shape, dtypes[code]))
+        return understood
+
+    def _quantized(self, found: Mapping[str, tuple[str, str, Sizes]]) -> dict[str, Stored]:
+        """The quantized tensors: values of the right dtype, beside scales of theirs.
+
+        They count as bf16, the dtype in which they are computed with. Raises CheckpointError if scales have a shape
+        that is not of these values.
+        """
+        quantized = {}
+        for form in (FP8, MXFP4):
+            for key, (file, code, shape) in found.items():
+                base = key.removesuffix(form.values)
+                scales = f"{base}{form.scales}"
+                if base == key or scales not in found or (code, found[scales][1]) != form.dtypes:
+                    continue
+                if form == FP8:
+                    name = key
+                    whole = shape
+                    expected = fp8_scales_shape(shape)
+                else:
+                    name = base
+                    whole = (shape[0], shape[2] * 2 * shape[3], shape[1])
+                    expected = shape[:-1]
+                if found[scales][2] != expected:
+                    raise CheckpointError(
+                        f"{self.folder}: {scales} has shape {list(found[scales][2])}, not {list(expected)} as the "
+                        f"blocks of {key} {list(shape)}"
+                    )
+                info = TensorInfo(whole, torch.bfloat16)
+                quantized[name] = Stored(file, key, info, form=form, scales=(found[scales][0], scales))
+        return quantized
 
     @property
     def dtype(self) -> torch.dtype:
@@ -199,15 +199,28 @@ class Weights:
             return dtypes.pop()
         return torch.float32
 
-    def read(self, name: str) -> Tensor:
-        """A mapped tensor. Its pages may be released when the tensor is."""
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """A mapped tensor, or tensor[expert]. Its pages may be released when the tensor is. Quantized ones are fp32."""
         stored = self.tensors[name]
-        with safe_open(self.folder / stored.file, "pt") as opened:
-            whole: Tensor = opened.get_tensor(stored.key)
+        whole = self._mapped(stored.file, stored.key)
+        if stored.form is not None:
+            scales = self._mapped(*stored.scales)
+            if stored.form == FP8:
+                return fp8(whole, scales)
+            if expert is None:
+                return torch.stack([mxfp4(*pair) for pair in zip(whole, scales, strict=True)])
+            return mxfp4(whole[expert], scales[expert])
+        if expert is not None:
+            return whole[expert]
         if stored.expert is None:
             return whole
         # A view: the pages of the other experts are not read.
         return whole[stored.expert, stored.first_row : stored.first_row + stored.info.shape[0]]
+
+    def _mapped(self, file: str, key: str) -> Tensor:
+        with safe_open(self.folder / file, "pt") as opened:
+            tensor: Tensor = opened.get_tensor(key)
+        return tensor
 
     def check(self, wanted: Mapping[str, Recipe], tied: Mapping[str, str]) -> None:
         """Raise CheckpointError unless the tensors are those of the recipes and have their shapes.
@@ -239,48 +252,18 @@ class Weights:
             raise CheckpointError(f"{self.folder}: tensors are not those of its config.json: {'; '.join(problems)}")
 
 
-class Place(NamedTuple):
-    """The place of a native tensor in a Hugging Face tensor: the rows from `first` on.
-
-    With `transposed`, they are rows of the Hugging Face tensor's transpose.
-    """
-
-    source: str
-    first: int
-    shape: Sizes
-    transposed: bool
-
-
-def places(wanted: Mapping[str, Recipe]) -> dict[str, Place]:
-    """The place of each native tensor by its name: the inverse of the recipes."""
-    by_name = {}
-    for source, recipe in wanted.items():
-        first = 0
-        for name, shape in recipe.parts:
-            by_name[name] = Place(source, first, shape, recipe.transposed)
-            first += shape[0]
-    return by_name
-
-
 def native_tensor(weights: Weights, source: Place) -> Tensor:
     """The logical tensor at `source`, fp32 and contiguous."""
-    stored = weights.read(source.source)
-    if source.transposed:
-        stored = stored.t()
-    rows = stored[source.first : source.first + source.shape[0]]
-    return torch.empty(source.shape, dtype=torch.float32).copy_(rows)
+    return source.part.read(weights.read(source.source, source.part.expert))
 
 
 def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """A recipe's tensor from the native checkpoint `path`. Raises CheckpointError if a chunk is damaged."""
     out = torch.empty(recipe.shape, dtype=dtype)
-    rows = out.t() if recipe.transposed else out
-    first = 0
-    for name, shape in recipe.parts:
+    for part in recipe.parts:
         # A Reader for each tensor: when it closes, the pages of its mapped files are released.
         with Reader(path, manifest) as reader:
-            reader.fill(f"{MAIN}.{name}", (0,) * len(shape), rows[first : first + shape[0]])
-        first += shape[0]
+            part.write(reader, out)
     return out
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapar.errors import ConfigError
+from megapar_models.convert.recipes import Layout
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
 from megapar_models.gpt.model import GPTModel, GPTStage
 from megapar_models.gpt.reference import logits
@@ -26,7 +27,8 @@ _MODULES = {
     "head": "lm_head",
 }
 # Modules of the class Conv1D, whose weights are [in, out]. Those of Linear are [out, in].
-_CONV1D = {f"transformer.h.*.{name}" for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")}
+_CONV1D = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
+_LAYOUTS = {f"transformer.h.*.{name}": Layout(transposed=True) for name in _CONV1D}
 _FIELDS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
@@ -51,6 +53,12 @@ _DEFAULTS = {
     "initializer_range": 0.02,
 }
 _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+
+# The number of positions under its old name, the head of classifiers, and an order of operations for fp16.
+_WITHOUT_EFFECT = (
+    *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
+    *("summary_type", "summary_use_proj"),
+)
 
 
 def _write(model: GPTModel, fields: dict[str, Any]) -> dict[str, Any]:
@@ -89,10 +97,11 @@ GPT = Family(
         fields=_FIELDS,
         activations={"gelu_new": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "relu2": "relu2"},
         tied={"lm_head.weight": "transformer.wte.weight"},
-        transposed=_CONV1D,
+        layouts=_LAYOUTS,
         base_prefix="transformer.",
         write=_write,
         warnings=_warnings,
+        without_effect=_WITHOUT_EFFECT,
     ),
     megatron=Megatron(
         swiglu=False, normalization="LayerNorm", position_embedding_type="learned_absolute", add_bias_linear=True

@@ -102,5 +102,6 @@ QWEN3_MOE = Family(
         judge=window_problems,
         write=_write,
         warnings=mixture_warnings,
+        without_effect=("max_window_layers",),  # read by no version of its model
     ),
 )

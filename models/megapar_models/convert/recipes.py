@@ -1,0 +1,205 @@
+"""How tensors of Hugging Face are made of ours, and ours found in theirs: bits are moved, and no number is changed.
+
+One of theirs may hold several of ours: whole ones below each other (a fused qkv_proj), or a few rows of each in turn
+(grouped qkv, interleaved gate and up), and all of this for every expert. It may be transposed. A projection may have
+the two numbers of a rotary pair beside each other. Ours has them half a head apart.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megapar.checkpoint.format import Sizes
+from megapar.checkpoint.load import Reader
+from megapar.errors import ConfigError
+from megapar.params import MAIN
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one of their tensors holds several of ours.
+
+    `groups` names the option of the model with the number of groups, such as num_key_value_heads: each group has its
+    rows of the first of ours, then its rows of the second, and so on. "rows": each group has one row of each. "": all
+    rows are one group. `transposed`: the tensor is [in, out], of an expert too.
+    """
+
+    groups: str = ""
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The rotary pairs of a projection's rows, or of a norm's weights: those of each head alike.
+
+    A head has `width` rows. Those from `start` on, `size` of them, are rotated: in theirs 2i and 2i + 1 are a pair, in
+    ours i and i + size/2. `width` 0: all rows are one head.
+    """
+
+    width: int
+    start: int
+    size: int
+
+    def ours(self, rows: Tensor) -> Tensor:
+        """Their rows in our order."""
+        return self._turned(rows, (self.size // 2, 2))
+
+    def theirs(self, rows: Tensor) -> Tensor:
+        """Our rows in their order."""
+        return self._turned(rows, (2, self.size // 2))
+
+    def _turned(self, rows: Tensor, sizes: tuple[int, int]) -> Tensor:
+        heads = rows.clone().unflatten(0, (-1, self.width or len(rows)))
+        turned = heads[:, self.start : self.start + self.size]
+        turned.copy_(turned.unflatten(1, sizes).transpose(1, 2).flatten(1, 2).clone())
+        return heads.flatten(0, 1)
+
+
+class Part(NamedTuple):
+    """One of our tensors within one of theirs: the rows from `first` on of each group, of one expert or of all.
+
+    `rows` is the number of rows of one group, over all of its parts.
+    """
+
+    name: str
+    shape: Sizes
+    first: int
+    rows: int
+    groups: int
+    expert: int | None
+    transposed: bool
+    pairs: Pairs | None
+
+    def view(self, theirs: Tensor) -> Tensor:
+        """The view [groups, rows of ours in a group, ...] of `theirs`, which is one expert's if they are stacked."""
+        matrix = theirs.t() if self.transposed else theirs
+        by_group = matrix.unflatten(0, (self.groups, self.rows))
+        return by_group[:, self.first : self.first + self.shape[0] // self.groups]
+
+    def read(self, theirs: Tensor) -> Tensor:
+        """Our tensor, fp32 and contiguous, from theirs (of one expert if they are stacked)."""
+        ours = torch.empty(self.shape, dtype=torch.float32)
+        ours.unflatten(0, (self.groups, -1)).copy_(self.view(theirs))
+        if self.pairs is None:
+            return ours
+        return self.pairs.ours(ours)
+
+    def write(self, reader: Reader, theirs: Tensor) -> None:
+        """Put our tensor, read from a native checkpoint, into theirs."""
+        if self.expert is not None:
+            theirs = theirs[self.expert]
+        view = self.view(theirs)
+        name = f"{MAIN}.{self.name}"
+        if self.groups == 1 and self.pairs is None:
+            reader.fill(name, (0,) * len(self.shape), view[0])  # without a copy in between
+            return
+        ours = reader.tensor(name)
+        if self.pairs is not None:
+            ours = self.pairs.theirs(ours)
+        view.copy_(ours.unflatten(0, (self.groups, -1)))
+
+
+class Recipe(NamedTuple):
+    """One of their tensors: its shape and its parts, in order."""
+
+    shape: Sizes
+    parts: tuple[Part, ...]
+
+
+def recipes(
+    shapes: Mapping[str, Sizes],
+    modules: Mapping[str, str],
+    layouts: Mapping[str, Layout] | None = None,
+    *,
+    sizes: Any = None,
+    pairs: Mapping[str, Pairs] | None = None,
+) -> dict[str, Recipe]:
+    """The recipe of each Hugging Face tensor by its name.
+
+    `shapes` are the shapes of the model's logical tensors, in order. `modules` maps each of our modules to the Hugging
+    Face module, with `*` for the numbers of layer and expert, or one of our tensors to the whole name of theirs.
+    Several of ours may have the same one. If theirs has no * for the expert, it is a stack of all experts. `layouts`
+    are those of their modules or tensors, and `pairs` those of our modules. `sizes` has the options named by
+    `Layout.groups`. Raises ConfigError if rows do not divide into groups.
+    """
+    found: dict[str, list[tuple[str, Sizes, str]]] = {}
+    layout_of: dict[str, Layout] = {}
+    for name, shape in shapes.items():
+        pattern, numbers = starred(name)
+        module, _, kind = pattern.rpartition(".")
+        theirs = modules.get(pattern) or f"{modules[module]}.{kind}"
+        layout = (layouts or {}).get(theirs) or (layouts or {}).get(theirs.rpartition(".")[0], Layout())
+        target = _numbered(theirs, numbers)
+        expert = ""
+        if len(numbers) > theirs.count("*"):
+            expert = numbers[-1]
+        found.setdefault(target, []).append((name, shape, expert))
+        layout_of[target] = layout
+    return {target: _recipe(target, ours, layout_of[target], sizes, pairs or {}) for target, ours in found.items()}
+
+
+def _recipe(
+    target: str, ours: list[tuple[str, Sizes, str]], layout: Layout, sizes: Any, pairs: Mapping[str, Pairs]
+) -> Recipe:
+    parts: list[Part] = []
+    shape: Sizes = ()
+    experts = 0
+    ours = sorted(ours, key=lambda tensor: int(tensor[2] or 0))
+    for number, (expert, of_expert) in enumerate(groupby(ours, key=lambda tensor: tensor[2])):
+        members = list(of_expert)
+        transposed = layout.transposed and len(members[0][1]) == 2  # a bias has nothing to transpose
+        rows = sum(tensor[1][0] for tensor in members)
+        groups = 1
+        if layout.groups == "rows":
+            groups = members[0][1][0]
+        elif layout.groups:
+            groups = getattr(sizes, layout.groups)
+        if any(tensor[1][0] % groups for tensor in members):
+            raise ConfigError(f"{target}: rows {[tensor[1][0] for tensor in members]} do not divide by {groups} groups")
+        first = 0
+        for name, size, _ in members:
+            module = starred(name)[0].rpartition(".")[0]
+            index = number if expert else None
+            parts.append(Part(name, size, first, rows // groups, groups, index, transposed, pairs.get(module)))
+            first += size[0] // groups
+        shape = (rows, *members[0][1][1:])
+        if transposed:
+            shape = shape[::-1]
+        experts += bool(expert)
+    if experts:
+        shape = (experts, *shape)
+    return Recipe(shape, tuple(parts))
+
+
+def starred(name: str) -> tuple[str, list[str]]:
+    """Put * in the place of each numeric component of a dotted name. Returns the name and the numbers, in order."""
+    components = name.split(".")
+    numbers = [component for component in components if component.isdecimal()]
+    return ".".join("*" if component.isdecimal() else component for component in components), numbers
+
+
+def _numbered(pattern: str, numbers: Iterable[str]) -> str:
+    """Put the numbers in the place of the stars: the inverse of `starred`."""
+    for number in numbers:
+        pattern = pattern.replace("*", number, 1)
+    return pattern
+
+
+class Place(NamedTuple):
+    """The place of one of our tensors: the name of theirs, and the part of it."""
+
+    source: str
+    part: Part
+
+
+def places(wanted: Mapping[str, Recipe]) -> dict[str, Place]:
+    """The place of each native tensor by its name: the inverse of the recipes."""
+    return {part.name: Place(source, part) for source, recipe in wanted.items() for part in recipe.parts}
+
+
+PairsOf = Callable[[Any], Mapping[str, Pairs]]
+"""The rotary pairs of our modules for the options of a model."""
