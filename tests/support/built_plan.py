@@ -76,7 +76,7 @@ def meta_batch(config: Config, num_targets: int) -> MicroBatch:
     later = [Targets(tokens_bs, weights_bs)] * (num_targets - 1)
     whole = MicroBatch.of_samples(tokens_bs, tokens_bs, weights_bs, tokens_bs[:, 0], later_targets=later)
     part = whole.columns(torch.empty(train.seq_length // config.parallel.cp, dtype=torch.int64, device=META))
-    return replace(part, loss_scale=torch.ones((), device=META))
+    return replace(part, grad_scale=torch.ones((), device=META))
 
 
 def forward(stage: PipelineStage, batch: MicroBatch) -> Tensor:
