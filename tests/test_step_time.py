@@ -235,14 +235,18 @@ def test_spans_are_those_of_the_groups(data: st.DataObject) -> None:
     """Of all groups of `Grid.groups`, the one on the most nodes; sizes that divide nothing too."""
     draw = data.draw
     tp, cp, dp, pp = (draw(st.integers(1, 4), name) for name in ("tp", "cp", "dp", "pp"))
+    ep = draw(st.sampled_from([ep for ep in range(1, tp * cp * dp + 1) if tp * cp * dp % ep == 0]), "ep")
+    replicas = (dp * cp, tp * cp * dp // ep)  # of dense weights, and of experts
+    # Groups of shards divide the replicas, or are all of them.
+    shards = [size for size in (0, 2, 3) if not size or all(n % size == 0 or n < size for n in replicas)]
     grid = Grid(
         tp,
         cp,
         dp,
         pp,
-        ep=draw(st.sampled_from([ep for ep in range(1, tp * cp * dp + 1) if tp * cp * dp % ep == 0]), "ep"),
+        ep=ep,
         order=draw(st.sampled_from(["tp-cp-dp-pp", "dp-tp-cp-pp", "tp-cp-pp-dp"]), "order"),
-        shard_ranks=draw(st.sampled_from([size for size in (0, 2, 3) if not size or dp * cp % size == 0]), "shards"),
+        shard_ranks=draw(st.sampled_from(shards), "shards"),
     )
     per_node = draw(st.sampled_from([4, 8]), "per_node")
     network = Network(grid, replace(H100, gpus_per_node=per_node))
