@@ -35,6 +35,11 @@ def test_a_link_without_a_latency_by_the_fit_takes_that_of_the_smallest_message(
     assert calibrate.fitted_link(gathers, 2).latency_us == pytest.approx(2.0)
 
 
+def test_a_bandwidth_that_the_fit_does_not_find_is_that_of_the_largest_message() -> None:
+    gathers = [(1000, 8e-6), (2000, 7e-6), (4000, 4e-6)]  # on a busy machine
+    assert calibrate.fitted_link(gathers, 2).gb_per_second == pytest.approx(1.0)
+
+
 def test_medians_are_taken_number_by_number() -> None:
     ranks = [{"a": [1.0, [5.0]], "b": 1}, {"a": [3.0, [1.0]], "b": 2}, {"a": [2.0, [9.0]], "b": 9}]
     assert calibrate.medians(ranks) == {"a": [2.0, [5.0]], "b": 2}

@@ -206,9 +206,12 @@ def fitted_link(gathers: Sequence[tuple[int, float]], world: int) -> Link:
     # seconds = messages * (latency + nbytes / bandwidth), each row divided by its seconds.
     columns = np.stack([messages / seconds, messages * nbytes / seconds], axis=1)
     latency, inverse = np.linalg.lstsq(columns, np.ones(len(seconds)), rcond=None)[0]
-    # With noise the line may cut the axis below 0. The smallest message then tells the latency.
+    # With noise the line may cut the axis below 0, or fall. The smallest message then tells the latency, or the largest
+    # one the bandwidth.
     if latency <= 0:
         latency = seconds.min() / messages
+    if inverse <= 0:
+        inverse = seconds[-1] / messages / nbytes[-1]
     return Link(gb_per_second=round(1 / inverse / 1e9, 3), latency_us=round(latency * 1e6, 2))
 
 
