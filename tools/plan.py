@@ -69,8 +69,8 @@ class Arguments:
     """Tokens to train for; 0 means those of train.steps."""
 
 
-def split(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
-    """The flags of this tool, and the words that are pretrain.py's."""
+def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words for this tool, and those for pretrain.py."""
     own_names = {f.name for f in fields(Arguments)}
     own: list[str] = []
     others: list[str] = []
@@ -80,7 +80,7 @@ def split(argv: Sequence[str]) -> tuple[Arguments, list[str]]:
             name = word[2:].partition("=")[0].replace("-", "_")
             current = own if name in own_names or word in ("-h", "--help", ASKS_FOR_COMPLETION) else others
         current.append(word)
-    return tyro.cli(Arguments, args=own, description=__doc__, use_underscores=True), others
+    return own, others
 
 
 def fixed_values(words: Iterable[str], model: ModelConfig) -> dict[str, Any]:
@@ -268,7 +268,8 @@ def write_config(resolved: Resolved, row: Row, config: Config, path: Path) -> No
 def main() -> int:
     open_streams()
     with reported():
-        args, others = split(sys.argv[1:])
+        own, others = split(sys.argv[1:])
+        args = tyro.cli(Arguments, args=own, description=__doc__, use_underscores=True)
         resolved = load(others, named_configs(CONFIGS), FOR_OPTIONS)
         plan(args, resolved)
     return 0
