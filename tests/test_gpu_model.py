@@ -22,7 +22,7 @@ from tests.support.plans import PARTS
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from benchmarks import gpu
-from megapar_models.planned import planned_model
+from megapar_models.build import StageBuilder
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -41,7 +41,7 @@ ROWS: list[tuple[str, int, int, int, str, float, list[float | None], float, floa
 ]
 
 
-WORKS = Works(planned_model())
+WORKS = Works(StageBuilder())
 
 
 @needs_triton

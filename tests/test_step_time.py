@@ -27,20 +27,21 @@ from megapar.plan import hardware
 from megapar.plan.durations import duration
 from megapar.plan.hardware import Hardware, Link
 from megapar.plan.network import Network
+from megapar.plan.parts import meta_batch
 from megapar.plan.stage_works import Works
 from megapar.plan.step_time import step_time
-from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited, planned_batch, record
+from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited, record
 from megapar.plan.work import recording as recording_of
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 from tests.support.options import load
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import plan_accuracy
-from megapar_models.planned import planned_model
+from megapar_models.build import StageBuilder
 
 H100 = hardware.load("h100-80g")
-WORKS = Works(planned_model())
-MODEL = planned_model()
+WORKS = Works(StageBuilder())
+BUILDER = StageBuilder()
 
 
 @pytest.fixture(autouse=True)
@@ -58,8 +59,10 @@ def config(world: int, *flags: str, preset: str = "llama3.2-1b", batch: int = 64
 
 def layer_work(of: Config, *, halves: bool = False):  # type: ignore[no-untyped-def]
     ctx, tape = recording_of(context.planned(grid_of(of), 0, device=META))
-    stage = MODEL.maker(of, ctx)(range(1, 2), first=False, last=False)
-    return stage, record(stage, planned_batch(of), tape, halves=halves)
+    stage = BUILDER.maker(of, ctx)(range(1, 2), first=False, last=False)
+    return stage, record(
+        stage, meta_batch(of.train.micro_batch_size, of.train.seq_length, of.parallel.cp, 1), tape, halves=halves
+    )
 
 
 def product_flops(operations: Operations) -> float:
@@ -193,11 +196,11 @@ def test_collectives_are_recorded_with_what_runs_under_them() -> None:
 @needs_triton
 def test_what_one_plan_keeps_is_right_for_the_next() -> None:
     """Layers that are not recomputed stay so after a plan in which all of them are."""
-    shared = Works(planned_model())
+    shared = Works(StageBuilder())
     every = config(1, "--train.recompute", "full")
     second = config(1, "--train.recompute", "full", "--train.recompute_every", "2")
     assert step_time(every, shared, H100).seconds > step_time(second, shared, H100).seconds
-    assert step_time(second, shared, H100) == step_time(second, Works(planned_model()), H100)
+    assert step_time(second, shared, H100) == step_time(second, Works(StageBuilder()), H100)
 
 
 @needs_triton

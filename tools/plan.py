@@ -37,7 +37,7 @@ from megapar.plan.plan_report import Run, as_json, given_options, rejections, sh
 from megapar.plan.questions import Questions, gib, why_first
 from megapar.plan.search import Found, Row, search
 from megapar.plan.space import Layout, Space, layout_of, searchable
-from megapar.plan.stage_works import Model, Works
+from megapar.plan.stage_works import Works
 from megapar.plan.step_time import StepTime, step_time
 from megapar.system.atomic_files import write_json
 
@@ -131,14 +131,7 @@ class ModelPlanner:
         self._machine = machine
         builder = StageBuilder()
         self.parts = Parts(builder)
-        model = Model(
-            maker=builder.maker,
-            layer_kinds=builder.layer_kinds,
-            stage_layers=builder.stage_layers,
-            declared=builder.declared,
-            flops_per_token=lambda config: WholeModel(config.model).flops_per_token(config.train.seq_length),
-        )
-        self.works = Works(model)
+        self.works = Works(builder)
 
     def memory(self, config: Config) -> RankReport:
         return fullest_rank(config, self.parts)

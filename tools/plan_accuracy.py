@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from megapar_models.planned import planned_model
+from megapar_models.build import StageBuilder
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
 from megapar.config.files import load
@@ -194,7 +194,7 @@ def page_with(made: str) -> str:
 def main() -> None:
     with reported():
         args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-        works = Works(planned_model())
+        works = Works(StageBuilder())
         runs = published_runs(works)
         if args.fit:
             for kind, share in fit(runs, works).items():

@@ -11,7 +11,6 @@ from typing import Any
 import tyro
 from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import size_and_flops
-from megapar_models.planned import planned_model
 from megapar_models.registry import FOR_OPTIONS, named_configs, validate
 from rich.console import Console
 from rich.progress import Progress
@@ -107,7 +106,7 @@ def predicted(args: Arguments, config: Config) -> StepTime | None:
     """The time of the step on --gpu, None without it."""
     if not args.gpu:
         return None
-    works = Works(planned_model())
+    works = Works(StageBuilder())
     return step_time(with_planned_kernels(config), works, load_hardware(args.gpu, args.gpus_per_node), simulated=True)
 
 

@@ -50,6 +50,9 @@ class Builder(Protocol):
     def declared(self, config: Config) -> Declared:
         """What the model declares."""
 
+    def flops_per_token(self, config: Config) -> int:
+        """FLOPs of a token, forward and backward, for MFU."""
+
     def title(self, layers: range, *, first: bool, last: bool) -> str:
         """The contents of a stage in words."""
 
@@ -407,7 +410,7 @@ class Parts:
         num_targets = self.builder.declared(config).num_targets
         key = (train.micro_batch_size, train.seq_length, config.parallel.cp, num_targets)
         if key not in self._batches:
-            self._batches[key] = _meta_batch(*key)
+            self._batches[key] = meta_batch(*key)
         return self._batches[key]
 
 
@@ -415,7 +418,8 @@ BOTH = "both"
 """FIRST and LAST as one stage without layers."""
 
 
-def _meta_batch(samples: int, length: int, cp: int, num_targets: int) -> MicroBatch:
+def meta_batch(samples: int, length: int, cp: int, num_targets: int) -> MicroBatch:
+    """A micro-batch of a context-parallel rank on the meta device, of `samples` samples of `length` tokens."""
     tokens_bs = torch.zeros((samples, length), dtype=torch.int64, device=META)
     weights_bs = torch.zeros((samples, length), device=META)
     later = [Targets(tokens_bs, weights_bs)] * (num_targets - 1)

@@ -6,28 +6,11 @@ from dataclasses import dataclass, field
 from megapar import context
 from megapar.batch import PipelineStage
 from megapar.config.options import Config, ModelConfig
-from megapar.context import ParallelContext
 from megapar.launch.grid import grid_of
 from megapar.params import spec_of
 from megapar.pipeline.sharding_plan import Item
-from megapar.plan.work import META, Tape, Work, planned_batch, record, recording
-from megapar.stage_set import Declared
-
-
-@dataclass(frozen=True)
-class Model:
-    """What a plan must know of models. A program fills it in, for the plan knows no family.
-
-    `maker(config, ctx)` returns a maker of stages, called with a range of layers, `first` and `last`. `layer_kinds` has
-    a kind for each layer; layers of one kind are alike. `stage_layers` has the layers of each stage. `flops_per_token`
-    counts forward and backward, for MFU.
-    """
-
-    maker: Callable[[Config, ParallelContext], Callable[..., PipelineStage]]
-    layer_kinds: Callable[[Config], Sequence[Hashable]]
-    stage_layers: Callable[[Config], Sequence[range]]
-    declared: Callable[[Config], Declared]
-    flops_per_token: Callable[[Config], int]
+from megapar.plan.parts import META, Builder, meta_batch
+from megapar.plan.work import Tape, Work, record, recording
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +35,7 @@ Stage = list[tuple[Part, int]]
 class Works:
     """The recorded parts of all configurations of one planning. Each is recorded once."""
 
-    model: Model
+    builder: Builder
     _parts: dict[tuple[Hashable, ...], Part] = field(default_factory=dict)
     _layers: dict[tuple[Hashable, ...], Sequence[range]] = field(default_factory=dict)
     plans: dict[Hashable, Sequence[Sequence[Item]]] = field(default_factory=dict)
@@ -91,20 +74,20 @@ class Works:
         """FLOPs of a token, forward and backward, for MFU."""
         key = config.model, config.train.seq_length
         if key not in self._flops:
-            self._flops[key] = self.model.flops_per_token(config)
+            self._flops[key] = self.builder.flops_per_token(config)
         return self._flops[key]
 
     def _stage_layers(self, config: Config) -> Sequence[range]:
         parallel = config.parallel
         key = config.model, parallel.pp * parallel.vpp, parallel.partition, config.train.seq_length
         if key not in self._layers:
-            self._layers[key] = self.model.stage_layers(config)
+            self._layers[key] = self.builder.stage_layers(config)
         return self._layers[key]
 
     def _kind(self, config: Config, layer: int) -> Hashable:
         """What decides what a layer does: its kind, and whether it is recomputed."""
         if config.model not in self._kinds:
-            self._kinds[config.model] = self.model.layer_kinds(config)
+            self._kinds[config.model] = self.builder.layer_kinds(config)
         recomputed = config.train.recompute == "full" and layer % config.train.recompute_every == 0
         return self._kinds[config.model][layer], recomputed
 
@@ -122,11 +105,13 @@ class Works:
         maker = self._makers.get(key)
         if maker is None:
             ctx, tape = recording(context.planned(grid_of(config), 0, device=META))
-            maker = self.model.maker(config, ctx), tape
+            maker = self.builder.maker(config, ctx), tape
             self._makers[key] = maker
         make, tape = maker
         stage = make(layers, first=kind == "embedding", last=kind == "head")
-        batch = planned_batch(config, self.model.declared(config).num_targets)
+        train = config.train
+        num_targets = self.builder.declared(config).num_targets
+        batch = meta_batch(train.micro_batch_size, train.seq_length, config.parallel.cp, num_targets)
         elements: dict[str, int] = {}
         tied = 0
         itemsize = 0

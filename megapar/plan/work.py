@@ -18,10 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.batch import MicroBatch, PipelineStage, Targets
+from megapar.batch import MicroBatch, PipelineStage
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Meta, Transfers
-from megapar.config.options import Config
 from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.accumulate import MainGradView, attach
 from megapar.main_grad import WeightGradientQueue, main_grads
@@ -329,17 +328,6 @@ def _nbytes(x: Tensor) -> int:
     """Bytes of the elements in memory: an expanded dimension counts once."""
     sizes = [size for size, stride in zip(x.shape, x.stride(), strict=True) if stride != 0]
     return math.prod(sizes) * x.element_size()
-
-
-def planned_batch(config: Config, num_targets: int = 1) -> MicroBatch:
-    """A micro-batch of a context-parallel rank of `config`, on the meta device."""
-    samples = config.train.micro_batch_size
-    length = config.train.seq_length
-    tokens_bs = torch.empty((samples, length), dtype=torch.int64, device=META)
-    weights_bs = torch.empty((samples, length), device=META)
-    later = [Targets(tokens_bs, weights_bs)] * (num_targets - 1)
-    whole = MicroBatch.of_samples(tokens_bs, tokens_bs, weights_bs, sample_ids_b=tokens_bs[:, 0], later_targets=later)
-    return whole.columns(torch.empty(length // config.parallel.cp, dtype=torch.int64, device=META))
 
 
 def record(stage: PipelineStage, batch: MicroBatch, tape: Tape, *, halves: bool = False) -> Work:

@@ -154,6 +154,10 @@ class StageBuilder:
         """What the family declares of the model."""
         return find(config.model.family).stage.declared(config.model)
 
+    def flops_per_token(self, config: Config) -> int:
+        """FLOPs of a token, forward and backward, without those of frozen weights' gradients."""
+        return self._whole(config.model).flops_per_token(config.train.seq_length, config.train.trainable)
+
     def title(self, layers: range, *, first: bool, last: bool) -> str:
         """The parts of a stage in words."""
         return title(layers, first=first, last=last)

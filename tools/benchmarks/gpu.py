@@ -32,7 +32,6 @@ from typing import Any, Literal
 import torch
 from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
-from megapar_models.planned import planned_model
 from megapar_models.registry import find, presets, validate
 from rich.table import Table
 
@@ -238,7 +237,7 @@ def machine_of(circumstances: Mapping[str, Any]) -> Hardware:
 def predict(config: Config, machine: Hardware) -> StepTime:
     """The time of a step of megapar with its fused kernels on `machine`."""
     planned = replace(config, kernels=replace(config.kernels, backend="triton"))
-    return step_time(planned, Works(planned_model()), machine)
+    return step_time(planned, Works(StageBuilder()), machine)
 
 
 def predicted_ms(config: Config, prediction: StepTime) -> dict[str, float]:
