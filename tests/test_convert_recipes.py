@@ -9,8 +9,9 @@ import torch
 from megapar_models.convert.config_json import canonical_name
 from megapar_models.convert.huggingface import Weights, native_tensor
 from megapar_models.convert.quantized import mxfp4
-from megapar_models.convert.recipes import Layout, Pairs, places, recipes
+from megapar_models.convert.recipes import places, recipes
 from megapar_models.llama.family import LLAMA
+from megapar_models.tensor_layouts import Layout, Pairs
 from safetensors.torch import save_file
 from torch import Tensor
 

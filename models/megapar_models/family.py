@@ -7,9 +7,9 @@ from typing import Any, get_type_hints
 from torch import Tensor
 
 from megapar.config.model_rules import ModelRules
-from megapar_models.convert.recipes import Layout, Pairs, PairsOf
 from megapar_models.factory import Factory
 from megapar_models.stage import Stage
+from megapar_models.tensor_layouts import Layout, Pairs, PairsOf
 
 Raw = Mapping[str, Any]  # the content of a config.json
 

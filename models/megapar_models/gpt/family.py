@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapar.errors import ConfigError
-from megapar_models.convert.recipes import Layout
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
 from megapar_models.gpt.model import GPTModel, GPTStage
 from megapar_models.gpt.reference import logits
+from megapar_models.tensor_layouts import Layout
 
 # Hugging Face
 

@@ -1,0 +1,51 @@
+"""How a family's tensors at Hugging Face hold ours. `megapar_models.convert.recipes` moves the rows accordingly."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one of their tensors holds several of ours.
+
+    `groups` names the option of the model with the number of groups, such as num_key_value_heads: each group has its
+    rows of the first of ours, then its rows of the second, and so on. "rows": each group has one row of each. "": all
+    rows are one group. `transposed`: the tensor is [in, out], of an expert too.
+    """
+
+    groups: str = ""
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """The rotary pairs of a projection's rows, or of a norm's weights: those of each head alike.
+
+    A head has `width` rows. Those from `start` on, `size` of them, are rotated: in theirs 2i and 2i + 1 are a pair, in
+    ours i and i + size/2. `width` 0: all rows are one head.
+    """
+
+    width: int
+    start: int
+    size: int
+
+    def ours(self, rows: Tensor) -> Tensor:
+        """Their rows in our order."""
+        return self._turned(rows, (self.size // 2, 2))
+
+    def theirs(self, rows: Tensor) -> Tensor:
+        """Our rows in their order."""
+        return self._turned(rows, (2, self.size // 2))
+
+    def _turned(self, rows: Tensor, sizes: tuple[int, int]) -> Tensor:
+        heads = rows.clone().unflatten(0, (-1, self.width or len(rows)))
+        turned = heads[:, self.start : self.start + self.size]
+        turned.copy_(turned.unflatten(1, sizes).transpose(1, 2).flatten(1, 2).clone())
+        return heads.flatten(0, 1)
+
+
+PairsOf = Callable[[Any], Mapping[str, Pairs]]
+"""The rotary pairs of our modules for the options of a model."""
