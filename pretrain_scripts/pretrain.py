@@ -13,29 +13,26 @@ from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, val
 
 from megapar import device
 from megapar.comm.flight import Board
-from megapar.config.derive import smallest_world, with_vocabulary
+from megapar.config.derive import smallest_world
 from megapar.config.files import Resolved, load, to_toml
 from megapar.config.options import Config
-from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import Preempted
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process, refuse_start
 from megapar.launch.reporting import exits_refused, open_streams, reported
-from megapar.plan import dry_run, memory
+from megapar.plan import dry_run, memory, predicted
 from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.plan.parts import Parts
 from megapar.system import limits
 from megapar.train.checkpoints import lock_run_dir
-from megapar.train.data import identity, needs_tokenizer, open_loaders
+from megapar.train.data import identity, open_loaders, with_vocabulary_of_tokenizer
 from megapar.train.report import write_run_header
 from megapar.train.trainer import Run, initializes_by_unit, start, train
 
 
 def check(resolved: Resolved, world_size: int) -> Config:
     """Check the configuration for `world_size` ranks; returns it with derived values filled in."""
-    config = validate(resolved.config, world_size)
-    if needs_tokenizer(config):
-        config = with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    config = with_vocabulary_of_tokenizer(validate(resolved.config, world_size))
     return check_schedule(resolved.config, config, Parts(StageBuilder()))
 
 
@@ -48,19 +45,20 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
         ctx = join(config, env, process)
         resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, parts)
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
-        train_data, validation_sets = open_loaders(config, ctx, num_targets(config))
+        data, validation_sets = open_loaders(config, ctx, num_targets(config))
         run_dir = Path(config.run_dir)
         limit = memory.memory_limit(config, parts)
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
-            state, notes = start(config, ctx, stages, identity(train_data, validation_sets), limit)
-            train_data.consumed_samples = state.consumed_samples
+            state, notes = start(config, ctx, stages, identity(data, validation_sets), limit)
+            data.consumed_samples = state.consumed_samples
             size, flops = size_and_flops(config)
             write_run_header(config, ctx, size, [*balance, *notes], to_toml(resolved, config))
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
             report = dry_run.memory_report_of(config, parts, env.rank)
-            stopped = train(Run(state, train_data, validation_sets, run_dir, flops, process.asked_to_stop, report))
+            time = predicted.prediction_of(config, parts, ctx)
+            stopped = train(Run(state, data, validation_sets, run_dir, flops, process.asked_to_stop, report, time))
         leave(ctx)
         if stopped:
             raise Preempted(stopped)
@@ -68,8 +66,10 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
 
 def plan(resolved: Resolved) -> None:
     """Print what each rank of the layout would hold. It does not matter how this process was started."""
-    config = check(resolved, resolved.config.launch.nproc or smallest_world(resolved.config.parallel))
+    world = resolved.config.launch.nproc or smallest_world(resolved.config.parallel)
+    config = check(resolved, world)
     dry_run.show(config, Parts(StageBuilder()), *size_and_flops(config))
+    predicted.show_verdict(resolved.config, config, Parts(StageBuilder()), partial(validate, world_size=world))
 
 
 def main() -> int:

@@ -7,8 +7,9 @@ import re
 from pathlib import Path
 
 import pytest
-from megapar_models.registry import FOR_OPTIONS
+from megapar_models.registry import FAMILIES, FOR_OPTIONS
 
+from megapar.config.options import option_types
 from megapar.config.other_frameworks import hugging_face
 from megapar.config.other_frameworks.table import SOURCES, TABLE
 from megapar.errors import ConfigError
@@ -53,9 +54,15 @@ def test_every_row_names_an_option_of_ours_and_values_that_it_takes():
         values.setdefault(row.option, set()).update(ours)
     assert not wrong, "\n".join(wrong)
     # A command gives an option one value, so the second values are in a second command.
-    for number in range(max(map(len, values.values()))):
-        given = {option: sorted(ours)[number] for option, ours in values.items() if number < len(ours)}
-        load([word for option, value in given.items() for word in words(option, value)])
+    unread = set(values)
+    for family in FAMILIES:
+        read = [option for option in values if option in option_types(FAMILIES[family].options)]
+        unread -= set(read)
+        for number in range(max(map(len, values.values()))):
+            given = {option: sorted(values[option])[number] for option in read if number < len(values[option])}
+            given["model.family"] = family
+            load([word for option, value in given.items() for word in words(option, value)])
+    assert not unread
 
 
 def words(option: str, value: str) -> list[str]:

@@ -26,12 +26,11 @@ from megapar import context, device
 from megapar.batch import MicroBatch
 from megapar.comm import collectives
 from megapar.comm.flight import Board
-from megapar.config.derive import num_microbatches, with_vocabulary
+from megapar.config.derive import num_microbatches
 from megapar.config.files import load
 from megapar.config.messages import problem
 from megapar.config.options import Config
 from megapar.context import ParallelContext
-from megapar.data.tokenizer import load_tokenizer
 from megapar.data_parallel.buckets import intersect
 from megapar.device import DeviceClock
 from megapar.errors import ConfigError, storing
@@ -41,7 +40,7 @@ from megapar.launch.reporting import reported
 from megapar.optimizer.schedule import learning_rate
 from megapar.random import initialize
 from megapar.recorder import Recorder
-from megapar.train.data import needs_tokenizer, open_loaders
+from megapar.train.data import open_loaders, with_vocabulary_of_tokenizer
 from megapar.train.state import TrainState
 from megapar.train.step import count_targets
 from megapar.train.trainer import assemble, start
@@ -386,8 +385,7 @@ def config_of(flags: Sequence[str], env: device.Environment) -> Config:
     resolved = load(flags, named_configs(Path(__file__).parents[1] / "pretrain_scripts/configs"), FOR_OPTIONS)
     world = env.world_size if env.launched else max(resolved.config.launch.nproc, 1)
     config = validate(resolved.config, world)
-    if needs_tokenizer(config):
-        config = with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    config = with_vocabulary_of_tokenizer(config)
     return config
 
 

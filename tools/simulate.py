@@ -16,11 +16,10 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from megapar.config.derive import smallest_world, with_vocabulary
+from megapar.config.derive import smallest_world
 from megapar.config.files import load
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
-from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, storing
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.launch.grid import grid_of
@@ -35,7 +34,7 @@ from megapar.plan.stage_works import Works
 from megapar.plan.step_time import StepTime, step_time
 from megapar.plan.timeline import draw_over_each_other, write_chrome_trace
 from megapar.system.atomic_files import write_json
-from megapar.train.data import needs_tokenizer
+from megapar.train.data import with_vocabulary_of_tokenizer
 
 FORMATS = (".png", ".svg", ".json")
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
@@ -80,8 +79,7 @@ def checked(args: Arguments, flags: list[str], parts: Parts) -> Config:
     config = validate(given, world)
     if not 0 <= args.rank < world:
         raise ConfigError(f"--rank {args.rank}: the world of {counted(world, 'rank')} has the ranks 0 to {world - 1}")
-    if needs_tokenizer(config):
-        config = with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    config = with_vocabulary_of_tokenizer(config)
     return check_schedule(given, config, parts)
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import tyro
 from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import WholeModel
-from megapar_models.planned import planned_model
 from megapar_models.registry import presets, validate
 
 from megapar.config.files import load
@@ -52,7 +51,7 @@ class Planner:
 
     def __init__(self) -> None:
         self.parts = Parts(StageBuilder())
-        self.works = Works(planned_model())
+        self.works = Works(StageBuilder())
 
     def config(self, preset: str, gpus: int, flags: str) -> Config:
         """The validated config of a preset with pretrain.py's flags."""

@@ -405,6 +405,10 @@ class Config:
     dry_run: bool = False
     """Print the parameters and the memory that each rank would have, and the numbers of a step. Then stop, without
     training."""
+    gpu: str = "auto"
+    """The machine: a name such as h100-80g, or a TOML file of tools/calibrate.py. With dry_run: say whether the layout
+    fits, and what would. In a run: log the predicted time of a step beside the measured one. auto: a GPU is known by
+    its name, and for CPUs nothing is predicted."""
 
 
 def flatten(config: Any, prefix: str = "") -> dict[str, Any]:

@@ -79,6 +79,8 @@ def _planned_in_words(config: Config) -> str:
     name = {"cuda": "GPUs", "cpu": "CPUs"}[planned_device(config)]
     if config.launch.device != "auto":
         return f"planned for {name}"
+    if config.gpu != "auto":
+        return f"planned for {name}, because --gpu names one; --launch.device cpu plans for CPUs"
     # The plan may be made on a laptop for a cluster, so the message names the flag for the other device.
     other = "--launch.device cpu plans for CPUs" if name == "GPUs" else "--launch.device cuda plans for GPUs"
     return f"planned for {name}, which launch.device auto chooses on this machine; {other}"

@@ -112,9 +112,37 @@ class Hardware:
         return moved_bytes / (self.memory_gb_per_second * self.memory_share * 1e9)
 
     @property
+    def memory_bytes(self) -> int:
+        """Bytes of memory of one device."""
+        return int(self.memory_gib * 2**30)
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes of it that no plan may use."""
+        return int(self.reserve_gib * 2**30)
+
+    @property
     def usable_bytes(self) -> int:
         """Bytes of one device without the reserve."""
         return int((self.memory_gib - self.reserve_gib) * 2**30)
+
+
+# The machine of a GPU, by what the name of the GPU contains.
+_OF_GPUS = {
+    "H200": "h200-141g",
+    "H100": "h100-80g",
+    "A100-SXM4-40GB": "a100-40g",
+    "A100": "a100-80g",
+    "B200": "b200-180g",
+    "MI300X": "mi300x-192g",
+    "L40S": "l40s-48g",
+    "RTX 4090": "rtx4090-24g",
+}
+
+
+def name_of(described: str) -> str:
+    """The machine of the GPU with this name, such as "NVIDIA H100 80GB HBM3". Empty: it is not known."""
+    return next((name for part, name in _OF_GPUS.items() if part in described), "")
 
 
 def names() -> list[str]:

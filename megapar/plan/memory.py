@@ -122,10 +122,13 @@ def memory_limit(config: Config, parts: Parts) -> Memory | None:
 
 
 def planned_device(config: Config) -> str:
-    """The device named by `launch.device`, "cuda" or "cpu". For auto, the one this machine would choose."""
+    """The device named by `launch.device`, "cuda" or "cpu".
+
+    For auto, a GPU if a dry run names one, or if this machine has one.
+    """
     if config.launch.device != "auto":
         return config.launch.device
-    if device.cuda_devices():
+    if (config.dry_run and config.gpu != "auto") or device.cuda_devices():
         return "cuda"
     return "cpu"
 

@@ -237,11 +237,14 @@ class _Step:
             return m * slowest, [m * slowest]
         backwards = sum(backward for _, _, backward in stages)
         if parallel.schedule in _WITH_FORMULA:
+            message = self._message_seconds()
+            # A rank sends a micro-batch's output and its gradient for each of its stages. A slow link sets the pace.
+            slowest = max(slowest, 2 * parallel.vpp * message)
             passing = sum(whole.seconds for whole, _, _ in stages) / parallel.vpp
             messages = 2 * (pp - 1)
             if parallel.schedule == "1f1b":
                 messages += m  # each rank waits for its neighbor's message once a micro-batch
-            fill = passing * (pp - 1) / pp + messages * self._message_seconds()
+            fill = passing * (pp - 1) / pp + messages * message
             seconds = m * slowest + fill
         else:
             seconds = self._by_few_microbatches(stages)

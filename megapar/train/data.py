@@ -14,6 +14,7 @@ import numpy as np
 from megapar.comm import collectives
 from megapar.comm.agreement import on_all_ranks
 from megapar.config.data_spec import Entry, blend_stages, validation_sets
+from megapar.config.derive import with_vocabulary
 from megapar.config.messages import first_few
 from megapar.config.options import Config, DataConfig
 from megapar.context import ParallelContext
@@ -121,6 +122,16 @@ def _open(
     if problems:
         raise DataError("; ".join(problems))
     return opened
+
+
+def with_vocabulary_of_tokenizer(config: Config) -> Config:
+    """`config` with the size of the tokenizer's vocabulary, if it needs the tokenizer.
+
+    Raises ConfigError if the two do not fit, and DataError if there is no such tokenizer.
+    """
+    if not needs_tokenizer(config):
+        return config
+    return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
 
 
 def needs_tokenizer(config: Config) -> bool:

@@ -92,9 +92,6 @@ WORKLOADS: dict[WorkloadName, Workload] = {
 
 CONTENDERS: dict[ContenderName, type[Peer]] = {"megapar": Megapar, "torch": MixedPrecision, "compiled": Compiled}
 
-# The machine of a GPU, by what its name contains.
-MACHINES = {"H200": "h200-141g", "H100": "h100-80g", "A100": "a100-80g", "B200": "b200-180g", "L40S": "l40s-48g"}
-
 # The parts of the time, by what the kernels that take it are called in a profile.
 OTHERS = "other kernels"
 CATEGORIES: dict[str, tuple[str, ...]] = {
@@ -227,9 +224,7 @@ def categorize(name: str) -> str:
 
 def machine_of(circumstances: Mapping[str, Any]) -> Hardware:
     """The machine that the GPU's name tells, with its peak; an H200 for another GPU and in a dry run."""
-    described = str(circumstances.get("hardware", ""))
-    name = next((file for part, file in MACHINES.items() if part in described), "h200-141g")
-    machine = hardware.load(name)
+    machine = hardware.load(hardware.name_of(str(circumstances.get("hardware", ""))) or "h200-141g")
     peak = circumstances["peak_tflops"] or machine.peak_tflops["bf16"]
     return replace(machine, peak_tflops={**machine.peak_tflops, "bf16": peak})
 
