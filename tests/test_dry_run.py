@@ -315,7 +315,7 @@ def test_every_preset_adds_up(path: Path) -> None:
     if "positions.weight" in whole.tensors():
         positions = (tp - 1) * model.max_position_embeddings * model.hidden_size  # each tensor rank has the whole table
     # Each tensor rank has all rows of a router. In these mixtures every layer has one.
-    routers = (tp - 1) * model.num_hidden_layers * derived.moe.num_experts * model.hidden_size
+    routers = (tp - 1) * model.num_hidden_layers * derived.num_experts * model.hidden_size
     least = count + copies + positions + routers
     assert least <= held <= least + vectors
     for kind in kinds:

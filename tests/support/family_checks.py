@@ -18,7 +18,8 @@ from torch import Tensor
 from megapar import context
 from megapar.config.options import Config
 from megapar.errors import MegaparError
-from tests.support import layouts, tiny_models
+from megapar.verify import logical
+from tests.support import close, tiny_models
 from tests.support.grid import Layout, check_on_ranks
 from tests.support.hugging_face import Case, assert_same_tensors, save_model, tensors
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
@@ -92,9 +93,9 @@ def assert_gradients(pair: Pair, folder: Path, tolerance: float = 1e-5) -> None:
     pair.theirs.save_pretrained(folder / "gradients")
     hf_to_native(HfToNative(folder / "gradients", folder / "native_gradients", verify=False))
     _, gradients = load_model(folder / "native_gradients")
-    found = layouts.assemble([layouts.held([pair.stage], ctx, layouts.gradients, unsummed=True)])
-    wanted = layouts.assemble([layouts.held([gradients], ctx, layouts.weights)])
-    layouts.assert_close(found, wanted, rtol=tolerance)
+    found = logical.assemble([logical.held([pair.stage], ctx, logical.gradients, unsummed=True)])
+    wanted = logical.assemble([logical.held([gradients], ctx, logical.weights)])
+    close.assert_close(found, wanted, rtol=tolerance)
 
 
 def assert_round_trip(pair: Pair, folder: Path) -> None:

@@ -165,7 +165,7 @@ def args_of(model: ModelConfig, tp: int, pp: int, **changes: Any) -> Namespace:
         "num_query_groups": model.num_key_value_heads,
         "max_position_embeddings": model.max_position_embeddings,
         "position_embedding_type": arguments.position_embedding_type,
-        "rotary_base": int(model.rope_theta),
+        "rotary_base": int(getattr(model, "rope_theta", 10000.0)),
         "rotary_percent": 1.0,
         "normalization": arguments.normalization,
         "norm_epsilon": model.rms_norm_eps,
