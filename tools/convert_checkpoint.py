@@ -18,7 +18,14 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import tyro
 from megapar_models.convert import dcp, megatron, megatron_core, upcycle
-from megapar_models.convert.config_json import canonical_name, from_hugging_face, names_of, to_hugging_face, warnings_of
+from megapar_models.convert.config_json import (
+    canonical_name,
+    from_hugging_face,
+    is_multimodal,
+    names_of,
+    to_hugging_face,
+    warnings_of,
+)
 from megapar_models.convert.huggingface import Weights, hugging_face_tensor, native_tensor, write_model
 from megapar_models.convert.parity import (
     check_transformers,
@@ -358,6 +365,8 @@ def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) 
     """The config.json of the folder `origin`, or a new one with the end token of the training's tokenizer."""
     if origin is not None:
         raw = read_json(origin / HF_CONFIG)
+    # Of a multimodal model the language model alone is written, so its file is made anew.
+    if origin is not None and not is_multimodal(raw):
         raw.pop("dtype", None)  # transformers 5's name of torch_dtype
         raw.pop("quantization_config", None)  # what is written is not quantized
         return raw

@@ -22,6 +22,8 @@ class ModelType:
     """transformers' defaults for absent fields. A size without a default here must be in the file."""
     fixed: Raw
     """Fields with a required value, if they are present. With another value the model computes something else."""
+    nested: str = ""
+    """The field with the language model of a multimodal file. Its other parts are left out."""
 
 
 def _no_lines(*_: Any) -> list[str]:

@@ -14,6 +14,8 @@ from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages
 from megapar_models.family import Family
+from megapar_models.gemma.family import GEMMA
+from megapar_models.gemma2.family import GEMMA2
 from megapar_models.gpt.family import GPT
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA
@@ -25,6 +27,8 @@ FAMILIES: dict[str, Family] = {
     "gpt": GPT,
     "mixtral": MIXTRAL,
     "qwen3_moe": QWEN3_MOE,
+    "gemma": GEMMA,
+    "gemma2": GEMMA2,
 }
 
 

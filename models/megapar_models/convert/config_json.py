@@ -99,10 +99,11 @@ def from_hugging_face(file: Mapping[str, Any]) -> ModelConfig:
     Raises ConfigError with every unsupported field, and with every field that nobody reads, unless it is listed as
     without effect.
     """
-    raw = _Read(file)
-    type_name = raw.get("model_type")
+    type_name = file.get("model_type")
     family, names = _of_type(type_name)
     model_type = names.model_types[str(type_name)]
+    file = _language_model(file, model_type.nested)
+    raw = _Read(file)
     problems = list(_unsupported(raw, model_type.fixed))
     values: dict[str, Any] = {}
     for theirs, ours in names.fields.items():
@@ -120,7 +121,7 @@ def from_hugging_face(file: Mapping[str, Any]) -> ModelConfig:
         problems += names.judge(raw, str(type_name))
         names.warnings(raw)
         names.ignored(raw)
-        unread = file.keys() - raw.fields - WITHOUT_EFFECT - set(names.without_effect)
+        unread = file.keys() - raw.fields - WITHOUT_EFFECT - {"model_type"} - set(names.without_effect)
         problems += [f"{field}={file[field]!r} is not known, and may change the model" for field in sorted(unread)]
     if problems:
         raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems))
@@ -130,7 +131,23 @@ def from_hugging_face(file: Mapping[str, Any]) -> ModelConfig:
 
 def warnings_of(raw: Mapping[str, Any]) -> list[str]:
     """Lines about fields of a supported config.json without an option of ours and without effect on the result."""
-    return _of_type(raw.get("model_type"))[1].warnings(raw)
+    names = _of_type(raw.get("model_type"))[1]
+    return names.warnings(_language_model(raw, names.model_types[raw["model_type"]].nested))
+
+
+def is_multimodal(raw: Mapping[str, Any]) -> bool:
+    """Whether a supported config.json describes other parts beside the language model."""
+    return bool(_of_type(raw.get("model_type"))[1].model_types[raw["model_type"]].nested)
+
+
+def _language_model(file: Mapping[str, Any], nested: str) -> Mapping[str, Any]:
+    """The config.json of the language model in `file`, in its field `nested` if there is one."""
+    if not nested:
+        return file
+    part = file.get(nested)
+    if not isinstance(part, dict):
+        raise ConfigError(f"config.json: {nested} is missing")
+    return part | {name: file[name] for name in ("tie_word_embeddings", "quantization_config") if name in file}
 
 
 def _of_type(type_name: object) -> tuple[str, HuggingFace]:

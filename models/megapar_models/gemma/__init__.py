@@ -1,0 +1,1 @@
+"""The Gemma family: its rules, its names at Hugging Face, and presets."""
