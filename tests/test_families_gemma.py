@@ -21,6 +21,7 @@ from tests.support.published import (
     random_batch,
     whole_stage,
 )
+from tests.support.sweeps import slow_but
 from tools.convert_checkpoint import NativeToHf, native_to_hf
 
 SCALED = {
@@ -69,7 +70,8 @@ def test_it_computes_what_transformers_does(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "sizes"), [("gemma2", {"tp": 2, "pp": 2}), ("gemma3_text", {"cp": 2, "cp_attention": "ulysses"})]
+    ("kind", "sizes"),
+    slow_but([1], [("gemma2", {"tp": 2, "pp": 2}), ("gemma3_text", {"cp": 2, "cp_attention": "ulysses"})]),
 )
 def test_it_trains_in_a_layout_as_in_one_process(kind: str, sizes: dict[str, Any]) -> None:
     check_on_ranks(Layout(model_of({"model_type": kind, **FIELDS[kind]}), **sizes))

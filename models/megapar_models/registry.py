@@ -13,13 +13,18 @@ from megapar.config.options import Config, ModelConfig
 from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages
+from megapar_models.cohere.family import COHERE
 from megapar_models.family import Family
 from megapar_models.gemma.family import GEMMA
 from megapar_models.gemma2.family import GEMMA2
 from megapar_models.gpt.family import GPT
+from megapar_models.granite.family import GRANITE
+from megapar_models.granitemoe.family import GRANITEMOE
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA
 from megapar_models.mixtral.family import MIXTRAL
+from megapar_models.olmo.family import OLMO
+from megapar_models.olmoe.family import OLMOE
 from megapar_models.qwen3_moe.family import QWEN3_MOE
 
 FAMILIES: dict[str, Family] = {
@@ -29,6 +34,11 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     "gemma": GEMMA,
     "gemma2": GEMMA2,
+    "olmo": OLMO,
+    "olmoe": OLMOE,
+    "granite": GRANITE,
+    "granitemoe": GRANITEMOE,
+    "cohere": COHERE,
 }
 
 

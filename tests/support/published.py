@@ -35,9 +35,13 @@ VOCABULARY = 131
 SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
     **{"intermediate_size": 76, "max_position_embeddings": 64, "vocab_size": VOCABULARY, "initializer_range": 0.1},
+    "pad_token_id": None,  # transformers would not train the embedding of that token
 }
 # Fields that decide which tensors there are, of which shapes: a conversion has all of them, or fails.
 OF_SIZE = {*SIZES, "head_dim", "model_type", "attention_bias", "mlp_bias", "tie_word_embeddings"}
+OF_SIZE |= {"num_experts", "num_local_experts", "shared_intermediate_size"}
+# Those of the loss that balances experts.
+OF_TRAINING = {"router_aux_loss_coef", "output_router_logits"}
 
 
 class Published:
@@ -103,16 +107,18 @@ class Published:
         options = {"dtype": torch.float32, "attn_implementation": "eager", "local_files_only": True}
         again = type(self.theirs).from_pretrained(self.folder / "again", **options)
         with torch.no_grad():
-            tokens_bs = self.batch.tokens_bs
-            assert torch.equal(again.eval()(tokens_bs).logits, self.theirs(tokens_bs).logits)
+            expected_bsv = self.theirs(self.batch.tokens_bs).logits
+            found_bsv = again.eval()(self.batch.tokens_bs).logits
+        # Not bit by bit: products depend on where in memory the mapped weights begin.
+        assert (found_bsv - expected_bsv).norm() <= 1e-6 * expected_bsv.norm()
         assert model_of(json.loads((self.folder / "again/config.json").read_text())) == self.stage.model
 
     def check_fields(self, changes: Sequence[Mapping[str, Any]], refused: Mapping[str, Any]) -> None:
         """Fields with other values give other logits, and those of transformers. Each of `refused` is refused by name.
 
-        All other fields are sizes, or listed as without effect.
+        All other fields are sizes, of training, or listed as without effect.
         """
-        listed = {*OF_SIZE, *WITHOUT_EFFECT, *names_of(self.stage.model).without_effect}
+        listed = {*OF_SIZE, *OF_TRAINING, *WITHOUT_EFFECT, *names_of(self.stage.model).without_effect}
         unchanged = self.raw.keys() - listed - refused.keys() - {field for change in changes for field in change}
         assert not unchanged, unchanged
         for field, value in refused.items():

@@ -1,0 +1,80 @@
+"""Cohere's Command models: their options, and their names at Hugging Face (cohere and cohere2)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megapar.config.options import Config
+from megapar_models.cohere.model import CohereModel, CohereStage
+from megapar_models.convert.recipes import Pairs
+from megapar_models.family import Family, HuggingFace, ModelType, Raw
+from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
+from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
+from megapar_models.windows import FULL, SLIDING, read_windows, window_problems, write_windows
+
+_RENAMED = {"rms_norm_eps": "layer_norm_eps"}
+_FIELDS = {_RENAMED.get(name, name): name for name in (*SAME_FIELDS, "attention_bias", "logit_scale")}
+_DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
+_DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": None, "head_dim": None, "attention_bias": False}
+_DEFAULTS |= {"logit_scale": 0.0625}
+_FIXED = {"attention_dropout": 0.0}
+_MODEL_TYPES = {
+    # The weights of its norms of q and k are [heads, width], a form that our tables of names do not have.
+    "cohere": ModelType(_DEFAULTS, {**_FIXED, "use_qk_norm": False}),
+    "cohere2": ModelType(_DEFAULTS, _FIXED),
+}
+
+
+def _pairs(model: CohereModel) -> dict[str, Pairs]:
+    """Their rotary pairs are neighbors."""
+    pairs = Pairs(model.head_dim, 0, model.head_dim)
+    return {"layers.*.attention.q": pairs, "layers.*.attention.k": pairs}
+
+
+def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+    """Rotary embedding and windows from a config.json; returns option values and problems."""
+    if model_type == "cohere":
+        return read_rope(raw, default_theta=500000.0)
+    values, problems = read_rope(raw, default_theta=10000.0)
+    count = raw.get("num_hidden_layers", 0)
+    pattern = raw.get("sliding_window_pattern", 4)
+    types = raw.get("layer_types") or [FULL if layer % pattern == 0 else SLIDING for layer in range(1, count + 1)]
+    # A window decides on positions too, however long it is.
+    windows, wrong = read_windows(raw, raw.get("sliding_window", 4096), types, keeps_unused=True)
+    if not windows and not wrong:
+        wrong = ["sliding_window=None is not supported; a number of keys is"]
+    return values | windows, [*problems, *wrong]
+
+
+def _problems(config: Config, model: CohereModel) -> Iterator[str]:
+    yield from scaling_problems(config, model)
+    yield from window_problems(config, model)
+
+
+def _write(model: CohereModel, fields: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of `model`."""
+    fields |= write_rope(model)
+    if not model.sliding_window:
+        return {"model_type": "cohere", "architectures": ["CohereForCausalLM"], **fields}
+    return {"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], **fields, **write_windows(model)}
+
+
+COHERE = Family(
+    name="cohere",
+    stage=CohereStage,
+    activations=("silu", "gelu_pytorch_tanh", "relu2"),
+    options=CohereModel,
+    even_head_dim=True,
+    problems=_problems,
+    hugging_face=HuggingFace(
+        model_types=_MODEL_TYPES,
+        modules=MODULES_BUT_MLP | MLP_MODULES,
+        pairs=_pairs,
+        fields=_FIELDS,
+        activations=ACTIVATIONS,
+        tied=TIED,
+        without_effect=("_sliding_window_pattern", "cache_implementation"),
+        read=_read,
+        write=_write,
+        warnings=factor_warnings,
+    ),
+)

@@ -1,0 +1,1 @@
+"""Granite: its rules, its names at Hugging Face, and presets."""

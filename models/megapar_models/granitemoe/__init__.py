@@ -1,0 +1,1 @@
+"""Mixtures of Granite: their rules, their names at Hugging Face, and presets."""

@@ -1,0 +1,1 @@
+"""OLMoE: its rules, its names at Hugging Face, and a preset."""
