@@ -422,6 +422,17 @@ def test_what_makes_another_function_of_the_weights_is_named():
     assert compatible.function_changes(json.loads(json.dumps(flatten(config))), config) == []
 
 
+def test_lists_of_a_checkpoint_are_those_of_the_run():
+    """A checkpoint has lists for tuples."""
+    config = Config(LlamaModel(sliding_window=4, layer_types=("sliding_attention", "full_attention")))
+    saved = json.loads(json.dumps(flatten(config)))
+    assert compatible.function_changes(saved, config) == []
+    saved["model.layer_types"] = []
+    assert compatible.function_changes(saved, config) == [
+        "model.layer_types ((empty) | sliding_attention full_attention)"
+    ]
+
+
 def test_positions_are_weights_for_gpt_alone():
     """Fault options-fixed-on-resumption."""
     for family, are_weights in (("gpt", True), ("llama", False)):

@@ -60,8 +60,8 @@ def function_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
 
     `saved` is as for `changes`. A checkpoint without an option is older than it, and has its default.
     """
-    before = {**flatten(default_config(type(config.model))), **saved}
-    now = flatten(config)
+    before = _as_json({**flatten(default_config(type(config.model))), **saved})
+    now = _as_json(flatten(config))
     function = decided_by("function", config.model)
     different = [path for path in now if path in function and before[path] != now[path]]
     return [f"{path} ({shown(before[path])} | {shown(now[path])})" for path in different]
@@ -73,5 +73,11 @@ def changes(saved: Mapping[str, Any], config: Config) -> list[str]:
     `saved` is a flattened config, possibly from JSON. Options missing from `saved` are left out: they are newer than
     the checkpoint.
     """
-    now = json.loads(json.dumps(flatten(config)))  # JSON turns tuples into lists, as it did with `saved`
+    now = _as_json(flatten(config))
     return [f"{path}: {saved[path]} -> {now[path]}" for path in now if path in saved and saved[path] != now[path]]
+
+
+def _as_json(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with tuples as lists, as a checkpoint has them."""
+    values: dict[str, Any] = json.loads(json.dumps(options))
+    return values

@@ -15,11 +15,11 @@ def problem(config: Config, options: str, text: str) -> str:
 
 
 def shown(value: Any) -> str:
-    """A value in the words of a flag, such as "3 4 4 2" for a tuple.
+    """A value in the words of a flag, such as "3 4 4 2" for a tuple or a list.
 
     Booleans are shown as true and false, although they are set by the name of the flag alone.
     """
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         return " ".join(map(shown, value)) or "(empty)"
     if isinstance(value, bool):
         return str(value).lower()

@@ -1,6 +1,6 @@
 """The fields of a mixture of experts in a config.json of Hugging Face, for the families with experts."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megapar.config.messages import shown
@@ -65,3 +65,16 @@ def refuse_unwritable(model: MixtureModel, model_type: str, fixed: Mapping[str, 
         problems.append(f"model.moe.balance=bias: {model_type} of transformers has no bias that selects experts")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def refuse_windows(raw: Raw, model_type: str) -> Iterator[str]:
+    """Yield a problem if a sliding window applies to positions of the model. Any other window is allowed."""
+    # What transformers takes for an absent window, and whether it uses one.
+    window = raw.get("sliding_window", None if model_type == "mixtral" else 4096)
+    used = model_type == "mixtral" or raw.get("use_sliding_window", False)
+    longest = raw["max_position_embeddings"]
+    if used and window is not None and window < longest:
+        yield (
+            f"sliding_window={window} is not supported below max_position_embeddings={longest}; with that set to "
+            f"{window} the window never applies"
+        )

@@ -119,7 +119,8 @@ CONFIG_JSON = (
     choice(
         "model_type",
         "model.family",
-        {"llama": "llama", "mistral": "llama", "qwen2": "llama", "qwen3": "llama", "gpt2": "gpt"}
+        {"llama": "llama", "mistral": "llama", "ministral": "llama", "qwen2": "llama", "qwen3": "llama"}
+        | {"seed_oss": "llama", "gpt2": "gpt"}
         | {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe"},
     ),
     same("n_embd", "model.hidden_size"),
@@ -133,8 +134,8 @@ CONFIG_JSON = (
     same("attn_pdrop", "model.attention_dropout"),
     same("layer_norm_epsilon", "model.rms_norm_eps"),
     computed("rope_parameters", "model.rope_scaling.rope_type", "and its other keys; rope_theta is model.rope_theta"),
-    always("mlp_bias", "model.family gpt has biases in the MLP, the others have none", "false"),
-    lacking("sliding_window", "attention sees all earlier positions"),
+    computed("use_sliding_window", "model.sliding_window", "0 if it is false"),
+    computed("max_window_layers", "model.layer_types", "full_attention for so many layers, then sliding_attention"),
     lacking("q_lora_rank", NO_LATENT_ATTENTION),
     lacking("kv_lora_rank", NO_LATENT_ATTENTION),
     lacking("v_head_dim", NO_LATENT_ATTENTION),

@@ -1,16 +1,19 @@
 """The Llama family: its options, and its names at Hugging Face and in Megatron-LM.
 
-It reads `model_type` llama, mistral, qwen2 and qwen3, as transformers 4 and 5 write them.
+It reads `model_type` llama, mistral, ministral, qwen2, qwen3 and seed_oss, as transformers 4 and 5 write them.
 """
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megapar.config.messages import shown
+from megapar.config.options import Config
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
 from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.llama.reference import logits
 from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
+from megapar_models.windows import FULL, SLIDING, read_windows, window_problems, write_windows
 
 # Hugging Face
 
@@ -42,67 +45,113 @@ SAME_FIELDS = (
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
 TIED = {"lm_head.weight": "model.embed_tokens.weight"}
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
-_FIXED = {"attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0, "partial_rotary_factor": 1.0}
+_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0}
+# Fields that transformers does not read for this model_type: with another value somebody expects something else.
+_NO_BIAS = {**_FIXED, "attention_bias": False, "mlp_bias": False}
 _MODEL_TYPES = {
     "llama": ModelType({**_DEFAULTS, "num_key_value_heads": None, "head_dim": None}, _FIXED),
-    "mistral": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": None}, _FIXED),
+    "mistral": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": None}, _NO_BIAS),
+    "ministral": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": None}, _NO_BIAS),
     # Its q, k and v have biases, though its config.json has no field for them.
-    "qwen2": ModelType({**_DEFAULTS, "num_key_value_heads": 32, "head_dim": None}, {**_FIXED, "attention_bias": True}),
-    "qwen3": ModelType({**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128}, _FIXED),
+    "qwen2": ModelType(
+        {**_DEFAULTS, "num_key_value_heads": 32, "head_dim": None},
+        {**_FIXED, "attention_bias": True, "mlp_bias": False},
+    ),
+    "qwen3": ModelType({**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128}, {**_FIXED, "mlp_bias": False}),
+    # Its files have dropouts of 0.1 (see _warnings).
+    "seed_oss": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": 128}, {"partial_rotary_factor": 1.0}),
 }
+_CLASSES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+_CLASSES |= {"seed_oss": "SeedOss"}
 
 
 def _read(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list[str]]:
-    """Rotary embedding, biases and norms from a config.json; returns option values and problems."""
+    """Rotary embedding, biases, norms and windows from a config.json; returns option values and problems."""
     values, problems = read_rope(raw, default_theta=10000.0)
-    values["attention_bias"] = model_type == "qwen2"
     values["qk_norm"] = model_type == "qwen3"
-    return values, problems
+    biased = model_type == "qwen2"
+    if model_type in ("llama", "qwen3", "seed_oss"):
+        biased = raw.get("attention_bias", model_type == "seed_oss")
+    values["attention_bias"] = biased
+    values["attention_out_bias"] = biased and model_type in ("llama", "qwen3")
+    if model_type == "seed_oss":
+        values["attention_out_bias"] = raw.get("attention_out_bias", False)
+    values["mlp_bias"] = raw.get("mlp_bias", False)
+    windows, wrong = _read_windows(raw, model_type)
+    return values | windows, [*problems, *wrong]
 
 
-def window_problems(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
-    """Yield a problem if a sliding window applies to positions of the model. Any other window is allowed.
-
-    Families with other layers of the same attention share it.
-    """
-    # What transformers takes for an absent window.
-    window = raw.get("sliding_window", None if model_type == "mixtral" else 4096)
-    used = {"llama": False, "mistral": True, "mixtral": True}.get(model_type, raw.get("use_sliding_window", False))
+def _read_windows(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list[str]]:
+    """The windows as transformers fills absent fields."""
+    layers = raw.get("num_hidden_layers")
+    if model_type in ("llama", "seed_oss") or not isinstance(layers, int):
+        return {}, []  # there are none, or the missing number is reported elsewhere
+    window = raw.get("sliding_window", 4096)
+    first = 0  # layer with the window
     if model_type in ("qwen2", "qwen3"):
-        # Theirs applies from the layer max_window_layers on.
-        later = raw["num_hidden_layers"] > raw.get("max_window_layers", 28)
-        types = raw.get("layer_types") or ["sliding_attention"] * later
-        used = used and "sliding_attention" in types
-    longest = raw["max_position_embeddings"]
-    if used and window is not None and window < longest:
-        yield (
-            f"sliding_window={window} is not supported below max_position_embeddings={longest}; with that set to "
-            f"{window} the window never applies"
-        )
+        first = raw.get("max_window_layers", 28)
+        if not raw.get("use_sliding_window", False):
+            window = None
+    if window is None:
+        first = layers
+    types = [SLIDING if number >= first else FULL for number in range(layers)]
+    if model_type != "mistral":
+        types = raw.get("layer_types") or types
+    return read_windows(raw, window, types)
+
+
+def _problems(config: Config, model: LlamaModel) -> Iterator[str]:
+    yield from scaling_problems(config, model)
+    yield from window_problems(config, model)
+
+
+def _written_type(model: LlamaModel) -> str:
+    """The model_type of Hugging Face with these biases, norms and windows. Raises ConfigError if there is none."""
+    biases = (model.attention_bias, model.attention_out_bias, model.mlp_bias)
+    if model.qk_norm and model.attention_bias == model.attention_out_bias and not model.mlp_bias:
+        return "qwen3"
+    if not model.qk_norm:
+        if biases == (True, False, False):
+            return "qwen2"
+        if not model.sliding_window:
+            return "llama" if model.attention_bias == model.attention_out_bias else "seed_oss"
+        if not any(biases):
+            return "ministral" if model.layer_types else "mistral"
+    names = ("attention_bias", "attention_out_bias", "mlp_bias", "qk_norm", "sliding_window")
+    options = ", ".join(f"model.{name}={shown(getattr(model, name))}" for name in names if getattr(model, name))
+    raise ConfigError(f"{options}: no model_type of Hugging Face has all this and nothing else")
 
 
 def _write(model: LlamaModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if no model_type represents it."""
-    if model.attention_bias and model.qk_norm:
-        raise ConfigError("model.attention_bias, model.qk_norm: no model_type of Hugging Face has both as we do")
-    if model.attention_bias:
-        model_type = "qwen2"
-    elif model.qk_norm:
-        model_type = "qwen3"
-    else:
-        model_type = "llama"
+    model_type = _written_type(model)
     if model_type == "llama" and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"model.hidden_size={model.hidden_size}, model.num_attention_heads={model.num_attention_heads}: "
             "transformers refuses a llama whose width does not divide by its heads"
         )
     fields |= write_rope(model)
-    if model_type == "llama":
-        fields |= {"attention_bias": False, "mlp_bias": False}
-    else:
-        fields |= {"use_sliding_window": False}
-    name = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}[model_type]
-    return {"model_type": model_type, "architectures": [f"{name}ForCausalLM"], **fields}
+    if model_type in ("llama", "seed_oss"):
+        fields |= {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
+    if model_type == "seed_oss":
+        fields |= {"attention_out_bias": model.attention_out_bias, "attention_dropout": 0.0, "residual_dropout": 0.0}
+    if model_type == "qwen3":
+        fields |= {"attention_bias": model.attention_bias}
+    if model_type in ("qwen2", "qwen3"):
+        fields |= {"use_sliding_window": model.sliding_window > 0}
+    if model_type not in ("llama", "seed_oss"):
+        fields |= write_windows(model)
+    if model_type == "mistral":
+        del fields["layer_types"]  # it has none: all its layers have the window
+    return {"model_type": model_type, "architectures": [f"{_CLASSES[model_type]}ForCausalLM"], **fields}
+
+
+def _warnings(raw: Mapping[str, Any]) -> list[str]:
+    lines = factor_warnings(raw)
+    for name in ("attention_dropout", "residual_dropout"):
+        if raw.get(name):
+            lines.append(f"config.json: {name}={raw[name]} is not read: family llama trains without dropout")
+    return lines
 
 
 LLAMA = Family(
@@ -112,7 +161,7 @@ LLAMA = Family(
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=LlamaModel,
     even_head_dim=True,
-    problems=scaling_problems,
+    problems=_problems,
     hugging_face=HuggingFace(
         model_types=_MODEL_TYPES,
         modules=MODULES_BUT_MLP | MLP_MODULES,
@@ -120,9 +169,10 @@ LLAMA = Family(
         activations=ACTIVATIONS,
         tied=TIED,
         read=_read,
-        judge=window_problems,
         write=_write,
-        warnings=factor_warnings,
+        warnings=_warnings,
+        # Some of its model types have windows. The others do not read them.
+        without_effect=("sliding_window", "use_sliding_window", "max_window_layers"),
     ),
     megatron=Megatron(swiglu=True, normalization="RMSNorm", position_embedding_type="rope", add_bias_linear=False),
 )

@@ -21,7 +21,7 @@ v vocabulary, and d the width of a head:
 The end of a tensor's name gives its dimensions: x_sbh is [s, b, h], with s the sequence (s/tp between layers under
 sequence parallelism) and b the micro-batch.
 
-Every layer is of one kind (`LlamaStage.layer_kind`). Read megapar_models.layer next: it is what a layer computes. Then
+What a layer is made of: `LlamaStage.layer_kind`. Read megapar_models.layer next: it is what a layer computes. Then
 megapar_models.stage: the model from tokens to the loss.
 """
 
@@ -32,16 +32,20 @@ from typing_extensions import TypeVar
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
-from megapar_models.rotary_options import RotaryModel
 from megapar_models.stage import Stage
+from megapar_models.windows import WindowModel, window_of
 
 
 @dataclass(frozen=True)
-class LlamaModel(RotaryModel):
-    """The options of Llama, and of Qwen2 and Qwen3."""
+class LlamaModel(WindowModel):
+    """The options of Llama, and of Mistral, Qwen2, Qwen3 and Seed-OSS."""
 
     attention_bias: bool = False
     """Biases on the query, key and value projections (Qwen2 sets it)."""
+    attention_out_bias: bool = False
+    """A bias on the output projection of attention."""
+    mlp_bias: bool = False
+    """Biases on the three matrices of the MLP."""
     qk_norm: bool = False
     """RMSNorm over each head's query and key before the rotary embedding (Qwen3 sets it)."""
 
@@ -57,6 +61,9 @@ class LlamaStage(Stage[L]):
         return LayerKind(
             norm=NormRule(model.rms_norm_eps),
             rotary=Rotary.of(model),
+            window=window_of(model, number),
             qkv_bias=model.attention_bias,
+            out_bias=model.attention_out_bias,
             qk_norm=model.qk_norm,
+            mlp_bias=model.mlp_bias,
         )

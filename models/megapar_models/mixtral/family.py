@@ -5,10 +5,10 @@ from typing import Any
 
 from megapar.config.options import MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
-from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED, window_problems
+from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.mixtral.model import MixtralModel, MixtralStage
 from megapar_models.mixtral.reference import logits
-from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
+from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable, refuse_windows
 from megapar_models.rope import read_rope, scaling_problems, write_rope
 
 # Hugging Face
@@ -66,7 +66,7 @@ MIXTRAL = Family(
         activations=ACTIVATIONS,
         tied=TIED,
         read=_read,
-        judge=window_problems,
+        judge=refuse_windows,
         write=_write,
         warnings=mixture_warnings,
     ),

@@ -6,8 +6,8 @@ from typing import Any
 from megapar.config.messages import problem, shown
 from megapar.config.options import Config
 from megapar_models.family import Family, HuggingFace, ModelType
-from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED, window_problems
-from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
+from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
+from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable, refuse_windows
 from megapar_models.qwen3_moe.model import Qwen3MoeExperts, Qwen3MoeModel, Qwen3MoeStage
 from megapar_models.qwen3_moe.reference import logits
 from megapar_models.rope import read_rope, scaling_problems, write_rope
@@ -99,7 +99,7 @@ QWEN3_MOE = Family(
         activations=ACTIVATIONS,
         tied=TIED,
         read=_read,
-        judge=window_problems,
+        judge=refuse_windows,
         write=_write,
         warnings=mixture_warnings,
         without_effect=("max_window_layers",),  # read by no version of its model
