@@ -34,6 +34,7 @@ _MAY_BE_ZERO = {
     "data.fim_tokens",
     "optimizer.zero_stage",
     "model.moe.mlp_only_layers",
+    "model.no_rope_layers",
     "model.moe.router_aux_loss_coef",
 }
 _LARGEST_SIZE = 2**31 - 1  # of a model: the bytes of a matrix with two such sizes fit into 64 bits

@@ -14,6 +14,7 @@ from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages
 from megapar_models.cohere.family import COHERE
+from megapar_models.exaone4.family import EXAONE4
 from megapar_models.family import Family
 from megapar_models.gemma.family import GEMMA
 from megapar_models.gemma2.family import GEMMA2
@@ -26,6 +27,7 @@ from megapar_models.mixtral.family import MIXTRAL
 from megapar_models.olmo.family import OLMO
 from megapar_models.olmoe.family import OLMOE
 from megapar_models.qwen3_moe.family import QWEN3_MOE
+from megapar_models.smollm3.family import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -39,6 +41,8 @@ FAMILIES: dict[str, Family] = {
     "granite": GRANITE,
     "granitemoe": GRANITEMOE,
     "cohere": COHERE,
+    "smollm3": SMOLLM3,
+    "exaone4": EXAONE4,
 }
 
 

@@ -120,7 +120,7 @@ CONFIG_JSON = (
         "model_type",
         "model.family",
         {"llama": "llama", "mistral": "llama", "ministral": "llama", "qwen2": "llama", "qwen3": "llama"}
-        | {"seed_oss": "llama", "gpt2": "gpt"}
+        | {"seed_oss": "llama", "gpt2": "gpt", "smollm3": "smollm3", "exaone4": "exaone4"}
         | {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe"},
     ),
     same("n_embd", "model.hidden_size"),
