@@ -18,14 +18,17 @@ from megapar_models.exaone4.family import EXAONE4
 from megapar_models.family import Family
 from megapar_models.gemma.family import GEMMA
 from megapar_models.gemma2.family import GEMMA2
+from megapar_models.glm.family import GLM
 from megapar_models.gpt.family import GPT
 from megapar_models.granite.family import GRANITE
 from megapar_models.granitemoe.family import GRANITEMOE
+from megapar_models.helium.family import HELIUM
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA
 from megapar_models.mixtral.family import MIXTRAL
 from megapar_models.olmo.family import OLMO
 from megapar_models.olmoe.family import OLMOE
+from megapar_models.phi3.family import PHI3
 from megapar_models.qwen3_moe.family import QWEN3_MOE
 from megapar_models.smollm3.family import SMOLLM3
 
@@ -43,6 +46,9 @@ FAMILIES: dict[str, Family] = {
     "cohere": COHERE,
     "smollm3": SMOLLM3,
     "exaone4": EXAONE4,
+    "helium": HELIUM,
+    "phi3": PHI3,
+    "glm": GLM,
 }
 
 

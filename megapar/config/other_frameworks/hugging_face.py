@@ -120,7 +120,8 @@ CONFIG_JSON = (
         "model_type",
         "model.family",
         {"llama": "llama", "mistral": "llama", "ministral": "llama", "qwen2": "llama", "qwen3": "llama"}
-        | {"seed_oss": "llama", "gpt2": "gpt", "smollm3": "smollm3", "exaone4": "exaone4"}
+        | {"seed_oss": "llama", "gpt2": "gpt", "smollm3": "smollm3", "exaone4": "exaone4", "helium": "helium"}
+        | {"ernie4_5": "helium", "phi3": "phi3", "glm": "glm", "glm4": "glm"}
         | {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe"},
     ),
     same("n_embd", "model.hidden_size"),

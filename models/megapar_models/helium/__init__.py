@@ -1,0 +1,1 @@
+"""The family of Helium and ERNIE 4.5: its rules, its names elsewhere, and presets."""

@@ -1,0 +1,67 @@
+"""Phi-3 and Phi-4: their rules, and their names at Hugging Face (phi3). Rope type longrope is refused."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megapar.config.options import Config
+from megapar.errors import ConfigError
+from megapar_models.family import Family, HuggingFace, ModelType
+from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
+from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope
+from megapar_models.phi3.model import Phi3Model, Phi3Stage
+from megapar_models.windows import SLIDING, read_windows, window_problems
+
+# Hugging Face
+
+_MODULES = MODULES_BUT_MLP | MLP_MODULES
+_MODULES |= dict.fromkeys((f"layers.*.attention.{name}" for name in "qkv"), "model.layers.*.self_attn.qkv_proj")
+_MODULES |= dict.fromkeys(("layers.*.mlp.gate", "layers.*.mlp.up"), "model.layers.*.mlp.gate_up_proj")
+_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "initializer_range": 0.02}
+_DEFAULTS |= {"num_key_value_heads": None, "head_dim": None}
+_FIXED = dict.fromkeys(("attention_dropout", "embd_pdrop", "resid_pdrop"), 0.0)
+_FIXED |= {"attention_bias": False, "mlp_bias": False}
+
+
+def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
+    """Rotary embedding and window from a config.json; returns option values and problems."""
+    values, problems = read_partial_rope(raw, 10000.0, 1.0)
+    window = raw.get("sliding_window")
+    layers = raw.get("num_hidden_layers")
+    if window is None or not isinstance(layers, int):
+        return values, problems
+    windows, wrong = read_windows(raw, window, [SLIDING] * layers)
+    return values | windows, [*problems, *wrong]
+
+
+def _write(model: Phi3Model, fields: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of `model`. Raises ConfigError if phi3 does not represent it."""
+    if model.layer_types:
+        raise ConfigError("model.layer_types: phi3 of Hugging Face has the same window in all layers")
+    # transformers takes 32000 for an absent padding token, and refuses one beyond the vocabulary.
+    fields |= {"sliding_window": model.sliding_window or None, "pad_token_id": None, **write_partial_rope(model)}
+    return {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], **fields}
+
+
+def _problems(config: Config, model: Phi3Model) -> Iterator[str]:
+    yield from partial_problems(config, model)
+    yield from window_problems(config, model)
+
+
+PHI3 = Family(
+    name="phi3",
+    stage=Phi3Stage,
+    activations=("silu", "gelu_pytorch_tanh", "relu2"),
+    options=Phi3Model,
+    even_head_dim=True,
+    problems=_problems,
+    hugging_face=HuggingFace(
+        model_types={"phi3": ModelType(_DEFAULTS, _FIXED)},
+        modules=_MODULES,
+        fields={name: name for name in SAME_FIELDS},
+        activations=ACTIVATIONS,
+        tied=TIED,
+        read=_read,
+        write=_write,
+        without_effect=("original_max_position_embeddings",),  # of longrope and yarn, which are refused
+    ),
+)
