@@ -696,7 +696,7 @@ def test_a_written_config_loads_as_the_same(tmp_path_factory, config):
 OPTIONS = """
 model: family hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
     vocab_size max_position_embeddings rope_theta hidden_act rms_norm_eps attention_bias qk_norm tie_word_embeddings
-    hidden_dropout attention_dropout initializer_range
+    hidden_dropout attention_dropout initializer_range sliding_window swiglu_limit
 model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
     beta_slow attention_factor mscale mscale_all_dim truncate
 model.moe: num_experts num_experts_per_tok moe_intermediate_size mlp_only_layers scoring_func norm_topk_prob

@@ -20,6 +20,7 @@ from megapar_models.gemma.family import GEMMA
 from megapar_models.gemma2.family import GEMMA2
 from megapar_models.glm.family import GLM
 from megapar_models.gpt.family import GPT
+from megapar_models.gpt_oss.family import GPT_OSS
 from megapar_models.granite.family import GRANITE
 from megapar_models.granitemoe.family import GRANITEMOE
 from megapar_models.helium.family import HELIUM
@@ -49,6 +50,7 @@ FAMILIES: dict[str, Family] = {
     "helium": HELIUM,
     "phi3": PHI3,
     "glm": GLM,
+    "gpt_oss": GPT_OSS,
 }
 
 
