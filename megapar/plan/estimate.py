@@ -167,6 +167,11 @@ class Estimator:
             breadth: sorted(state.nbytes for state in states if not breadth or state.zero_stage >= 2)
             for breadth in (False, True)
         }
+        # The layers of a rank depend on no other part of a layout.
+        pipelines = [
+            (self._pipeline(grid.pp, schedule, vpp), self._layers_of_rank(grid.pp, vpp))
+            for schedule, vpp in part.pipelines
+        ]
         too_large = 0
         for in_parts, form in part.sequences:
             for size in part.micro_batch_sizes:
@@ -175,21 +180,24 @@ class Estimator:
                 for recompute, every in part.recomputes:
                     layout = sized._replace(recompute=recompute, recompute_every=every)
                     costs = self._recomputed(layout, layer)
-                    for schedule, vpp in part.pipelines:
-                        work = self._work(layout, self._pipeline(grid.pp, schedule, vpp), costs)
-                        sizes = by_size[schedule == "breadth"]
+                    threshold = best.threshold(layout)
+                    for pipeline, layers in pipelines:
+                        work = self._work(layout, pipeline, layers, costs)
+                        sizes = by_size[pipeline.schedule == "breadth"]
                         fitting = bisect_right(sizes, limit - work.kept)
                         too_large += len(sizes) - fitting
                         if sizes and best.is_smaller(sizes[0] + work.kept):
-                            self._keep_smallest(layout._replace(schedule=schedule, vpp=vpp), work, states, best)
-                        if fitting and work.busy + work.idle <= best.threshold(layout):
-                            self._add(layout._replace(schedule=schedule, vpp=vpp), work, states, limit, best)
+                            whole = layout._replace(schedule=pipeline.schedule, vpp=pipeline.vpp)
+                            self._keep_smallest(whole, work, states, best)
+                        if fitting and work.busy + work.idle <= threshold:
+                            whole = layout._replace(schedule=pipeline.schedule, vpp=pipeline.vpp)
+                            self._add(whole, work, states, limit, best)
+                            threshold = best.threshold(layout)
         return too_large
 
-    def _work(self, layout: Layout, pipeline: _Pipeline, costs: tuple[float, float, float]) -> _RankWork:
-        """What the slowest rank of a layout does with `costs`: forward, backward and kept bytes of a layer."""
+    def _work(self, layout: Layout, pipeline: _Pipeline, layers: float, costs: tuple[float, float, float]) -> _RankWork:
+        """What the slowest rank, of so many layers, does with `costs`: forward, backward and kept bytes of a layer."""
         forward, backward, kept = costs
-        layers = self._layers_of_rank(layout, pipeline.vpp)
         micro_batches = -(-self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp))
         live = min(max(pipeline.kept * layout.pp, 1.0), micro_batches)
         if pipeline.schedule == "breadth":
@@ -240,15 +248,15 @@ class Estimator:
             return layer.forward, layer.backward, layer.kept
         return layer.forward, layer.backward + layer.attention, 0.95 * layer.kept
 
-    def _layers_of_rank(self, layout: Layout, vpp: int) -> float:
+    def _layers_of_rank(self, pp: int, vpp: int) -> float:
         """The layers of the slowest rank. The head counts as the layers that it is as large as."""
         layers = self.config.model.num_hidden_layers
         active = self.sizes.layer + self.sizes.experts * self.sizes.expert_share
         whole = layers + self.sizes.end / active
-        stages = layout.pp * vpp
+        stages = pp * vpp
         largest = max(-(-layers // stages), whole / stages)
         # Ranks with several stages have larger and smaller ones.
-        return (whole / layout.pp + largest * vpp) / 2
+        return (whole / pp + largest * vpp) / 2
 
     def _ends_kept(self, layout: Layout) -> float:
         """Bytes of the logits and their gradient, beside what the first rank keeps."""
@@ -404,8 +412,11 @@ class Estimator:
         """The links of a layout's axes. It keeps what it has found, so there is one for each grid and `shard_ranks`."""
         key = (*layout[:6], layout.shard_ranks)
         if key not in self._networks:
+            if layout.shard_ranks:
+                whole = self._network(layout._replace(shard_ranks=0))
+                self._networks[key] = whole.with_shards_of(layout.shard_ranks)
+                return self._networks[key]
             grid = Grid(layout.tp, layout.cp, layout.dp, layout.pp, order=self.config.parallel.order)
-            grid = replace(grid, shard_ranks=layout.shard_ranks)
             if self.config.model.num_experts:
                 grid = replace(grid, ep=layout.ep, etp=layout.etp)
             self._networks[key] = Network(grid, self.hardware)

@@ -7,7 +7,7 @@ each rank of a node has a link of its own to the network, and each link carries 
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from megapar.grid import EXPERT_AXES, EXPERT_ORDER, GRADIENT_AXES, TIED_AXIS, Grid, coordinates
@@ -31,6 +31,13 @@ class Network:
         self.grid = grid
         self.hardware = hardware
         self._spans: dict[str, Span] = {}
+        self._groups: dict[tuple[str, int], list[int]] = {}
+
+    def with_shards_of(self, shard_ranks: int) -> "Network":
+        """The same grid with another number of ranks that share a shard. All other groups are found once for both."""
+        other = Network(replace(self.grid, shard_ranks=shard_ranks), self.hardware)
+        other._groups = self._groups
+        return other
 
     def span(self, axis: str) -> Span:
         """Where the ranks of an axis are. `axis` is a name of `Grid.groups`."""
@@ -120,7 +127,7 @@ class Network:
         """The ranks of the group of `rank` on an axis, ascending in their position there."""
         for name in GRADIENT_AXES:
             if axis in (f"{name}_shards", f"{name}_copies"):
-                whole = self._members(name, rank)
+                whole = self._whole_group(name, rank)
                 size = self.grid.shard_ranks
                 position = whole.index(rank)
                 if axis.endswith("shards"):
@@ -135,6 +142,12 @@ class Network:
         axes = ("dp", "cp") if axis == "grad" else (axis,)
         place = coordinates(rank, self.grid.sizes, self.grid.order)
         return list(self._line(place, axes))
+
+    def _whole_group(self, axis: str, rank: int) -> list[int]:
+        """The group of `rank` on an axis of gradients, before it is split into shards and copies."""
+        if (axis, rank) not in self._groups:
+            self._groups[axis, rank] = self._members(axis, rank)
+        return self._groups[axis, rank]
 
     def _line(self, place: Mapping[str, int], axes: tuple[str, ...]) -> Iterator[int]:
         """The ranks different from `place` on `axes` alone, ascending in their positions there."""
