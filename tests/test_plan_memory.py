@@ -248,8 +248,11 @@ def test_a_verdict_says_whether_a_layout_fits_and_what_would() -> None:
 
 
 def test_uneven_experts_are_held_in_reserve() -> None:
-    config = Layout(MIXTRAL).config()
+    config = Layout(MIXTRAL, dp=2, ep=2).config()
     total = fullest_rank(config, PARTS).total
-    verdict = judge(config, lambda config: config, PARTS, Capacity("x", total + 10, 10))
+    verdict = judge(config, lambda config: validate(config, 2), PARTS, Capacity("x", total + 10, 10))
     assert not verdict.fits
     assert "experts with 1.5 times their even share" in verdict.text
+    # A rank with all experts keeps the rows of its own tokens, whichever experts they choose.
+    alone = Layout(MIXTRAL, dp=2).config()
+    assert judge(alone, lambda config: config, PARTS, Capacity("x", fullest_rank(alone, PARTS).total + 10, 10)).fits

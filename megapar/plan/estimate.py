@@ -21,6 +21,7 @@ from megapar.plan.durations import duration
 from megapar.plan.hardware import Hardware
 from megapar.plan.network import Network
 from megapar.plan.space import GridPart, Layout
+from megapar.plan.verdict import UNEVEN_EXPERTS
 from megapar.plan.work import Attention, Kernel, Operations, Product, Started, Waited
 
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight or an activation
@@ -299,6 +300,10 @@ class Estimator:
         forward = timed((*products, attention, Kernel(int(moved)), *sends))
         backward = timed((*products, *products, attention._replace(backward=True), Kernel(int(2 * moved)), *sends_back))
         kept = self._width * (4 * between + 2 * heads + 3 * inner)
+        if layout.ep > 1 and model.experts:
+            # As for a plan, a rank's experts may get more than their even share: inner parts, rows in and rows out.
+            rows = model.experts.num_experts_per_tok * wide / tp
+            kept += UNEVEN_EXPERTS * self._width * (3 * inner + 2 * rows)
         return _Layer(
             max(forward.seconds, forward.host),
             max(backward.seconds, backward.host),

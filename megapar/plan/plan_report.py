@@ -13,6 +13,7 @@ from megapar.plan.hardware import Hardware
 from megapar.plan.questions import Answer, gib, row_exposed
 from megapar.plan.search import Found, Row, nearest
 from megapar.plan.space import Space
+from megapar.plan.verdict import UNEVEN_EXPERTS, for_uneven_experts
 
 _GIB = 2**30
 
@@ -144,6 +145,9 @@ def rejections(found: Found, space: Space, hardware: Hardware) -> Iterable[str]:
 def _with_nearest(row: Row, found: Found) -> str:
     """A row that does not fit, and the most similar one that does."""
     text = f"{' '.join(_layout_in_cells(row))} needs {gib(row.memory_bytes)}"
+    uneven = for_uneven_experts(row.config, row.report)
+    if uneven:
+        text += f", and {gib(uneven)} for experts with {1 + UNEVEN_EXPERTS:g} times their even share"
     other = nearest(row, found.rows)
     if other is None:
         return text

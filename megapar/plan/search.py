@@ -15,6 +15,7 @@ from megapar.plan.hardware import Hardware
 from megapar.plan.memory import RankReport
 from megapar.plan.space import Layout, Space, layout_of
 from megapar.plan.step_time import StepTime
+from megapar.plan.verdict import for_uneven_experts
 
 _ALL = 600
 """Up to so many layouts each is planned exactly. More are estimated first."""
@@ -181,7 +182,7 @@ class _Search:
             while waiting:
                 row = waiting.pop(0)
                 row = replace(row, report=self.planner.memory(row.config))
-                if row.memory_bytes <= self.limit:
+                if self.fits(row.config, row.report):
                     confirmed.append(row)
                     break
                 self.found.too_large.append(replace(row, fits=False))
@@ -202,7 +203,7 @@ class _Search:
         try:
             config = self.space.check(layout)
             report = self.planner.memory(_shortened(config))
-            fits = report.total <= self.limit
+            fits = self.fits(config, report)
             time = self.planner.time(config) if fits else None
         except ConfigError as error:
             self.space.reject(error, 1)
@@ -213,10 +214,14 @@ class _Search:
         else:
             self.found.too_large.append(row)
 
+    def fits(self, config: Config, report: RankReport) -> bool:
+        """Whether a layout fits, also if its experts get uneven numbers of tokens."""
+        return report.total + for_uneven_experts(config, report) <= self.limit
+
     def given(self, options: Config, config: Config) -> Row:
         """The row of the given config. It has a time even if it does not fit."""
         report = self.planner.memory(config)
-        fits = report.total <= self.limit
+        fits = self.fits(config, report)
         return Row(layout_of(config), options, config, report, self.planner.time(config), fits, given=True)
 
 

@@ -44,7 +44,7 @@ def judge(given: Config, validated: Callable[[Config], Config], parts: Parts, ca
     """
     config = validated(given)
     fullest = fullest_rank(config, parts)
-    reserve = _reserve(config, fullest, capacity)
+    reserve = capacity.reserve_bytes + for_uneven_experts(config, fullest)
     needs = f"the fullest rank needs {_gib(fullest.total)} by plan and {_gib(reserve)} in reserve ({_reasons(config)})"
     if fullest.total + reserve <= capacity.capacity_bytes:
         left = capacity.capacity_bytes - fullest.total - reserve
@@ -56,16 +56,17 @@ def judge(given: Config, validated: Callable[[Config], Config], parts: Parts, ca
     return Verdict(False, f"{text}; nothing tried with as many ranks would: use more ranks, or a smaller model")
 
 
-def _reserve(config: Config, report: RankReport, capacity: Capacity) -> int:
-    experts = 0
-    if config.model.num_experts:
-        experts = sum(nbytes for name, nbytes in report.kept if name.endswith("mlp"))
-    return capacity.reserve_bytes + round(UNEVEN_EXPERTS * experts)
+def for_uneven_experts(config: Config, report: RankReport) -> int:
+    """Bytes held in reserve for a rank whose experts get more tokens than others. 0 if a rank has all experts."""
+    if config.parallel.ep <= 1:
+        # All rows of a rank's tokens stay on it, however they are spread over the experts.
+        return 0
+    return round(UNEVEN_EXPERTS * sum(nbytes for name, nbytes in report.kept if name.endswith("mlp")))
 
 
 def _reasons(config: Config) -> str:
     listed = "CUDA, NCCL, workspaces, fragments"
-    if config.model.num_experts:
+    if config.parallel.ep > 1:
         listed += f", experts with {1 + UNEVEN_EXPERTS:g} times their even share"
     return listed
 
@@ -90,7 +91,7 @@ def _what_fits(
             report = fullest_rank(changed, parts)
         except ConfigError:
             return ""  # this layout cannot run
-        if report.total + _reserve(changed, report, capacity) > capacity.capacity_bytes:
+        if report.total + capacity.reserve_bytes + for_uneven_experts(changed, report) > capacity.capacity_bytes:
             return ""
         words = ", ".join(f"{section}.{option} {value}" for section, option, value in changes)
         return f"{words} ({_gib(report.total)})"
