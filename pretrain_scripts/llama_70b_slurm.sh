@@ -8,7 +8,7 @@
 #SBATCH --requeue
 #SBATCH --output=%x-%j.out
 #SBATCH --open-mode=append
-# Llama 3 70B on 8 nodes of 8 GPUs, dp 2 x tp 8 x pp 4: sbatch pretrain_scripts/llama_70b_slurm.sh [--section.key value ...]
+# Llama 3 70B on 8 nodes of 8 GPUs, dp 16 x tp 2 x cp 2: sbatch pretrain_scripts/llama_70b_slurm.sh [--section.key value ...]
 # Submit from the repository's root. Keep the nodes on a private network: the rendezvous has no password.
 # Every rank gets SIGUSR1 120 seconds before the time limit, and the run saves. Submit again to go on. If a node fails or
 # the job is preempted, Slurm queues it again by itself (--requeue), and the log goes on in the same file.

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Llama 2 7B on one node of 8 GPUs, dp 2 x tp 2 x pp 2: pretrain_scripts/llama_7b_8gpu.sh [--section.key value ...]
+# Llama 2 7B on one node of 8 GPUs, dp 8: pretrain_scripts/llama_7b_8gpu.sh [--section.key value ...]
 # Expects data/train, data/validation (.bin/.idx) and data/tokenizer.model; tools/preprocess_data.py makes them.
 set -euo pipefail
 cd "$(dirname "$0")/.."

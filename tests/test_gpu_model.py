@@ -84,6 +84,7 @@ def test_the_documented_plan_is_that_of_today(monkeypatch: pytest.MonkeyPatch) -
     for module in (dispatch, backend):
         monkeypatch.setattr(module, "interpreting", lambda: False)
     flags = ["--config", str(ROOT / "pretrain_scripts/configs/llama_7b.toml"), "--launch.device", "cuda"]
+    flags += ["--parallel.dp", "2", "--parallel.tp", "2", "--parallel.pp", "2", "--parallel.sequence_parallel"]
     lines = (ROOT / "docs/strategies.md").read_text().splitlines()
     for kind in reports(validate(load(flags, presets()).config, 8), PARTS):
         sizes = (kind.weights, kind.gradients, kind.optimizer, kind.activations, kind.total)
