@@ -23,12 +23,14 @@ from megapar.plan.memory import reports
 from megapar.plan.plan_report import rejections
 from megapar.plan.search import Found, nearest, search
 from megapar.plan.space import Layout, Space, layout_of, searchable
+from megapar.plan.verdict import for_uneven_experts
 from tests.support.built_plan import built_report
 from tests.support.options import load
 from tests.support.plans import PARTS
 from tools import plan
 
 TINY = str(Path(__file__).parents[1] / "pretrain_scripts/configs/tiny.toml")
+MOE = str(Path(TINY).with_name("moe_laptop.toml"))
 H100 = hardware.load("h100-80g")
 WORKS = plan.ModelPlanner(H100).works  # what is recorded depends on no machine
 # What keeps a search small: a few grids, stages of ZeRO and sizes are left.
@@ -226,6 +228,11 @@ def test_what_it_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     fullest = max(report.total for report in reports(validate(config, 2), PARTS))
     assert first["memory_bytes"] == fullest == max(rank["memory_bytes"] for rank in written["explained"]["ranks"])
     assert sum(first["bytes_by_kind"].values()) == fullest
+    # It has one row if it is the given layout, too.
+    few = ("--fix", *FEW[:1], *FEW[2:])
+    assert run(monkeypatch, "--config", "best.toml", "--gpus", 2, *few, "--json", "again.json") == 0
+    again = json.loads((tmp_path / "again.json").read_text())["rows"]
+    assert [row["given"] for row in again if row["layout"] == again[0]["layout"]] == [True]
     picture = matplotlib.image.imread(tmp_path / "plan_1.png")
     assert picture.std() > 0.1
     events = json.loads((tmp_path / "plan_1.trace.json").read_text())["traceEvents"]
@@ -250,6 +257,22 @@ def test_a_given_layout_that_does_not_fit_is_marked_with_the_nearest_that_does()
     space = space_of(config, 1, *few)
     lines = list(rejections(result, space, machine))
     assert any("the given layout does not fit" in line and "in place of" in line for line in lines)
+
+
+def test_a_layout_fits_only_if_uneven_experts_fit_too() -> None:
+    config = load(["--config", MOE, "--launch.device", "cuda", "--parallel.ep", "2"]).config
+    config = replace(config, parallel=replace(config.parallel, cp=1, dp=2), launch=replace(config.launch, nproc=0))
+    few = (*FEW, "optimizer.zero_stage=1", "parallel.pp=1", "parallel.tp=1", "parallel.cp=1", "parallel.ep=2")
+    given = found(config, 2, H100, *few).given
+    assert given is not None
+    uneven = for_uneven_experts(given.config, given.report)
+    assert uneven > 1000
+    needed = given.memory_bytes + uneven
+    for nbytes, fits in ((needed, True), (needed - 1, False)):
+        machine = replace(H100, memory_gib=nbytes / 2**30, reserve_gib=0.0)
+        again = found(config, 2, machine, *few).given
+        assert again is not None
+        assert again.fits == fits
 
 
 @pytest.mark.parametrize(

@@ -174,14 +174,16 @@ def sizes_of(model: ModelConfig) -> tuple[Sizes, str, float]:
 
 def own_layout(config: Config, world_size: int, parts: Parts) -> tuple[tuple[Config, Config] | None, str]:
     """The given config for `world_size` ranks, and the same with derived values; or why it cannot run."""
-    config = replace(config, launch=replace(config.launch, nproc=0, device="cuda"), dry_run=True)
-    other_dp = replace(config, parallel=replace(config.parallel, dp=0))
+    given = replace(config, launch=replace(config.launch, nproc=0, device="cuda"), dry_run=True)
+    other_dp = replace(given, parallel=replace(given.parallel, dp=0))
     problem = ""
     # A config for another number of GPUs is taken with as many replicas as there are.
-    for candidate in (config, other_dp):
+    for candidate in (given, other_dp):
         try:
             derived = validate(candidate, world_size)
-            return (candidate, check_schedule(candidate, derived, parts)), problem
+            checked = check_schedule(candidate, derived, parts)
+            # With the user's own value again, so that the row of an equal layout is seen to be equal.
+            return (replace(candidate, dry_run=config.dry_run), replace(checked, dry_run=config.dry_run)), problem
         except ConfigError as error:
             problem = str(error).splitlines()[0]
     return None, problem
