@@ -75,6 +75,7 @@ setup(
             "mypy",
             "pre-commit",
             "transformers>=5",
+            "huggingface_hub",  # comes with transformers; names the error of a config.json that it refuses
             "tokenizers>=0.21",
             "tiktoken>=0.8",
             "zstandard>=0.22",
