@@ -16,7 +16,9 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from megapar.config.options import Config
+from megapar_models.registry import FOR_OPTIONS
+
+from megapar.config.options import Config, option_types
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -150,6 +152,12 @@ def options_page() -> str:
     top = [field for field in fields(Config) if not is_dataclass(get_type_hints(Config)[field.name])]
     parts += ["## The run", _table(Config, top, "")]
     parts += list(_sections(Config, ""))
+    parts += [
+        "## Options of families",
+        "Those of `model` that some families read. The words at the end of a line name the families. A default may "
+        "differ from family to family: that of the first one is shown.",
+        _table_of_families(),
+    ]
     return "\n\n".join(parts) + "\n"
 
 
@@ -163,6 +171,30 @@ def _sections(options: Any, prefix: str) -> Iterator[str]:
         yield inspect.cleandoc(section.__doc__ or "")
         yield _table(section, [f for f in fields(section) if not is_dataclass(types[f.name])], f"{prefix}{name}.")
         yield from _sections(section, f"{prefix}{name}.")
+
+
+def _table_of_families() -> str:
+    """A line for each option that some families have beyond those of all families."""
+    common = option_types()
+    rows = ["| option | value | default | meaning |", "|---|---|---|---|"]
+    for path, annotation in FOR_OPTIONS.types().items():
+        if path in common:
+            continue
+        readers = FOR_OPTIONS.readers(path)
+        first = next(iter(readers))
+        sentence = _sentence(FOR_OPTIONS.known[first].options, path.split(".")[1:])
+        cells = (f"`{path}`", type_name(annotation), f"`{_toml(readers[first])}`", f"{sentence} ({', '.join(readers)})")
+        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(rows)
+
+
+def _sentence(options: Any, names: list[str]) -> str:
+    """The sentence under a field of a dataclass, or under one of its sections: `names` leads there."""
+    if len(names) > 1:
+        return _sentence(get_type_hints(options)[names[0]], names[1:])
+    # A field may stand in a class above.
+    found = [sentences_of(above) for above in options.__mro__ if is_dataclass(above)]
+    return next(sentences[names[0]] for sentences in found if names[0] in sentences)
 
 
 def _table(options: Any, chosen: list[Field[Any]], prefix: str) -> str:
@@ -183,7 +215,10 @@ def _table(options: Any, chosen: list[Field[Any]], prefix: str) -> str:
 def _default(field: Field[Any]) -> str:
     """The default value in TOML's syntax."""
     assert field.default is not MISSING, field.name
-    value = field.default
+    return _toml(field.default)
+
+
+def _toml(value: Any) -> str:
     if isinstance(value, bool):  # TOML writes true and false
         return str(value).lower()
     if isinstance(value, str):
