@@ -32,6 +32,7 @@ from megapar_models.olmoe.family import OLMOE
 from megapar_models.phi3.family import PHI3
 from megapar_models.qwen3_moe.family import QWEN3_MOE
 from megapar_models.smollm3.family import SMOLLM3
+from megapar_models.starcoder2.family import STARCODER2
 
 FAMILIES: dict[str, Family] = {
     "llama": LLAMA,
@@ -51,6 +52,7 @@ FAMILIES: dict[str, Family] = {
     "phi3": PHI3,
     "glm": GLM,
     "gpt_oss": GPT_OSS,
+    "starcoder2": STARCODER2,
 }
 
 

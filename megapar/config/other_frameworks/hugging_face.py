@@ -121,7 +121,7 @@ CONFIG_JSON = (
         "model.family",
         {"llama": "llama", "mistral": "llama", "ministral": "llama", "qwen2": "llama", "qwen3": "llama"}
         | {"seed_oss": "llama", "gpt2": "gpt", "smollm3": "smollm3", "exaone4": "exaone4", "helium": "helium"}
-        | {"ernie4_5": "helium", "phi3": "phi3", "glm": "glm", "glm4": "glm"}
+        | {"ernie4_5": "helium", "phi3": "phi3", "glm": "glm", "glm4": "glm", "starcoder2": "starcoder2"}
         | {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss", "olmo": "olmo", "olmo2": "olmo"}
         | {"olmo3": "olmo", "olmoe": "olmoe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma2"}
         | {"granite": "granite", "granitemoe": "granitemoe", "cohere": "cohere", "cohere2": "cohere"},

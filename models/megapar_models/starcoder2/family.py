@@ -1,0 +1,75 @@
+"""StarCoder2: its rules, and its names at Hugging Face (starcoder2)."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megapar.config.options import Config
+from megapar.errors import ConfigError
+from megapar_models.family import Family, HuggingFace, ModelType
+from megapar_models.llama.family import MODULES_BUT_MLP, SAME_FIELDS, TIED
+from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
+from megapar_models.starcoder2.model import StarCoder2Model, StarCoder2Stage
+from megapar_models.windows import SLIDING, read_windows, window_problems
+
+# Hugging Face
+
+_MLP = {"layers.*.mlp.up": "model.layers.*.mlp.c_fc", "layers.*.mlp.down": "model.layers.*.mlp.c_proj"}
+_FIELDS = {name: name for name in (*SAME_FIELDS, "use_bias") if name != "rms_norm_eps"}
+_FIELDS |= {"norm_epsilon": "rms_norm_eps"}
+_DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True}
+_DEFAULTS |= {"initializer_range": 0.018042, "num_key_value_heads": 2, "head_dim": None}
+_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
+_ACTIVATIONS |= {"silu": "silu", "relu2": "relu2"}
+_DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
+
+
+def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
+    """Rotary embedding and window from a config.json; returns option values and problems."""
+    values, problems = read_rope(raw, default_theta=10000.0)
+    window = raw.get("sliding_window")
+    layers = raw.get("num_hidden_layers")
+    if window is None or not isinstance(layers, int):
+        return values, problems
+    windows, wrong = read_windows(raw, window, [SLIDING] * layers)
+    return values | windows, [*problems, *wrong]
+
+
+def _write(model: StarCoder2Model, fields: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of `model`. Raises ConfigError if starcoder2 does not represent it."""
+    if model.layer_types:
+        raise ConfigError("model.layer_types: starcoder2 of Hugging Face has the same window in all layers")
+    fields |= {"sliding_window": model.sliding_window or None, **dict.fromkeys(_DROPOUTS, 0.0), **write_rope(model)}
+    return {"model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"], **fields}
+
+
+def _problems(config: Config, model: StarCoder2Model) -> Iterator[str]:
+    yield from scaling_problems(config, model)
+    yield from window_problems(config, model)
+
+
+def _warnings(raw: Mapping[str, Any]) -> list[str]:
+    # Its files have dropouts of 0.1.
+    dropouts = [f"{name}={raw[name]}" for name in _DROPOUTS if raw.get(name)]
+    lines = [f"config.json: {dropout} is not read: family starcoder2 trains without dropout" for dropout in dropouts]
+    return [*factor_warnings(raw), *lines]
+
+
+STARCODER2 = Family(
+    name="starcoder2",
+    stage=StarCoder2Stage,
+    activations=("gelu_pytorch_tanh", "silu", "relu2"),
+    options=StarCoder2Model,
+    even_head_dim=True,
+    problems=_problems,
+    hugging_face=HuggingFace(
+        model_types={"starcoder2": ModelType(_DEFAULTS, {"partial_rotary_factor": 1.0})},
+        modules=MODULES_BUT_MLP | _MLP,
+        fields=_FIELDS,
+        activations=_ACTIVATIONS,
+        tied=TIED,
+        read=_read,
+        write=_write,
+        warnings=_warnings,
+        without_effect=("mlp_type", "norm_type"),  # of the first files; no version of its model reads them
+    ),
+)
