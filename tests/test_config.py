@@ -502,7 +502,7 @@ def test_all_problems_are_reported_at_once():
         (LlamaModel(rope_scaling=RopeScaling("llama3", 8.0, beta_fast=8.0)), "rope_type llama3 does not use it"),
         (LlamaModel(rope_scaling=RopeScaling("linear", truncate=False)), "rope_type linear does not use it"),
         (LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, low_freq_factor=2.0)), "rope_type yarn does not use it"),
-        (LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, beta_fast=1.0)), "slow must be below fast"),
+        (LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, beta_fast=0.5)), "slow must not be above fast"),
         (LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, mscale=1.0)), "one of them alone has no effect"),
         (
             LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, attention_factor=2.0, mscale=1.0, mscale_all_dim=1.0)),
@@ -697,9 +697,11 @@ OPTIONS = """
 model: family hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
     vocab_size max_position_embeddings rope_theta hidden_act rms_norm_eps attention_bias qk_norm tie_word_embeddings
     hidden_dropout attention_dropout initializer_range sliding_window swiglu_limit
+    q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim
 model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
     beta_slow attention_factor mscale mscale_all_dim truncate
-model.moe: num_experts num_experts_per_tok moe_intermediate_size mlp_only_layers scoring_func norm_topk_prob
+model.moe: num_experts num_experts_per_tok moe_intermediate_size mlp_only_layers first_k_dense_replace scoring_func
+    norm_topk_prob
     routed_scaling_factor n_group topk_group shared_expert_intermediate_size shared_expert_gate balance
     router_aux_loss_coef router_bias_update_rate router_z_loss_coef
 parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedule_costs sequence_parallel

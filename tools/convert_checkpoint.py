@@ -9,7 +9,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -44,7 +44,7 @@ from rich.console import Console
 from rich.progress import Progress
 from torch import Tensor
 
-from megapar.checkpoint.format import Sizes, read_manifest
+from megapar.checkpoint.format import BUFFER, Sizes, read_manifest
 from megapar.checkpoint.load import differences
 from megapar.config.compatible import decided_by
 from megapar.config.data_spec import Entry
@@ -182,14 +182,18 @@ def hf_to_native(options: HfToNative) -> None:
     for line in warnings_of(raw):
         print(f"warning: {line}", file=sys.stderr)
     names = names_of(config.model)
-    shapes = native_shapes(config.model)
+    buffers = buffer_shapes(config.model)
+    shapes = native_shapes(config.model) | buffers
     wanted = hf_recipes(config.model)
     ignored = tuple(names.ignored(raw))
     weights = Weights(options.src, lambda name: canonical_name(name, names, ignored), names.stacked)
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
+    if ignored:
+        print(f"left out: tensors whose names begin with {', '.join(ignored)}", file=sys.stderr)
+    dtype = weights.dtype(in_fp32(wanted, buffers))
     config = replace(
         config,
-        train=replace(config.train, precision=PRECISION[weights.dtype]),
+        train=replace(config.train, precision=PRECISION[dtype]),
         data=DataConfig(tokenizer=copied_tokenizer(options.src, options.dst) or "bytes"),
     )
     sources = places(wanted)
@@ -202,11 +206,12 @@ def hf_to_native(options: HfToNative) -> None:
                 shapes,
                 lambda name: advance(native_tensor(weights, sources[name])),
                 shard_bytes=options.shard_bytes,
+                buffers=buffers,
             )
         copy_files(options.src, folder, (HF_CONFIG, *TOKENIZER_FILES))
         write_options(folder, config, options.src)
         if options.verify:
-            write_json(folder / PARITY, verify(folder, transformers_reference(options.src), weights.dtype))
+            write_json(folder / PARITY, verify(folder, transformers_reference(options.src), dtype))
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 
 
@@ -223,7 +228,9 @@ def native_to_hf(options: NativeToHf) -> None:
     origin = described_by(config, options)
     raw = hf_config(config, origin, training.tokenizer)
     shapes = native_shapes(config.model)
+    buffers = buffer_shapes(config.model)
     expected = {f"{MAIN}.{name}": ("float32", shape) for name, shape in shapes.items()}
+    expected |= {f"{BUFFER}.{name}": ("float32", shape) for name, shape in buffers.items()}
     wrong = differences(manifest, expected, weight_options(config), weights_alone=True)
     if wrong:
         raise CheckpointError(f"{options.src}: tensors are not those of its model: {first_few(wrong, separator='; ')}")
@@ -231,12 +238,13 @@ def native_to_hf(options: NativeToHf) -> None:
     raw["torch_dtype"] = str(dtype).removeprefix("torch.")
     wanted = hf_recipes(config.model)
     infos = {name: TensorInfo(recipe.shape, dtype) for name, recipe in wanted.items()}
+    infos |= {name: TensorInfo(wanted[name].shape, torch.float32) for name in in_fp32(wanted, buffers)}
     with new_folder(options.dst, sum(info.nbytes for info in infos.values())) as folder:
         with progress(len(infos)) as advance:
             write_model(
                 folder,
                 infos,
-                lambda name: advance(hugging_face_tensor(options.src, manifest, wanted[name], dtype)),
+                lambda name: advance(hugging_face_tensor(options.src, manifest, wanted[name], infos[name].dtype)),
                 shard_bytes=options.shard_bytes,
             )
         write_json(folder / HF_CONFIG, raw)
@@ -393,9 +401,21 @@ def native_shapes(model: ModelConfig) -> dict[str, Sizes]:
     return {name: piece.shape for name, piece in WholeModel(model).tensors().items()}
 
 
+def buffer_shapes(model: ModelConfig) -> dict[str, Sizes]:
+    """The biases that select experts."""
+    return {name: piece.shape for name, piece in WholeModel(model).buffers().items()}
+
+
+def in_fp32(wanted: Mapping[str, Recipe], buffers: Container[str]) -> set[str]:
+    """Theirs made of these buffers, which have fp32 in files of any dtype."""
+    return {name for name, recipe in wanted.items() if recipe.parts[0].name in buffers}
+
+
 def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
     names = names_of(model)
-    return recipes(native_shapes(model), names.modules, names.layouts, sizes=model, pairs=names.pairs(model))
+    return recipes(
+        native_shapes(model) | buffer_shapes(model), names.modules, names.layouts, sizes=model, pairs=names.pairs(model)
+    )
 
 
 # Files

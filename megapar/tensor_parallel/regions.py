@@ -7,10 +7,11 @@ Their names are those of Korthikanti et al. (arXiv 2205.05198, section 4.2). The
     Copy            (f)      identity         all-reduce
     reduce_from_tp  (f bar)  all-reduce       identity
     Gather          (g)      all-gather       reduce-scatter
+    gather_sequence (g)      all-gather       reduce-scatter
     scatter_sum     (g bar)  reduce-scatter   all-gather
 
-f and g are objects, because a linear layer overlaps their communication with its products (`megapar.linear`). Gathers
-and scatters are along dimension 0, the sequence. At tp size 1 every one is the identity.
+Copy and Gather are objects, because a linear layer overlaps their communication with its products (`megapar.linear`).
+Gathers and scatters are along dimension 0, the sequence. At tp size 1 every one is the identity.
 """
 
 from dataclasses import dataclass
@@ -96,6 +97,17 @@ class _ScatterSum(torch.autograd.Function):
         return collectives.all_gather(grad, ctx.tp), None
 
 
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+        ctx.tp = tp
+        return collectives.all_gather(x.contiguous(), tp)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return collectives.reduce_scatter(grad.contiguous(), ctx.tp), None
+
+
 def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
     """f: `x`, the same on every rank, enters tensor-parallel work. Backward sums the ranks' gradients of it."""
     if tp.size == 1:
@@ -115,3 +127,10 @@ def scatter_sum(x: Tensor, tp: Axis) -> Tensor:
     if tp.size == 1:
         return x
     return _ScatterSum.apply(x, tp)
+
+
+def gather_sequence(x: Tensor, tp: Axis) -> Tensor:
+    """g: the slices [s/tp, ...] of all ranks as [s, ...]. Each rank's gradient of it is a part of the sum."""
+    if tp.size == 1:
+        return x
+    return _GatherSequence.apply(x, tp)

@@ -47,6 +47,11 @@ class WholeModel:
             piece.name: (piece, spec) for spec in specs for piece in spec.pieces
         }
 
+    def buffers(self) -> dict[str, Piece]:
+        """The tensors that are part of the model but no parameters, such as the bias of a router, by name."""
+        specs = (getattr(buffer, "spec", None) for buffer in self._stage.buffers())
+        return {spec.name: spec.pieces[0] for spec in specs if spec is not None and not spec.training_state}
+
     def tensors(self) -> dict[str, Piece]:
         """Every logical tensor by name. A tied embedding is listed once."""
         return {name: piece for name, (piece, _) in self.declarations.items()}

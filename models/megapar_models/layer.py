@@ -9,13 +9,14 @@ from megapar.config.plugins import named
 from megapar_models.attention import Attention
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
+from megapar_models.latent_attention import LatentAttention
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mlp import DenseMLP, PlainMLP
 from megapar_models.moe import MixtureOfExperts
 from megapar_models.norms import NoNorm, Norm
 
 # A mixer and an MLP are made as CLASS(number, kind, model, factory), and map x_sbh and a ForwardContext to x_sbh.
-MIXERS: Mapping[str, type] = {"attention": Attention}
+MIXERS: Mapping[str, type] = {"attention": Attention, "latent": LatentAttention}
 MLPS: Mapping[str, type] = {"dense": DenseMLP, "plain": PlainMLP, "mixture": MixtureOfExperts}
 
 

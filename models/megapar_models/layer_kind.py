@@ -32,6 +32,22 @@ class Temperature:
         return 1.0 + self.beta * torch.log1p((positions // self.original).to(torch.float32))
 
 
+@dataclass(frozen=True)
+class Latent:
+    """The widths of multi-head latent attention (`megapar_models.latent_attention`), and the norm of its latents.
+
+    `q_rank` and `kv_rank` are the widths of the latents of queries and of keys with values. With `q_rank` 0 queries
+    have no latent. Queries and keys of a head have `nope_width` dimensions, then `rope_width` rotated ones.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_width: int
+    rope_width: int
+    value_width: int
+    norm: NormRule
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """The parts of a layer, and how they are put together (`megapar_models.layer.Layer`)."""
@@ -53,6 +69,8 @@ class LayerKind:
 
     If its width is below that of a head, only the first dimensions of a head are rotated.
     """
+    latent: Latent | None = None
+    """The widths of mixer "latent"."""
     window: int = 0
     """Attention reads this many keys, the token's own among them. 0: all keys up to its own."""
     qkv_bias: bool = False

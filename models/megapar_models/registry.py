@@ -14,6 +14,7 @@ from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages
 from megapar_models.cohere.family import COHERE
+from megapar_models.deepseek.family import DEEPSEEK
 from megapar_models.exaone4.family import EXAONE4
 from megapar_models.family import Family
 from megapar_models.gemma.family import GEMMA
@@ -53,6 +54,7 @@ FAMILIES: dict[str, Family] = {
     "glm": GLM,
     "gpt_oss": GPT_OSS,
     "starcoder2": STARCODER2,
+    "deepseek": DEEPSEEK,
 }
 
 

@@ -51,10 +51,12 @@ def scaling_problems(config: Config, model: RotaryModel) -> Iterator[str]:
 
 
 def _yarn_problems(config: Config, scaling: RopeScaling) -> Iterator[str]:
-    if scaling.beta_slow >= scaling.beta_fast:
+    if scaling.beta_slow > scaling.beta_fast:  # Kimi K2 has 1 for both
         options = "model.rope_scaling.beta_slow model.rope_scaling.beta_fast"
         yield problem(
-            config, options, f"slow must be below fast; use {shown(scaling.beta_fast / 32)} (the paper has 1 and 32)"
+            config,
+            options,
+            f"slow must not be above fast; use {shown(scaling.beta_fast / 32)} (the paper has 1 and 32)",
         )
     if bool(scaling.mscale) != bool(scaling.mscale_all_dim):
         options = "model.rope_scaling.mscale model.rope_scaling.mscale_all_dim"

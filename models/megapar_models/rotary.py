@@ -109,9 +109,10 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     if scaling.factor <= 1:
         return 1.0
     if scaling.mscale and scaling.mscale_all_dim:
-        return _yarn_mscale(scaling.factor, scaling.mscale) / _yarn_mscale(scaling.factor, scaling.mscale_all_dim)
-    return _yarn_mscale(scaling.factor, 1.0)
+        return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
+    return yarn_mscale(scaling.factor, 1.0)
 
 
-def _yarn_mscale(factor: float, mscale: float) -> float:
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's factor 0.1 mscale ln(factor) + 1 (arXiv 2309.00071, section 3.4). `factor` is at least 1."""
     return 0.1 * mscale * math.log(factor) + 1.0

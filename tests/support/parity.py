@@ -36,7 +36,7 @@ def random_model(fields: Mapping[str, Any]) -> Any:
     with torch.no_grad():
         for name, tensor in [*model.named_parameters(), *routers.items()]:
             is_norm = tensor.ndim == 1 and "norm" in name
-            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.2 + is_norm)
+            tensor.copy_(torch.randn(tensor.shape, generator=generator) * 0.1 + is_norm)
     return model.eval()
 
 
@@ -76,8 +76,9 @@ def check_gradients(theirs: nn.Module, found: Mapping[str, Tensor], folder: Path
         param.grad = param.detach()
     for name, tensor in gradients(expected).items():
         scale = tensor.norm()
-        assert scale > 0, f"{name}: no gradient"
-        assert (found[name] - tensor).norm() <= 1e-5 * scale, f"{name}: {(found[name] - tensor).norm() / scale}"
+        # An expert that no token chose has none.
+        assert scale > 0 or ".experts." in name, f"{name}: no gradient"
+        assert (found[name] - tensor).norm() <= 1e-5 * scale, f"{name}: {(found[name] - tensor).norm()} of {scale}"
 
 
 def check_flips(

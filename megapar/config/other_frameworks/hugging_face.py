@@ -5,7 +5,6 @@ from megapar.config.other_frameworks.rows import (
     EPOCHS,
     NO_COMPILE,
     NO_HUB,
-    NO_LATENT_ATTENTION,
     NO_NOISE,
     NO_TRACKER,
     OF_MEMORY,
@@ -124,7 +123,8 @@ CONFIG_JSON = (
         | {"ernie4_5": "helium", "phi3": "phi3", "glm": "glm", "glm4": "glm", "starcoder2": "starcoder2"}
         | {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss", "olmo": "olmo", "olmo2": "olmo"}
         | {"olmo3": "olmo", "olmoe": "olmoe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma2"}
-        | {"granite": "granite", "granitemoe": "granitemoe", "cohere": "cohere", "cohere2": "cohere"},
+        | {"granite": "granite", "granitemoe": "granitemoe", "cohere": "cohere", "cohere2": "cohere"}
+        | {"deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "kimi_k2": "deepseek", "glm4_moe_lite": "deepseek"},
     ),
     same("n_embd", "model.hidden_size"),
     same("n_layer", "model.num_hidden_layers"),
@@ -139,15 +139,12 @@ CONFIG_JSON = (
     computed("rope_parameters", "model.rope_scaling.rope_type", "and its other keys; rope_theta is model.rope_theta"),
     computed("use_sliding_window", "model.sliding_window", "0 if it is false"),
     computed("max_window_layers", "model.layer_types", "full_attention for so many layers, then sliding_attention"),
-    lacking("q_lora_rank", NO_LATENT_ATTENTION),
-    lacking("kv_lora_rank", NO_LATENT_ATTENTION),
-    lacking("v_head_dim", NO_LATENT_ATTENTION),
     always("use_cache", "training keeps no keys and values", "false"),
     same("num_local_experts", "model.moe.num_experts"),
     same("n_routed_experts", "model.moe.num_experts"),
     computed("n_shared_experts", "model.moe.shared_expert_intermediate_size", "x model.moe.moe_intermediate_size"),
     computed("decoder_sparse_step", "model.moe.mlp_only_layers", "numbers of the layers without experts, from 0"),
-    computed("first_k_dense_replace", "model.moe.mlp_only_layers", "the numbers below it, from 0"),
+    same("first_k_dense_replace", "model.moe.first_k_dense_replace"),
     lacking("router_jitter_noise", NO_NOISE),
     always("output_router_logits", "model.moe.balance decides whether there is a loss"),
 )

@@ -71,7 +71,6 @@ NO_TRACKER = "the numbers of each step are in metrics.jsonl and TensorBoard, in 
 NO_FP8 = "train.precision bf16 is the smallest format"
 NO_OFFLOAD = "all stays on the device; optimizer.zero_stage 3 and train.recompute save memory"
 NO_PROFILER = "log.profile A-B times the parts of steps; profile kernels with torch.profiler or nsys"
-NO_LATENT_ATTENTION = "attention has query, key and value heads"
 NO_COMPILE = "torch.compile is not used; kernels.backend chooses fused kernels"
 NO_CUDA_GRAPHS = "CUDA graphs are not used"
 NO_HUB = "push the folder that tools/convert_checkpoint.py native-to-hf writes"

@@ -5,7 +5,7 @@ One tensor is in memory at a time.
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -191,10 +191,12 @@ class Weights:
                 quantized[name] = Stored(file, key, info, form=form, scales=(found[scales][0], scales))
         return quantized
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The common dtype of all tensors. If they differ, fp32: it holds the values of each dtype we read."""
-        dtypes = {stored.info.dtype for stored in self.tensors.values()}
+    def dtype(self, beside: Container[str] = ()) -> torch.dtype:
+        """The common dtype of all tensors but those in `beside`.
+
+        If they differ, fp32: it holds the values of each dtype we read.
+        """
+        dtypes = {stored.info.dtype for name, stored in self.tensors.items() if name not in beside}
         if len(dtypes) == 1:
             return dtypes.pop()
         return torch.float32

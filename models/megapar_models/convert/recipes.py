@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.checkpoint.format import Sizes
+from megapar.checkpoint.format import BUFFER, Sizes
 from megapar.checkpoint.load import Reader
 from megapar.errors import ConfigError
 from megapar.params import MAIN
@@ -53,7 +53,9 @@ class Part(NamedTuple):
         if self.expert is not None:
             theirs = theirs[self.expert]
         view = self.view(theirs)
-        name = f"{MAIN}.{self.name}"
+        # A bias that selects experts is no parameter.
+        states = (state for state in (MAIN, BUFFER) if f"{state}.{self.name}" in reader.manifest.tensors)
+        name = f"{next(states)}.{self.name}"
         if self.groups == 1 and self.pairs is None:
             reader.fill(name, (0,) * len(self.shape), view[0])  # without a copy in between
             return

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapar.checkpoint.format import (
+    BUFFER,
     Chunk,
     Entry,
     Manifest,
@@ -125,21 +126,31 @@ def check_finite(name: str, values: Tensor) -> Tensor:
 
 
 def write_weights(
-    folder: Path, config: Config, shapes: Mapping[str, Sizes], make: Callable[[str], Tensor], *, shard_bytes: int
+    folder: Path,
+    config: Config,
+    shapes: Mapping[str, Sizes],
+    make: Callable[[str], Tensor],
+    *,
+    shard_bytes: int,
+    buffers: Container[str] = (),
 ) -> None:
     """Write a native checkpoint of step 0 to `folder`: fp32 main weights of a validated `config`, without moments.
 
-    `make` returns the logical tensor of a name in `shapes`, fp32. With `trainer.weights_only` in the manifest it has
+    `make` returns the logical tensor of a name in `shapes`, fp32. Those in `buffers` are no parameters.
+    With `trainer.weights_only` in the manifest it has
     no moments, so no run can be resumed from it.
     """
-    plan = {f"{MAIN}.{name}": TensorInfo(shape, torch.float32) for name, shape in shapes.items()}
+    plan = {}
+    for name, shape in shapes.items():
+        state = BUFFER if name in buffers else MAIN
+        plan[f"{state}.{name}"] = TensorInfo(shape, torch.float32)
     tensors: dict[str, Entry] = {}
     files: dict[str, int] = {}
     for number, shard in enumerate(shards(plan, shard_bytes)):
         file = f"weights_{number:05d}.safetensors"
 
         def stored(name: str, file: str = file) -> Tensor:
-            values = make(name.removeprefix(f"{MAIN}.")).contiguous()
+            values = make(name.partition(".")[2]).contiguous()
             shape = tuple(values.shape)
             chunk = Chunk(file, name, (0,) * len(shape), shape, checksum(values))
             tensors[name] = Entry(shape, dtype_name(values.dtype), (chunk,))

@@ -1,0 +1,136 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), split over tp by heads.
+
+Keys and values are made of one short vector of each token, its latent. By option so are queries. Each head has some
+dimensions without positions and some that are rotated. All heads share the rotated part of the key. Context parallelism
+sees whole keys and values, as those of any other attention.
+
+These are the weights of layer N. Sizes are h hidden, H heads, rq and rkv the latents of queries and of keys, and for
+each head n dimensions without rotation, r rotated ones, and v of a value:
+
+    layers.N.attention.q.weight           [H (n + r), h]    without a latent of queries; cut by heads
+    layers.N.attention.q_a.weight         [rq, h]           on every tp rank
+    layers.N.attention.q_a_norm.weight    [rq]              on every tp rank
+    layers.N.attention.q_b.weight         [H (n + r), rq]   cut by heads
+    layers.N.attention.kv_a.weight        [rkv + r, h]      on every tp rank
+    layers.N.attention.kv_a_norm.weight   [rkv]             on every tp rank
+    layers.N.attention.kv_b.weight        [H (n + v), rkv]  cut by heads; of each the key, then the value
+    layers.N.attention.o.weight           [h, H v]          cut by input
+
+Shapes: s positions of this context-parallel rank, b micro-batch, n this rank's heads.
+"""
+
+import torch
+from megapar_kernels.block_attention import ScoreRule
+from megapar_kernels.rope import rotate
+from torch import Tensor, nn
+
+from megapar import recompute
+from megapar.config.options import ModelConfig
+from megapar.linear import LOCAL, LinearFunction
+from megapar.params import ZEROS, shared_piece
+from megapar.tensor_parallel.layers import Columns, shared_vector
+from megapar.tensor_parallel.regions import copy_to_tp, gather_sequence
+from megapar_models.factory import Factory
+from megapar_models.forward import ForwardContext
+from megapar_models.layer_kind import LayerKind
+
+
+class LatentAttention(nn.Module):
+    """Causal self-attention of layer `number`. `kind.latent` has its widths, and `model` its heads.
+
+    `kind.qkv_bias` adds biases to the projections to latents, and `kind.out_bias` one to the output.
+    """
+
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+        super().__init__()
+        assert kind.latent is not None, "a layer with mixer latent has widths of it"
+        assert kind.rotary is not None, "the keys of latent attention are rotated in part"
+        self.kind = kind
+        self.rule = rule = kind.latent
+        self.rotary = kind.rotary
+        self.sharding = factory.sharding
+        self.impl = factory.kernels.rope
+        tp = factory.sharding.tp
+        name = f"layers.{number}.attention"
+        total = model.num_attention_heads
+        self.heads = total // tp.size
+        q_width = rule.nope_width + rule.rope_width
+        self.q_a = self.q_a_norm = None
+        q_input = model.hidden_size
+        q_name = f"{name}.q"
+        if rule.q_rank:
+            q_input = rule.q_rank
+            q_name = f"{name}.q_b"
+            self.q_a = WholeLinear(f"{name}.q_a", model.hidden_size, rule.q_rank, factory, bias=kind.qkv_bias)
+            self.q_a_norm = factory.norm(f"{name}.q_a_norm", rule.q_rank, rule.norm)
+        self.q = factory.column_parallel(q_input, [Columns.even(q_name, total * q_width, tp)])
+        kv_a_width = rule.kv_rank + rule.rope_width
+        self.kv_a = WholeLinear(f"{name}.kv_a", model.hidden_size, kv_a_width, factory, bias=kind.qkv_bias)
+        self.kv_a_norm = factory.norm(f"{name}.kv_a_norm", rule.kv_rank, rule.norm)
+        kv_columns = Columns.even(f"{name}.kv_b", total * (rule.nope_width + rule.value_width), tp)
+        self.kv_b = factory.column_parallel(rule.kv_rank, [kv_columns])
+        self.out = factory.row_parallel(f"{name}.o", total * rule.value_width, model.hidden_size, bias=kind.out_bias)
+        scores = ScoreRule(kind.attention_scale)
+        self.attend = factory.core_attention(range(self.heads), q_width, rule.value_width, kind.window, scores)
+
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
+        q_input = x_sbh
+        if self.q_a is not None and self.q_a_norm is not None:
+            q_input = self.q_a_norm(self.q_a(x_sbh))
+        q_sbc = self.q(q_input)
+        # Under sequence parallelism each rank makes the latents of its own tokens, and short rows travel in place of x.
+        latent_sbr, k_rope_sbr = self.kv_a(x_sbh).split([self.rule.kv_rank, self.rule.rope_width], dim=-1)
+        kv_sbc = self.kv_b(self.kv_a_norm(latent_sbr))
+        # All heads read the rotated part, so each rank computes a part of its gradient.
+        if self.sharding.splits_sequence:
+            k_rope_sbr = gather_sequence(k_rope_sbr, self.sharding.tp)
+        else:
+            k_rope_sbr = copy_to_tp(k_rope_sbr, self.sharding.tp)
+        return self.out(recompute.run(context.recomputes_attention, self._core, q_sbc, kv_sbc, k_rope_sbr, context))
+
+    def _core(self, q_sbc: Tensor, kv_sbc: Tensor, k_rope_sbr: Tensor, context: ForwardContext) -> Tensor:
+        """The attention between the projections, [s, b, n * value width]. Selective recomputation repeats it."""
+        rule = self.rule
+        q = q_sbc.unflatten(-1, (self.heads, -1))
+        q_nope, q_rope = q.split([rule.nope_width, rule.rope_width], dim=-1)
+        kv = kv_sbc.unflatten(-1, (self.heads, -1))
+        k_nope, v = kv.split([rule.nope_width, rule.value_width], dim=-1)
+        q = torch.cat((q_nope, self._rotated(q_rope, context)), dim=-1)
+        k_rope = self._rotated(k_rope_sbr[:, :, None], context)
+        k = torch.cat((k_nope, k_rope.expand(-1, -1, self.heads, -1)), dim=-1)
+        if self.kind.temperature is not None:
+            q = q * self.kind.temperature.factors(context.batch)[..., None, None].to(q.dtype)
+        y: Tensor = self.attend(q, k, v, context.batch, None)
+        return y
+
+    def _rotated(self, x_sbnr: Tensor, context: ForwardContext) -> Tensor:
+        """x [s, b, n, r] rotated by its positions."""
+        tables = context.rotary[self.rotary]
+        length, samples = x_sbnr.shape[:2]
+        if len(tables[0]) == length:
+            return rotate(x_sbnr, *tables, impl=self.impl)
+        # The tables have a row for each position of each sample: as if it were one sample of s b positions.
+        flat = rotate(x_sbnr.flatten(0, 1)[:, None], *tables, impl=self.impl)
+        return flat.squeeze(1).unflatten(0, (length, samples))
+
+
+class WholeLinear(nn.Module):
+    """y = x W^T + b with the whole matrix [out, in] on every tp rank.
+
+    Without sequence parallelism every rank computes the same, from the same x, and so the same gradient. Under it each
+    has tokens of its own, and a part of the gradient.
+    """
+
+    def __init__(self, name: str, in_features: int, out_features: int, factory: Factory, *, bias: bool):
+        super().__init__()
+        sharding = factory.sharding
+        shape = (out_features, in_features)
+        piece = shared_piece(f"{name}.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
+        self.weight = sharding.parameter((piece,), shape, factory.init, decay=True)
+        self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
+        self.products = factory.products_of(name)
+
+    def forward(self, x_sbi: Tensor) -> Tensor:
+        y: Tensor = LinearFunction.apply(x_sbi, self.weight, self.bias, LOCAL, self.products)
+        return y
