@@ -207,7 +207,7 @@ def test_generation_reads_converted_weights(tmp_path: Path) -> None:
 
 
 UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
-    ("llama", {"model_type": "gemma"}, "model_type='gemma'"),
+    ("llama", {"model_type": "bert"}, "model_type='bert'"),
     ("llama", {"model_type": None}, "model_type=None"),
     ("mistral", {"attention_bias": True}, "attention_bias=True"),
     ("qwen3", {"mlp_bias": True}, "mlp_bias=True"),
