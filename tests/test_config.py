@@ -397,6 +397,7 @@ def test_each_option_of_the_model_is_classified():
     assert named == {
         *("family", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("intermediate_size", "vocab_size", "hidden_act", "attention_bias", "qk_norm", "tie_word_embeddings"),
+        *("attention_out_bias", "mlp_bias", "use_bias", "output_norms"),
         *("moe.num_experts", "moe.moe_intermediate_size", "moe.mlp_only_layers", "moe.balance"),
         *("moe.shared_expert_intermediate_size", "moe.shared_expert_gate"),
     }
@@ -696,8 +697,8 @@ def test_a_written_config_loads_as_the_same(tmp_path_factory, config):
 OPTIONS = """
 model: family hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
     vocab_size max_position_embeddings rope_theta hidden_act rms_norm_eps attention_bias qk_norm tie_word_embeddings
-    hidden_dropout attention_dropout initializer_range sliding_window swiglu_limit
-    q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim
+    attention_out_bias mlp_bias use_bias output_norms sliding_window layer_types no_rope_layers partial_rotary_factor
+    hidden_dropout attention_dropout initializer_range swiglu_limit q_lora_rank kv_lora_rank qk_nope_head_dim v_head_dim
 model.rope_scaling: rope_type factor low_freq_factor high_freq_factor original_max_position_embeddings beta_fast
     beta_slow attention_factor mscale mscale_all_dim truncate
 model.moe: num_experts num_experts_per_tok moe_intermediate_size mlp_only_layers first_k_dense_replace scoring_func
@@ -741,7 +742,8 @@ def sentences() -> dict[str, str]:
     sections = {f.name for f in fields(Config) if is_dataclass(f.type)}
     found = {}
     models = Path(megapar_models.__file__).parent
-    files = [Path(megapar.config.options.__file__), models / "rotary_options.py", *models.glob("*/model.py")]
+    shared = [models / f"{name}.py" for name in ("rotary_options", "windows", "partial_rotary")]
+    files = [Path(megapar.config.options.__file__), *shared, *models.glob("*/model.py")]
     for node in chain.from_iterable(ast.parse(file.read_text()).body for file in files):
         if isinstance(node, ast.ClassDef) and "dataclass" in ast.unparse(node.decorator_list[:1]):
             for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
