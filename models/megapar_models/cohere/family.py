@@ -5,10 +5,10 @@ from typing import Any
 
 from megapar.config.options import Config
 from megapar_models.cohere.model import CohereModel, CohereStage
-from megapar_models.convert.recipes import Pairs
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
+from megapar_models.tensor_layouts import Pairs
 from megapar_models.windows import FULL, SLIDING, read_windows, window_problems, write_windows
 
 _RENAMED = {"rms_norm_eps": "layer_norm_eps"}

@@ -10,12 +10,12 @@ from typing import Any
 from megapar.config.messages import problem
 from megapar.config.options import Config
 from megapar.errors import ConfigError
-from megapar_models.convert.recipes import Pairs
 from megapar_models.deepseek.model import DeepseekExperts, DeepseekModel, DeepseekStage
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.moe_fields import mixture_warnings, read_moe
 from megapar_models.rope import read_rope, scaling_problems, write_rope
+from megapar_models.tensor_layouts import Pairs
 
 _MODULES = {
     "layers.*.attention.q_a": "model.layers.*.self_attn.q_a_proj",

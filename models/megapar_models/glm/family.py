@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapar_models.convert.recipes import Pairs
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.glm.model import GlmModel, GlmStage
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope
+from megapar_models.tensor_layouts import Pairs
 
 # Hugging Face
 

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.config.options import MoEConfig
-from megapar_models.convert.recipes import Layout
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.gpt_oss.model import GptOssModel, GptOssStage
 from megapar_models.llama.family import MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
 from megapar_models.rope import read_rope, scaling_problems, write_rope
+from megapar_models.tensor_layouts import Layout
 
 _EXPERTS = "model.layers.*.mlp.experts"
 _MODULES = {

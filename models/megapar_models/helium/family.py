@@ -10,11 +10,11 @@ from typing import Any
 from megapar.config.messages import problem
 from megapar.config.options import Config
 from megapar.errors import ConfigError
-from megapar_models.convert.recipes import Pairs
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
+from megapar_models.tensor_layouts import Pairs
 
 # Hugging Face
 
