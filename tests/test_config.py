@@ -400,6 +400,7 @@ def test_each_option_of_the_model_is_classified():
         *("attention_out_bias", "mlp_bias", "use_bias", "output_norms", "norms"),
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe.first_k_dense_replace"),
         *("moe.num_experts", "moe.moe_intermediate_size", "moe.mlp_only_layers", "moe.balance"),
+        *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe.first_k_dense_replace"),
         *("moe.shared_expert_intermediate_size", "moe.shared_expert_gate"),
     }
     assert {path.removeprefix("model.") for path in training} == {

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.deepseek.model import DeepseekExperts, DeepseekModel
+from megapar_models.glm4_moe.model import Glm4MoeModel
 from megapar_models.rotary_options import RopeScaling
 from safetensors.torch import load_file, save_file
 
@@ -189,3 +190,51 @@ def test_fp8_is_dequantized_and_layers_of_prediction_are_left_out(
     config_path.write_text(json.dumps(config | {"num_nextn_predict_layers": 0}))
     with pytest.raises(CheckpointError, match=r"unexpected model\.layers\.3\.eh_proj\.weight"):
         hf_to_native(HfToNative(tmp_path / "hf", tmp_path / "again", verify=False))
+
+
+GLM = SIZES | {
+    "model_type": "glm4_moe",
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "n_routed_experts": 7,
+    "attention_bias": True,
+    "use_qk_norm": True,
+    "num_mtp_layers": 0,
+    "routed_scaling_factor": 1.5,
+}
+
+
+def test_glm_is_the_model_of_transformers(tmp_path: Path) -> None:
+    check_parity(GLM, tmp_path)
+
+
+def test_each_field_of_the_config_of_glm_changes_the_logits_or_is_refused(tmp_path: Path) -> None:
+    changed: list[dict[str, Any]] = [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},
+        {"routed_scaling_factor": 2.5},
+        {"num_experts_per_tok": 2},
+        {"norm_topk_prob": False},
+    ]
+    check_flips(GLM, changed, [{"topk_method": "greedy"}, {"attention_dropout": 0.1}, {"hidden_act": "gelu"}], tmp_path)
+
+
+GLM_MODEL = Glm4MoeModel(
+    family="glm4_moe",
+    hidden_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    attention_bias=True,
+    qk_norm=True,
+    intermediate_size=44,
+    vocab_size=131,
+    initializer_range=0.1,
+    moe=replace(MODEL.moe, n_group=1, topk_group=1),
+)
+
+
+@pytest.mark.slow
+def test_glm_trains_as_one_process() -> None:
+    trains_as_one_process(GLM_MODEL, {"tp": 2, "ep": 2, "etp": 1})

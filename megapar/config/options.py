@@ -58,9 +58,9 @@ class ModelConfig:
     """The transformer, in Hugging Face's config.json names: the options of every family."""
 
     family: str = "llama"
-    """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. mixtral, qwen3_moe, gpt_oss, deepseek: with experts. gpt
-    (GPT-2): LayerNorm, learned positions, GELU, biases. MODULE:NAME is a family of your own: NAME in the Python module
-    MODULE, a megapar_models.family.Family."""
+    """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. mixtral, qwen3_moe, gpt_oss, deepseek, glm4_moe: with experts.
+    gpt (GPT-2): LayerNorm, learned positions, GELU, biases. MODULE:NAME is a family of your own: NAME in the Python
+    module MODULE, a megapar_models.family.Family."""
     hidden_size: int = 256
     """Width of the residual stream."""
     num_hidden_layers: int = 4

@@ -20,6 +20,7 @@ from megapar_models.family import Family
 from megapar_models.gemma.family import GEMMA
 from megapar_models.gemma2.family import GEMMA2
 from megapar_models.glm.family import GLM
+from megapar_models.glm4_moe.family import GLM4_MOE
 from megapar_models.gpt.family import GPT
 from megapar_models.gpt_oss.family import GPT_OSS
 from megapar_models.granite.family import GRANITE
@@ -55,6 +56,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": GPT_OSS,
     "starcoder2": STARCODER2,
     "deepseek": DEEPSEEK,
+    "glm4_moe": GLM4_MOE,
 }
 
 

@@ -124,7 +124,8 @@ CONFIG_JSON = (
         | {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss", "olmo": "olmo", "olmo2": "olmo"}
         | {"olmo3": "olmo", "olmoe": "olmoe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma2"}
         | {"granite": "granite", "granitemoe": "granitemoe", "cohere": "cohere", "cohere2": "cohere"}
-        | {"deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "kimi_k2": "deepseek", "glm4_moe_lite": "deepseek"},
+        | {"deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "kimi_k2": "deepseek", "glm4_moe_lite": "deepseek"}
+        | {"glm4_moe": "glm4_moe"},
     ),
     same("n_embd", "model.hidden_size"),
     same("n_layer", "model.num_hidden_layers"),
