@@ -183,7 +183,7 @@ def test_fp8_blocks_with_ragged_ends(tmp_path: Path) -> None:
     save_file(stored, tmp_path / "model.safetensors")
     weights = Weights(tmp_path)
     assert set(weights.tensors) == {"a.weight", "b.weight"}
-    assert weights.dtype == torch.bfloat16
+    assert weights.dtype() == torch.bfloat16
     (found,) = [
         native_tensor(weights, place) for place in places(recipes({"x.weight": (576, 130)}, {"x": "a"})).values()
     ]

@@ -14,10 +14,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megapar.checkpoint.format import Manifest, Sizes
+from megapar.checkpoint.format import BUFFER, Manifest, Sizes
 from megapar.checkpoint.load import Reader
 from megapar.config.messages import first_few
 from megapar.errors import CheckpointError
+from megapar.params import MAIN
 from megapar.system.regular_files import read_regular
 from megapar_models.convert.quantized import FP8, MXFP4, Form, fp8, fp8_scales_shape, mxfp4
 from megapar_models.convert.recipes import Place, Recipe, starred
@@ -264,8 +265,10 @@ def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: t
     out = torch.empty(recipe.shape, dtype=dtype)
     for part in recipe.parts:
         # A Reader for each tensor: when it closes, the pages of its mapped files are released.
+        # A bias that selects experts is no parameter.
+        state = BUFFER if f"{BUFFER}.{part.name}" in manifest.tensors else MAIN
         with Reader(path, manifest) as reader:
-            part.write(reader, out)
+            part.write(reader, out, state)
     return out
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.checkpoint.format import BUFFER, Sizes
+from megapar.checkpoint.format import Sizes
 from megapar.checkpoint.load import Reader
 from megapar.errors import ConfigError
 from megapar.params import MAIN
@@ -48,14 +48,12 @@ class Part(NamedTuple):
             return ours
         return self.pairs.ours(ours)
 
-    def write(self, reader: Reader, theirs: Tensor) -> None:
-        """Put our tensor, read from a native checkpoint, into theirs."""
+    def write(self, reader: Reader, theirs: Tensor, state: str = MAIN) -> None:
+        """Put our tensor, read from a native checkpoint, into theirs. There it has the state MAIN or BUFFER."""
         if self.expert is not None:
             theirs = theirs[self.expert]
         view = self.view(theirs)
-        # A bias that selects experts is no parameter.
-        states = (state for state in (MAIN, BUFFER) if f"{state}.{self.name}" in reader.manifest.tensors)
-        name = f"{next(states)}.{self.name}"
+        name = f"{state}.{self.name}"
         if self.groups == 1 and self.pairs is None:
             reader.fill(name, (0,) * len(self.shape), view[0])  # without a copy in between
             return
