@@ -110,7 +110,7 @@ def test_a_run_goes_on_with_the_function_that_it_trained(four_steps: Path, tmp_p
     assert refused.code == 4, refused.err
     assert refused.err.startswith(
         "CheckpointError: run/checkpoints/step_00000004 does not fit this run (checkpoint | run): "
-        "model.rope_theta (10000.0 | 500.0), model.rms_norm_eps (1e-05 | 0.001): the model would compute "
+        "model.rms_norm_eps (1e-05 | 0.001), model.rope_theta (10000.0 | 500.0): the model would compute "
         "something else; resume with the values of the checkpoint"
     )
     assert refused.err.count("\n") == 1

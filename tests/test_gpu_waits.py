@@ -252,7 +252,9 @@ def test_heads_that_straddle_ranks_wait_for_nothing() -> None:
     rows = layer.qkv.weight.shape[0]
     with no_copies_from_python():
         batch = micro_batch(packed=False)
-        rotary = {layer.rotary: layer.rotary.tables(batch)}
+        table = layer.kind.rotary
+        assert table is not None
+        rotary = {table: table.tables(batch)}
         layer._core(torch.zeros(12, 1, rows, device=META), ForwardContext(batch, rotary))
 
 

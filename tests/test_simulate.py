@@ -119,7 +119,7 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(layout: Layout, p
     config = layout.config(precision)
     for rank, (memory, sent) in enumerate(run_ranks(layout.world, second_step, config, tmp_path)):
         experts: ExpertLoad = EVEN
-        if config.model.moe.num_experts:
+        if config.model.num_experts:
             experts = logged(tmp_path / FOLDER, grid_of(config), rank)
         found = simulated(config, rank, experts)
         assert found.memory == memory

@@ -4,9 +4,10 @@ import re
 import shlex
 
 import pytest
+import tyro
 from megapar_kernels import backend, dispatch
 from megapar_models.counts import WholeModel
-from megapar_models.registry import named_configs
+from megapar_models.registry import FOR_OPTIONS, named_configs
 
 from megapar.config.files import load
 from megapar.errors import ConfigError
@@ -69,6 +70,7 @@ def test_the_page_asks_the_planner_for_what_it_knows() -> None:
     commands = re.findall(r"`(python tools/plan\.py [^`]+)`", strategy_tables.PAGE.read_text())
     assert len(commands) >= len(strategy_tables.TABLES)
     for command in commands:
-        args, others = plan.split(shlex.split(command)[2:])
-        plan.with_sizes(load(others, named_configs(plan.CONFIGS)))
-        assert len(plan.fixed_values(args.fix)) == len(args.fix), command
+        own, others = plan.split(shlex.split(command)[2:])
+        args = tyro.cli(plan.Arguments, args=own, use_underscores=True)
+        model = plan.with_sizes(load(others, named_configs(plan.CONFIGS), FOR_OPTIONS)).model
+        assert len(plan.fixed_values(args.fix, model)) == len(args.fix), command

@@ -388,7 +388,7 @@ def train_models(tp: int) -> dict[str, dict[str, Any]]:
 
 def expected_of(model: ModelConfig) -> tuple[float, dict[str, Tensor]]:
     """By plain PyTorch in fp64, or if it would need a mask by the model on one rank."""
-    if model.hidden_dropout:
+    if getattr(model, "hidden_dropout", 0.0):
         alone = train_model(model, 1, False)
         return alone["loss"], logical.assemble([alone["unsummed"]])
     full = tiny_models.config(model).model

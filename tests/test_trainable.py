@@ -19,7 +19,6 @@ from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save, share
-from megapar.config.files import load as load_options
 from megapar.errors import CheckpointError, ConfigError
 from megapar.grid import Grid
 from megapar.params import ZEROS, ParamSpec, cut, make_piece
@@ -34,6 +33,7 @@ from megapar.verify.logical import held_weights
 from tests.support import close, program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_context, make_state, micro_batches
+from tests.support.options import load as load_options
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 

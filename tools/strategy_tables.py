@@ -12,7 +12,7 @@ from pathlib import Path
 import tyro
 from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import WholeModel
-from megapar_models.registry import presets, validate
+from megapar_models.registry import FOR_OPTIONS, presets, validate
 
 from megapar.config.files import load
 from megapar.config.options import Config
@@ -56,7 +56,8 @@ class Planner:
     def config(self, preset: str, gpus: int, flags: str) -> Config:
         """The validated config of a preset with pretrain.py's flags."""
         fixed = ["--config", preset, "--launch.device", "cuda", "--kernels.backend", "triton"]
-        return validate(load([*fixed, "--train.precision", "bf16", *flags.split()], presets()).config, gpus)
+        given = load([*fixed, "--train.precision", "bf16", *flags.split()], presets(), FOR_OPTIONS)
+        return validate(given.config, gpus)
 
     def memory(self, config: Config) -> RankReport:
         return fullest_rank(config, self.parts)

@@ -30,6 +30,7 @@ _VOCABULARY = 131
 _LAYERS = 4
 _HEADS = 8
 _HEAD_DIM = 10
+_PARTIAL_HEAD_DIM = 16  # of which a quarter is even too
 _WIDTH = 40
 _EXPERTS = 8
 _BUCKET_MB = 1 / 64
@@ -120,8 +121,10 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
         heads = min(heads, _rounded(min(max(_HEADS // 2, 2 * shared_by), _HEADS), heads_unit))
     # Two key/value heads at least, if the model has them: so tensor ranks have a head of their own.
     kv_limit = max(heads // shared_by, min(2, kv_heads))
-    head_dim = model.head_dim or model.hidden_size // model.num_attention_heads
-    hidden_size = heads * min(head_dim, _HEAD_DIM)
+    head_dim = min(model.head_dim or model.hidden_size // model.num_attention_heads, _HEAD_DIM)
+    if getattr(model, "partial_rotary_factor", 1.0) < 1:
+        head_dim = _PARTIAL_HEAD_DIM
+    hidden_size = heads * head_dim
     if model.head_dim and model.head_dim * model.num_attention_heads != model.hidden_size:
         hidden_size += 6  # a width that is not that of all heads
     stages = max(layout.parallel.pp * max(layout.parallel.vpp, 1) for layout in layouts)
@@ -132,12 +135,16 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=max(n for n in range(1, kv_limit + 1) if heads % n == 0),
-        head_dim=min(head_dim, _HEAD_DIM) if model.head_dim else 0,
+        head_dim=head_dim if model.head_dim else 0,
         intermediate_size=_rounded(2 * hidden_size + 2, width_unit),
         vocab_size=min(model.vocab_size or _VOCABULARY, _VOCABULARY),
         max_position_embeddings=min(model.max_position_embeddings, 64 * _unit_of_length(layouts)),
         initializer_range=0.1,
     )
+    # Of options with a value for each layer, such as layer_types: those of the first layers.
+    of_layers: dict[str, Any] = {name: value for name, value in vars(model).items() if isinstance(value, tuple)}
+    cut: dict[str, Any] = {name: value[:layers] for name, value in of_layers.items()}
+    small = replace(small, **cut)
     if isinstance(small, MixtureModel):
         small = replace(small, moe=_small_experts(small.moe, layers, width_unit))
     return small

@@ -106,7 +106,7 @@ def layer_parts(
         parts[out + "bias"] = tensors[f"{ours}.attention.o.bias"]
         parts[fc2 + "bias"] = tensors[f"{ours}.mlp.down.bias"]
         parts[fc1 + "bias"] = shard(tensors[f"{ours}.mlp.up.bias"], 0)
-    if model.qk_norm:
+    if getattr(model, "qk_norm", False):
         parts["self_attention.q_layernorm.weight"] = tensors[f"{ours}.attention.q_norm.weight"]
         parts["self_attention.k_layernorm.weight"] = tensors[f"{ours}.attention.k_norm.weight"]
     return parts
@@ -173,8 +173,8 @@ def args_of(model: ModelConfig, tp: int, pp: int, **changes: Any) -> Namespace:
         "squared_relu": model.hidden_act == "relu2",
         "bias_gelu_fusion": True,
         "add_bias_linear": arguments.add_bias_linear,
-        "add_qkv_bias": model.attention_bias,
-        "qk_layernorm": model.qk_norm,
+        "add_qkv_bias": getattr(model, "attention_bias", False),
+        "qk_layernorm": getattr(model, "qk_norm", False),
         "untie_embeddings_and_output_weights": not model.tie_word_embeddings,
         "vocab_size": model.vocab_size,
         "tensor_model_parallel_size": tp,
