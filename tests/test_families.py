@@ -11,6 +11,7 @@ import torch
 from megapar_models.convert.config_json import to_hugging_face
 from megapar_models.gpt.model import GPTStage
 from megapar_models.registry import FAMILIES, find, validate, weight_options
+from megapar_models.rope import read_rope
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
@@ -140,3 +141,8 @@ def test_nothing_but_the_families_themselves_asks_for_a_family_by_name() -> None
                 if any(isinstance(side, ast.Constant) and side.value in names for side in sides):
                     wrong.append(f"{path.relative_to(ROOT)}:{node.lineno}: {ast.unparse(node)}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_rotary_fields_that_are_no_object_are_refused() -> None:
+    for name in ("rope_parameters", "rope_scaling"):
+        assert read_rope({name: 3}, 1e4) == ({}, [f"{name}=3 should be an object of fields"])

@@ -74,6 +74,9 @@ def read_rope(raw: Raw, default_theta: float) -> tuple[dict[str, Any], list[str]
 
     `default_theta` is what transformers takes for an absent rope_theta.
     """
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(raw.get(name) or {}, Mapping):
+            return {}, [f"{name}={raw[name]!r} should be an object of fields"]
     rope = _rope(raw, default_theta)
     problems = list(_rope_problems(rope))
     values = {"rope_theta": rope.pop("rope_theta")}
