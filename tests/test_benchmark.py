@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # FSDP2 and pipelining import it: once here rather than in every forked rank
+from megapar_models.registry import validate
 
 from megapar.errors import ConfigError
+from tests.support import options
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import benchmark
-from benchmarks import counting, cpu_profile, layouts, schedules
+from benchmarks import counting, cpu_profile, layouts, schedules, step_times
 from benchmarks.contenders import LAYOUTS
 from benchmarks.peers import Result
 from benchmarks.ranks import run_ranks
@@ -151,3 +153,23 @@ def test_schedules_are_timed_beside_their_simulation(tmp_path: Path) -> None:
         # A sleep may take longer, and never less.
         assert min(row["step_seconds"]) >= row["simulated_seconds"]
         assert row["idle"] >= row["simulated_idle"]
+
+
+def test_predicted_and_measured_times_are_summed_up() -> None:
+    """By hand: three layouts, of which the two slower ones are ranked the other way round."""
+    found = {
+        "a": step_times.Times(predicted=1.1, measured=1.0),
+        "b": step_times.Times(predicted=3.0, measured=2.0),
+        "c": step_times.Times(predicted=2.0, measured=4.0),
+    }
+    summary = step_times.summary(found)
+    assert summary["mean_error"] == pytest.approx((0.1 + 0.5 + 0.5) / 3)
+    assert summary["rank_correlation"] == pytest.approx(0.5)
+    assert summary["first_choice"] == summary["best_measured"] == "a"
+    assert step_times.summary(found | {"d": step_times.Times(0.5, 1.2)})["regret"] == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize("flags", step_times.LAYOUTS.values(), ids=step_times.LAYOUTS)
+def test_layouts_of_step_times_can_run(flags: str) -> None:
+    config = options.load([*step_times.SIZES, *flags.split()]).config
+    assert validate(config, 2 if "parallel" in flags else 1).train.global_batch_size == 8

@@ -5,6 +5,7 @@ checkpoint   saving and loading
 data         preparation of text
 delivery     batches from data sets of any size
 schedules    pipeline schedules on ranks that sleep, beside their simulation
+times        predicted step times beside measured ones, on this CPU
 profile      CPU time of a training step by kind of operation, beside plain PyTorch
 gpu          training models of billions of weights on one GPU
 kernels      every fused kernel on one GPU
@@ -24,6 +25,7 @@ MODULES = {
     "data": "benchmarks.data",
     "delivery": "benchmarks.delivery",
     "schedules": "benchmarks.schedules",
+    "times": "benchmarks.step_times",
     "profile": "benchmarks.cpu_profile",
     "gpu": "benchmarks.gpu",
     "kernels": "benchmarks.kernels.run",
