@@ -117,10 +117,10 @@ def main(options: Options) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
             for index, (name, flags) in enumerate(LAYOUTS.items()):
-                words = flags.split()
+                options_of_layout = flags.split()
                 world = "2" if "parallel" in flags else "1"
                 place = Path(folder) / f"{number}-{index}"
-                rounds[name].append(run([*words, "--launch.nproc", world], options.gpu.absolute(), place))
+                rounds[name].append(run([*options_of_layout, "--launch.nproc", world], options.gpu.absolute(), place))
     found = {name: min(some, key=lambda times: times.measured) for name, some in rounds.items()}
     rows = [
         (name, f"{times.predicted:.3f}", f"{times.measured:.3f}", f"{times.error:+.0%}")
