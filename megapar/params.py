@@ -27,18 +27,18 @@ VOCAB_MULTIPLE = 128
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a parameter. `zeros` and `ones` are constant.
+    """Initial values of a parameter: the constant `value`, or random numbers.
 
-    `normal` draws from a normal distribution of mean 0 and standard deviation `std`. The numbers depend on the seed, on
-    the name of the tensor and on the row, so they are the same under every parallel layout.
+    `normal` draws from a normal distribution of mean 0 and standard deviation `value`. The numbers depend on the seed,
+    on the name of the tensor and on the row, so they are the same under every parallel layout.
     """
 
-    kind: Literal["normal", "zeros", "ones"]
-    std: float = 0.0
+    kind: Literal["normal", "constant"]
+    value: float
 
 
-ZEROS = Init("zeros")
-ONES = Init("ones")
+ZEROS = Init("constant", 0.0)
+ONES = Init("constant", 1.0)
 
 
 class Box(NamedTuple):

@@ -27,7 +27,7 @@ def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
     Whole rows are drawn and then cut, so the numbers do not depend on the cut.
     """
     if init.kind != "normal":
-        return torch.full(piece.local_shape, 1.0 if init.kind == "ones" else 0.0)
+        return torch.full(piece.local_shape, init.value)
     key = int.from_bytes(hashlib.blake2b(piece.name.encode(), digest_size=8).digest(), "little")
     rows, *others = piece.held.slices
     row_shape = piece.shape[1:]
@@ -42,7 +42,7 @@ def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
         begin["state"]["counter"][2] = row
         bits.state = begin
         local[i] = normal(width, np.float32).reshape(row_shape)[tuple(others)]
-    return torch.from_numpy(local).mul_(init.std)
+    return torch.from_numpy(local).mul_(init.value)
 
 
 def initialize(modules: Iterable[nn.Module], seed: int) -> None:

@@ -99,6 +99,20 @@ def test_a_query_and_its_gate_in_each_head() -> None:
     assert torch.equal(ours["layers.0.attention.gate.weight"], gate.reshape(-1, H))
 
 
+def test_a_weight_of_a_norm_with_a_row_for_each_head() -> None:
+    """As Command R+ has them, with rotary pairs beside each other."""
+    layouts = {"h.*.q_norm": Layout("num_attention_heads", by_group=True)}
+    shapes = {"layers.0.attention.q_norm.weight": (6 * D,)}
+    names = {"layers.*.attention.q_norm": "h.*.q_norm"}
+    stored = {"h.0.q_norm.weight": torch.randn(6, D)}
+    ours = there_and_back(stored, recipes(shapes, names, layouts, sizes=SIZES))
+    assert torch.equal(ours["layers.0.attention.q_norm.weight"], stored["h.0.q_norm.weight"].flatten())
+    pairs = {"layers.*.attention.q_norm": Pairs(D, 0, D)}
+    ours = there_and_back(stored, recipes(shapes, names, layouts, sizes=SIZES, pairs=pairs))
+    halves = stored["h.0.q_norm.weight"].view(6, D // 2, 2).transpose(1, 2)
+    assert torch.equal(ours["layers.0.attention.q_norm.weight"], halves.flatten())
+
+
 @pytest.mark.parametrize("pairs", [Pairs(D, 0, D), Pairs(D, 2, 2), Pairs(6, 0, 4), Pairs(0, 20, 4)])
 def test_rotary_pairs_beside_each_other_give_the_same_scores(pairs: Pairs) -> None:
     """A whole head, its end, its beginning, and the last rows of a matrix that is one head."""

@@ -26,18 +26,22 @@ MULTIPLIER, RESIDUAL, CAP, LOGITS = 48**0.5, 0.3, 1.5, 0.7
 
 
 class RulesStage(LlamaStage):
-    """Layers as in GPT-NeoX, Cohere, Granite and Apertus, between the ends of Gemma 2 and GPT-J."""
+    """Layers as in GPT-NeoX, Cohere, Granite and Apertus, between the ends of Gemma 2 and GPT-J.
+
+    The first has the norms of Nemotron.
+    """
 
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
         kind = super().layer_kind(model, number)
-        layer_norm = NormRule(model.rms_norm_eps, "layer")
+        layer_norm = NormRule(model.rms_norm_eps, "layer", offset=1)
+        plain_norm = replace(layer_norm, offset=0, biased=False, weighted=False)
         biased = replace(kind, mlp_bias=True)
         kinds = [
             replace(biased, parallel="two_norms", norm=layer_norm, mlp="plain", activation="gelu", out_bias=True),
-            replace(biased, parallel="one_norm", norm=replace(layer_norm, biased=False), activation="relu"),
+            replace(biased, parallel="one_norm", norm=replace(layer_norm, offset=0, biased=False), activation="relu"),
             replace(kind, residual_multiplier=RESIDUAL, mlp="plain", activation="xielu"),
-            replace(kind, norm=replace(layer_norm, biased=False, weighted=False), norms="both", activation="gelu"),
+            replace(kind, norm=plain_norm, norms="both", activation="gelu"),
         ]
         return kinds[number % 4]
 
@@ -60,9 +64,13 @@ def test_layers_and_ends_by_rules_train_as_in_one_process(layout: str, loss_chun
     trains_as_one_process(MODEL, sizes)
 
 
-def plain_norm(tensors: Tensors, name: str, x: Tensor, eps: float) -> Tensor:
-    """LayerNorm, with what it has of weight and bias."""
-    return F.layer_norm(x, x.shape[-1:], tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias"), eps)
+def norm_plainly(tensors: Tensors, name: str, x: Tensor, eps: float) -> Tensor:
+    """LayerNorm, with what it has of weight and bias. That with a bias has 1 + its weight."""
+    weight, bias = tensors.get(f"{name}.weight"), tensors.get(f"{name}.bias")
+    if bias is not None:
+        assert weight is not None
+        weight = weight + 1
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
 def plain_layer(model: ModelConfig, tensors: Tensors, number: int, x: Tensor) -> Tensor:
@@ -85,7 +93,7 @@ def plain_layer(model: ModelConfig, tensors: Tensors, number: int, x: Tensor) ->
         return linear(tensors, f"{name}.mlp.down", act(linear(tensors, f"{name}.mlp.gate", y)) * up)
 
     def norm(part: str, y: Tensor) -> Tensor:
-        return plain_norm(tensors, f"{name}.{part}", y, eps)
+        return norm_plainly(tensors, f"{name}.{part}", y, eps)
 
     if number == 0:
         return x + attention(norm("attention_norm", x)) + mlp(norm("mlp_norm", x))

@@ -1,5 +1,6 @@
 """The MLP of a layer, gated or plain, and that of a mixture's shared expert."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -22,7 +23,7 @@ from megapar_kernels.activations import (
 from torch import Tensor, nn
 
 from megapar.config.options import ModelConfig
-from megapar.params import ZEROS
+from megapar.params import Init
 from megapar.tensor_parallel.layers import Columns, shared_vector
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
@@ -132,14 +133,16 @@ class XIELU(nn.Module):
     """xIELU (arXiv 2411.13010): quadratic above 0, exponential below, with a trained slope for each of the two.
 
     alpha_p = softplus(p) and alpha_n = 1/2 + softplus(n) of the weights p and n, [1] each:
-    x > 0: alpha_p x^2 + x/2; else: alpha_n (exp(min(x, -1e-6)) - 1 - x) + x/2.
+    x > 0: alpha_p x^2 + x/2; else: alpha_n (exp(min(x, -1e-6)) - 1 - x) + x/2. Both slopes start at 0.8.
     """
 
     def __init__(self, name: str, factory: Factory):
         super().__init__()
+        start_p = Init("constant", math.log(math.expm1(0.8)))
+        start_n = Init("constant", math.log(math.expm1(0.8 - 0.5)))
         # Each tp rank sees some columns of the MLP alone, so its gradient is a part of the sum.
-        self.alpha_p = shared_vector(f"{name}.alpha_p", 1, ZEROS, factory.sharding, partial=True)
-        self.alpha_n = shared_vector(f"{name}.alpha_n", 1, ZEROS, factory.sharding, partial=True)
+        self.alpha_p = shared_vector(f"{name}.alpha_p", 1, start_p, factory.sharding, partial=True)
+        self.alpha_n = shared_vector(f"{name}.alpha_n", 1, start_n, factory.sharding, partial=True)
 
     def forward(self, x: Tensor) -> Tensor:
         alpha_p = F.softplus(self.alpha_p)

@@ -17,8 +17,8 @@ from megapar.tensor_parallel.layers import shared_vector
 class NormRule:
     """How a family normalizes.
 
-    `kind` is RMSNorm or LayerNorm. LayerNorm also subtracts the mean and adds a bias. RMSNorm is x / rms(x) * (`offset`
-    + w). The weight w starts at 1 - offset: in Gemma, at 0.
+    `kind` is RMSNorm or LayerNorm. LayerNorm also subtracts the mean and adds a bias. The factor of both is `offset` +
+    w. The weight w starts at 1 - offset: in Gemma and Nemotron, at 0.
 
     RMSNorm of 16-bit hidden states is computed in fp32 and rounded once, after the product with the weight. With
     `cast_first` it is rounded before the product, and the product is rounded again, as in Hugging Face's Llama.
@@ -35,8 +35,8 @@ class NormRule:
     biased: bool = True
 
     def __post_init__(self) -> None:
-        if self.kind == "layer" and (self.offset or self.cast_first):
-            raise ValueError("NormRule: offset and cast_first are those of RMSNorm; LayerNorm has neither")
+        if self.kind == "layer" and self.cast_first:
+            raise ValueError("NormRule: cast_first is that of RMSNorm; LayerNorm is rounded once")
         if not self.weighted and (self.offset or self.cast_first):
             raise ValueError("NormRule: offset and cast_first are about a weight, and weighted=False has none")
 
@@ -52,8 +52,7 @@ class NormRule:
     def normalize(self, x: Tensor, weight: Tensor | None, bias: Tensor | None, impl: Implementation) -> Tensor:
         """The norm of x [..., size] over its last dimension. `weight` and `bias` are None if the rule has none."""
         if self.kind == "layer":
-            weight, bias = _filled(x, weight, bias)
-            return layer_norm(x, weight, bias, self.eps, impl)
+            return layer_norm(x, *self.affine(x, weight, bias), self.eps, impl)
         if weight is None:
             return rms_norm(x, x.new_ones(x.shape[-1]), self.eps, impl)
         return self.rms(x, weight, impl)
@@ -72,20 +71,16 @@ class NormRule:
             return self.rms(total, weight, impl), total
         return add_rms_norm(x, residual, self._multiplier(weight), self.eps, impl)
 
+    def affine(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The factor and the summand of LayerNorm, whose kernels take both: ones and zeros if the rule has none."""
+        factor = x.new_ones(x.shape[-1]) if weight is None else self._multiplier(weight)
+        return factor, torch.zeros_like(factor) if bias is None else bias
+
     def _multiplier(self, weight: Tensor) -> Tensor:
         if not self.offset:
             return weight
         # In fp32: next to 1, bf16 has three digits.
         return weight.to(torch.promote_types(weight.dtype, torch.float32)) + self.offset
-
-
-def _filled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Ones and zeros in place of an absent weight and bias, because the kernels of LayerNorm take both."""
-    if weight is None:
-        weight = x.new_ones(x.shape[-1])
-    if bias is None:
-        bias = torch.zeros_like(weight)
-    return weight, bias
 
 
 class RMSNorm(nn.Module):
@@ -126,8 +121,7 @@ class LayerNorm(nn.Module):
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add x to the residual stream and normalize the sum; returns (norm of the sum, sum)."""
-        weight, bias = _filled(x, self.weight, self.bias)
-        return add_layer_norm(x, residual, weight, bias, self.rule.eps, self.impl)
+        return add_layer_norm(x, residual, *self.rule.affine(x, self.weight, self.bias), self.rule.eps, self.impl)
 
 
 class NoNorm(nn.Module):

@@ -13,11 +13,13 @@ class Layout:
 
     `groups` names the option of the model with the number of groups, such as num_key_value_heads: each group has its
     rows of the first of ours, then its rows of the second, and so on. "rows": each group has one row of each. "": all
-    rows are one group. `transposed`: the tensor is [in, out], of an expert too.
+    rows are one group. `transposed`: the tensor is [in, out], of an expert too. `by_group`: the tensor is [groups, rows
+    of a group], such as a norm's weights by heads.
     """
 
     groups: str = ""
     transposed: bool = False
+    by_group: bool = False
 
 
 @dataclass(frozen=True)

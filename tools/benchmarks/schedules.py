@@ -27,7 +27,7 @@ from megapar.data_parallel.reduce import Gradients
 from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.linear import LOCAL, LinearFunction
-from megapar.params import Init, shared_piece
+from megapar.params import ONES, shared_piece
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import SCHEDULES, make, placement
@@ -86,7 +86,7 @@ class SleepingStage(PipelineStage):
         self.products = SleepingProducts(seconds=seconds)
         sharding = Sharding.of(ctx, torch.float32)
         piece = shared_piece(f"layers.{number}.weight", (WIDTH, WIDTH), sharding.tp)
-        self.weight = sharding.parameter((piece,), piece.shape, Init("ones"), decay=True)
+        self.weight = sharding.parameter((piece,), piece.shape, ONES, decay=True)
 
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
         if self.first:

@@ -32,12 +32,13 @@ class Part(NamedTuple):
     groups: int
     expert: int | None
     transposed: bool
+    by_group: bool
     pairs: Pairs | None
 
     def view(self, theirs: Tensor) -> Tensor:
         """The view [groups, rows of ours in a group, ...] of `theirs`, which is one expert's if they are stacked."""
         matrix = theirs.t() if self.transposed else theirs
-        by_group = matrix.unflatten(0, (self.groups, self.rows))
+        by_group = matrix if self.by_group else matrix.unflatten(0, (self.groups, self.rows))
         return by_group[:, self.first : self.first + self.shape[0] // self.groups]
 
     def read(self, theirs: Tensor) -> Tensor:
@@ -124,9 +125,12 @@ def _recipe(
         for name, size, _ in members:
             module = starred(name)[0].rpartition(".")[0]
             index = number if expert else None
-            parts.append(Part(name, size, first, rows // groups, groups, index, transposed, pairs.get(module)))
+            form = (transposed, layout.by_group, pairs.get(module))
+            parts.append(Part(name, size, first, rows // groups, groups, index, *form))
             first += size[0] // groups
         shape = (rows, *members[0][1][1:])
+        if layout.by_group:
+            shape = (groups, rows // groups, *members[0][1][1:])
         if transposed:
             shape = shape[::-1]
         experts += bool(expert)
