@@ -290,7 +290,7 @@ def test_yarn_frequencies_are_those_of_transformers(published: dict[str, Any]) -
         expected, expected_factor = utils.ROPE_INIT_FUNCTIONS["yarn"](config, torch.device("cpu"))
         model = validate(replace(Config(), model=from_hugging_face(raw)), 1).model
         rotary = Rotary.of(model)
-        frequency, factor = rotary.frequency(torch.device("cpu"))
+        frequency, factor = rotary.frequency(torch.device("cpu"), 1)
         assert torch.equal(frequency, expected)
         assert factor == pytest.approx(expected_factor, rel=1e-15)
         three = torch.zeros(1, 3)

@@ -43,7 +43,6 @@ def test_a_rotated_part_and_norms_on_both_sides_train_as_in_one_process() -> Non
 @pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
-        ("phi3", {"rope_parameters": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported"),
         ("phi3", {"partial_rotary_factor": 0.5}, "rotates 5 of a head's 10 dimensions"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop=0.1 is not supported"),
         ("helium", {}, "hidden_size=48 should be num_attention_heads x head_dim"),

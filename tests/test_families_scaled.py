@@ -53,7 +53,6 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
 REFUSED: dict[str, dict[str, Any]] = {
     "olmo": {"clip_qkv": 0.5},
     "olmoe": {"clip_qkv": 0.5},
-    "cohere": {"use_qk_norm": True},
     "cohere2": {"sliding_window": None},
 }
 

@@ -408,14 +408,17 @@ def buffer_shapes(model: ModelConfig) -> dict[str, Sizes]:
 
 def in_fp32(wanted: Mapping[str, Recipe], buffers: Container[str]) -> set[str]:
     """Theirs made of these buffers, which have fp32 in files of any dtype."""
-    return {name for name, recipe in wanted.items() if recipe.parts[0].name in buffers}
+    return {name for name, recipe in wanted.items() if any(part.name in buffers for part in recipe.parts)}
 
 
 def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
     names = names_of(model)
-    return recipes(
-        native_shapes(model) | buffer_shapes(model), names.modules, names.layouts, sizes=model, pairs=names.pairs(model)
-    )
+    shapes = native_shapes(model) | buffer_shapes(model)
+    found = recipes(shapes, names.modules, names.layouts, sizes=model, pairs=names.pairs(model))
+    for pattern, value in names.constants.items():
+        for layer in range(model.num_hidden_layers):
+            found[pattern.replace("*", str(layer))] = Recipe((), (), value)
+    return found
 
 
 # Files

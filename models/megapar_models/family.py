@@ -1,5 +1,6 @@
 """Describes a model family: its modules, its options, and its names in other frameworks."""
 
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_type_hints
@@ -12,6 +13,11 @@ from megapar_models.stage import Stage
 from megapar_models.tensor_layouts import Layout, Pairs, PairsOf
 
 Raw = Mapping[str, Any]  # the content of a config.json
+
+
+def overlaid(raw: Raw, fields: Raw) -> Raw:
+    """The config.json with other values of these fields. `raw` still notes which of its other fields are read."""
+    return ChainMap(fields, raw)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class HuggingFace:
     The rows of an expert are divided evenly among these modules, in order. Such a tensor is read as if the file held
     NAME.EXPERT.MODULE.weight for each expert and module. NAME is the tensor's name without its last component.
     """
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Their tensors of a single number that is not trained, each with the number. * is the layer's number."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of stored names, each with its counterpart in `modules`."""
     layouts: Mapping[str, Layout] = field(default_factory=dict)

@@ -7,7 +7,7 @@ from typing import Any
 from megapar.config.messages import problem
 from megapar.config.options import OF_FUNCTION, Config
 from megapar_models.family import Raw
-from megapar_models.rope import read_rope, scaling_problems, write_rope
+from megapar_models.rope import read_rope, scaling_problems, split_rope, write_rope
 from megapar_models.rotary import Rotary
 from megapar_models.rotary_options import RotaryModel
 
@@ -45,11 +45,9 @@ def partial_problems(config: Config, model: PartialRotaryModel) -> Iterator[str]
 
 def read_partial_rope(raw: Raw, default_theta: float, default_factor: float) -> tuple[dict[str, Any], list[str]]:
     """As `read_rope`, with the rotated part of a head. The two defaults are those of transformers."""
-    rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
-    factor = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor", default_factor))
-    others = {name: raw[name] for name in ("max_position_embeddings",) if name in raw}
-    rope.setdefault("rope_theta", raw.get("rope_theta", default_theta))
-    values, problems = read_rope({**others, "rope_parameters": rope}, default_theta)
+    raw, beside = split_rope(raw, "partial_rotary_factor")
+    factor = beside.get("partial_rotary_factor", raw.get("partial_rotary_factor", default_factor))
+    values, problems = read_rope(raw, default_theta)
     return {**values, "partial_rotary_factor": factor}, problems
 
 

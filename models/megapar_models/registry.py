@@ -13,6 +13,8 @@ from megapar.config.options import Config, ModelConfig
 from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages
+from megapar_models.apertus.family import APERTUS
+from megapar_models.arcee.family import ARCEE
 from megapar_models.cohere.family import COHERE
 from megapar_models.deepseek.family import DEEPSEEK
 from megapar_models.exaone4.family import EXAONE4
@@ -26,9 +28,11 @@ from megapar_models.gpt_oss.family import GPT_OSS
 from megapar_models.granite.family import GRANITE
 from megapar_models.granitemoe.family import GRANITEMOE
 from megapar_models.helium.family import HELIUM
+from megapar_models.hunyuan.family import HUNYUAN
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA
 from megapar_models.mixtral.family import MIXTRAL
+from megapar_models.nemotron.family import NEMOTRON
 from megapar_models.olmo.family import OLMO
 from megapar_models.olmoe.family import OLMOE
 from megapar_models.phi3.family import PHI3
@@ -57,6 +61,10 @@ FAMILIES: dict[str, Family] = {
     "starcoder2": STARCODER2,
     "deepseek": DEEPSEEK,
     "glm4_moe": GLM4_MOE,
+    "arcee": ARCEE,
+    "nemotron": NEMOTRON,
+    "apertus": APERTUS,
+    "hunyuan": HUNYUAN,
 }
 
 

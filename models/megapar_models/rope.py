@@ -9,7 +9,7 @@ from typing import Any
 
 from megapar.config.messages import problem, shown
 from megapar.config.options import Config, flatten
-from megapar_models.family import Raw, typed, wrong_types
+from megapar_models.family import Raw, overlaid, typed, wrong_types
 from megapar_models.rotary_options import RopeScaling, RotaryModel
 
 # The fields of `RopeScaling` that a rope type must have in a config.json, and those that it may have.
@@ -18,9 +18,11 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
+    "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
 }
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    "longrope": ("factor", "attention_factor"),
 }
 
 
@@ -46,8 +48,20 @@ def scaling_problems(config: Config, model: RotaryModel) -> Iterator[str]:
             options,
             f"low must be below high; use {shown(scaling.high_freq_factor / 4)} (Llama 3.1 has 1 and 4)",
         )
+    # The factor of longrope is divided by the logarithm of the length, unless it is given.
+    shortest = 2 if scaling.rope_type == "longrope" and not scaling.attention_factor else 1
+    if "original_max_position_embeddings" in read and scaling.original_max_position_embeddings < shortest:
+        name = "model.rope_scaling.original_max_position_embeddings"
+        yield problem(config, name, f"must be at least {shortest}")
     if scaling.rope_type == "yarn":
         yield from _yarn_problems(config, scaling)
+    if scaling.rope_type == "longrope":
+        pairs = model.rotary_width // 2
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(scaling, name)
+            if len(factors) != pairs or min(factors) <= 0:
+                text = f"has {len(factors)} factors; give {pairs} above 0, one for each rotated pair of dimensions"
+                yield problem(config, f"model.rope_scaling.{name}", text)
 
 
 def _yarn_problems(config: Config, scaling: RopeScaling) -> Iterator[str]:
@@ -81,8 +95,32 @@ def read_rope(raw: Raw, default_theta: float) -> tuple[dict[str, Any], list[str]
     problems = list(_rope_problems(rope))
     values = {"rope_theta": rope.pop("rope_theta")}
     if not problems:
+        for name in rope.keys() & {"short_factor", "long_factor"}:
+            rope[name] = tuple(float(factor) for factor in rope[name])
         values["rope_scaling"] = RopeScaling(**typed(rope, RopeScaling))
     return values, problems
+
+
+def read_stated_rope(raw: Raw, default: Raw) -> tuple[dict[str, Any], list[str]]:
+    """As `read_rope`. `default` is what transformers takes for a file without any rotary field, with its base."""
+    if raw.get("rope_parameters") or raw.get("rope_scaling"):
+        return read_rope(raw, default["rope_theta"])
+    if "rope_theta" in raw or "rope_scaling" in raw:
+        # transformers 5 takes all of the default for such a file, and version 4 did not.
+        text = "rope_scaling is missing beside rope_theta, and releases of transformers disagree on its default"
+        return {}, [f'{text}; state it, such as {{"rope_type": "default"}}']
+    return read_rope(overlaid(raw, {"rope_parameters": default}), default["rope_theta"])
+
+
+def split_rope(raw: Raw, *names: str) -> tuple[Raw, dict[str, Any]]:
+    """The config.json without these fields of its rotary parameters, and their values."""
+    for field in ("rope_parameters", "rope_scaling"):
+        rope = raw.get(field)
+        if rope and isinstance(rope, Mapping):
+            others = {name: value for name, value in rope.items() if name not in names}
+            beside = {name: rope[name] for name in names if name in rope}
+            return overlaid(raw, {field: others}), beside
+    return raw, {}
 
 
 def _rope(raw: Raw, default_theta: float) -> dict[str, Any]:
@@ -96,13 +134,13 @@ def _rope(raw: Raw, default_theta: float) -> dict[str, Any]:
         rope["rope_type"] = old_type
     if rope.get("partial_rotary_factor") == 1.0:
         del rope["partial_rotary_factor"]
-    if rope["rope_type"] == "yarn":
-        return _yarn(rope, raw)
+    if rope["rope_type"] in ("yarn", "longrope"):
+        return _with_lengths(rope, raw)
     return rope
 
 
-def _yarn(rope: dict[str, Any], raw: Raw) -> dict[str, Any]:
-    """The fields of YaRN without those ignored by transformers, and with its sizes for absent ones."""
+def _with_lengths(rope: dict[str, Any], raw: Raw) -> dict[str, Any]:
+    """The fields of yarn or longrope without those ignored by transformers, and with its sizes for absent ones."""
     longest = raw.get("max_position_embeddings")
     # transformers 5 prefers the field beside `rope_parameters`, as Phi-3 has it.
     original = raw.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", longest))
@@ -110,8 +148,8 @@ def _yarn(rope: dict[str, Any], raw: Raw) -> dict[str, Any]:
     # A field with the value null is one that is left out. `truncate` is the exception: transformers takes null for
     # false there, and the check of types refuses it.
     rope = {name: value for name, value in rope.items() if value is not None or name == "truncate"}
-    # DeepSeek may leave the factor out.
-    if isinstance(longest, int) and isinstance(original, int):
+    # DeepSeek may leave the factor out, and Phi-3 does.
+    if isinstance(longest, int) and isinstance(original, int) and original > 0:
         rope.setdefault("factor", longest / original)
     if rope.get("attention_factor") or not (rope.get("mscale") and rope.get("mscale_all_dim")):
         rope.pop("mscale", None)
@@ -132,6 +170,10 @@ def _rope_problems(rope: Mapping[str, Any]) -> Iterator[str]:
         yield f"rope_type {rope_type} lacks {field}"
     if rope.get("attention_factor") == 0:
         yield "attention_factor=0 is not supported; a model with it would not see positions"
+    for name in ("short_factor", "long_factor"):
+        factors = rope.get(name, [])
+        if not isinstance(factors, list) or any(not isinstance(factor, (int, float)) for factor in factors):
+            yield f"{name}={factors!r} should be a list of numbers"
     yield from wrong_types({"rope_theta": rope["rope_theta"]}, RotaryModel)
     yield from wrong_types({field: rope[field] for field in fields}, RopeScaling)
 

@@ -18,7 +18,7 @@ class Rotary:
     """The angles of a layer. Layers with equal ones share a table.
 
     `theta` is the base, and `width` the width d of the rotated part of a head, its first dimensions.
-    `scaling` changes the frequencies as Hugging Face's rope types `linear`, `llama3` and `yarn` do.
+    `scaling` changes the frequencies as Hugging Face's rope types `linear`, `llama3`, `yarn` and `longrope` do.
 
     Positions run over all documents of a sample. Rotary attention depends on distances alone, and a token attends only
     to its own document, so they need not begin again. With `inside_documents` they do: fp32 angles of small positions
@@ -44,15 +44,16 @@ class Rotary:
         positions = batch.positions_s
         if self.inside_documents and batch.starts is not None:
             positions = batch.document_positions_bs().t().flatten()
-        frequency, attention_factor = self.frequency(positions.device)
+        frequency, attention_factor = self.frequency(positions.device, batch.sample_length)
         angles = positions.to(torch.float32)[:, None] * frequency
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * attention_factor, angles.sin() * attention_factor
 
-    def frequency(self, device: torch.device) -> tuple[Tensor, float]:
+    def frequency(self, device: torch.device, length: int) -> tuple[Tensor, float]:
         """Radians per position of each pair of dimensions [d/2], fp32, and the factor of cos and sin.
 
-        The factor is 1 for all types of scaling but yarn.
+        The factor is 1 for all types of scaling but yarn and longrope. For longrope the frequencies depend on `length`,
+        the number of positions of a sample.
         """
         exponents = torch.arange(0, self.width, 2, dtype=torch.float32, device=device) / self.width
         radians = self.theta**exponents  # one over the frequency
@@ -66,6 +67,12 @@ class Rotary:
             keep_weight = self._yarn_keep_weight(device)
             stretched = 1.0 / (scaling.factor * radians)
             return stretched * (1 - keep_weight) + frequency * keep_weight, _yarn_attention_factor(scaling)
+        if scaling.rope_type == "longrope":
+            # transformers asks for the largest position in a batch. A sample has its length on every rank of cp, also
+            # if its documents are shorter.
+            is_long = length > scaling.original_max_position_embeddings
+            factors = torch.tensor(scaling.long_factor if is_long else scaling.short_factor, device=device)
+            return 1.0 / (factors * radians), _longrope_attention_factor(scaling)
         # llama3. Dimensions that turn at least high_freq_factor times within the original context keep their frequency.
         # The frequency of those that turn at most low_freq_factor times is divided by the factor. Between the two, both
         # frequencies are mixed.
@@ -111,6 +118,15 @@ def _yarn_attention_factor(scaling: RopeScaling) -> float:
     if scaling.mscale and scaling.mscale_all_dim:
         return yarn_mscale(scaling.factor, scaling.mscale) / yarn_mscale(scaling.factor, scaling.mscale_all_dim)
     return yarn_mscale(scaling.factor, 1.0)
+
+
+def _longrope_attention_factor(scaling: RopeScaling) -> float:
+    """The factor of cos and sin, in short samples too (arXiv 2404.14219, section 2)."""
+    if scaling.attention_factor:
+        return scaling.attention_factor
+    if scaling.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))
 
 
 def yarn_mscale(factor: float, mscale: float) -> float:

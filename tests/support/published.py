@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,  # transformers would not train the embedding of that token
 }
 # Fields that decide which tensors there are, of which shapes: a conversion has all of them, or fails.
-OF_SIZE = {*SIZES, "head_dim", "model_type", "attention_bias", "mlp_bias", "tie_word_embeddings"}
+OF_SIZE = {*SIZES, "head_dim", "model_type", "attention_bias", "mlp_bias", "tie_word_embeddings", "use_qk_norm"}
 OF_SIZE |= {"num_experts", "num_local_experts", "shared_intermediate_size"}
 # Those of the loss that balances experts.
 OF_TRAINING = {"router_aux_loss_coef", "output_router_logits"}

@@ -125,7 +125,8 @@ CONFIG_JSON = (
         | {"olmo3": "olmo", "olmoe": "olmoe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma2"}
         | {"granite": "granite", "granitemoe": "granitemoe", "cohere": "cohere", "cohere2": "cohere"}
         | {"deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "kimi_k2": "deepseek", "glm4_moe_lite": "deepseek"}
-        | {"glm4_moe": "glm4_moe"},
+        | {"glm4_moe": "glm4_moe", "arcee": "arcee", "nemotron": "nemotron", "apertus": "apertus"}
+        | {"hunyuan_v1_dense": "hunyuan"},
     ),
     same("n_embd", "model.hidden_size"),
     same("n_layer", "model.num_hidden_layers"),

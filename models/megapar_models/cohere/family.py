@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from megapar.config.options import Config
+from megapar.errors import ConfigError
 from megapar_models.cohere.model import CohereModel, CohereStage
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
-from megapar_models.tensor_layouts import Pairs
+from megapar_models.tensor_layouts import Layout, Pairs
 from megapar_models.windows import FULL, SLIDING, read_windows, window_problems, write_windows
 
 _RENAMED = {"rms_norm_eps": "layer_norm_eps"}
@@ -17,23 +18,27 @@ _DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "tie_
 _DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": None, "head_dim": None, "attention_bias": False}
 _DEFAULTS |= {"logit_scale": 0.0625}
 _FIXED = {"attention_dropout": 0.0}
+_ROTATED = tuple(f"layers.*.attention.{name}" for name in ("q", "k", "q_norm", "k_norm"))
+_LAYOUTS = {
+    "model.layers.*.self_attn.q_norm": Layout("num_attention_heads", by_group=True),
+    "model.layers.*.self_attn.k_norm": Layout("num_key_value_heads", by_group=True),
+}
 _MODEL_TYPES = {
-    # The weights of its norms of q and k are [heads, width], a form that our tables of names do not have.
-    "cohere": ModelType(_DEFAULTS, {**_FIXED, "use_qk_norm": False}),
+    "cohere": ModelType(_DEFAULTS, _FIXED),
     "cohere2": ModelType(_DEFAULTS, _FIXED),
 }
 
 
 def _pairs(model: CohereModel) -> dict[str, Pairs]:
     """Their rotary pairs are neighbors."""
-    pairs = Pairs(model.head_dim, 0, model.head_dim)
-    return {"layers.*.attention.q": pairs, "layers.*.attention.k": pairs}
+    return dict.fromkeys(_ROTATED, Pairs(model.head_dim, 0, model.head_dim))
 
 
 def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
     """Rotary embedding and windows from a config.json; returns option values and problems."""
     if model_type == "cohere":
-        return read_rope(raw, default_theta=500000.0)
+        values, problems = read_rope(raw, default_theta=500000.0)
+        return values | {"qk_norm": raw.get("use_qk_norm", False)}, problems
     values, problems = read_rope(raw, default_theta=10000.0)
     count = raw.get("num_hidden_layers", 0)
     pattern = raw.get("sliding_window_pattern", 4)
@@ -51,10 +56,13 @@ def _problems(config: Config, model: CohereModel) -> Iterator[str]:
 
 
 def _write(model: CohereModel, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of `model`."""
+    """The config.json of `model`. Raises ConfigError if neither model_type represents it."""
     fields |= write_rope(model)
     if not model.sliding_window:
+        fields |= {"use_qk_norm": model.qk_norm}
         return {"model_type": "cohere", "architectures": ["CohereForCausalLM"], **fields}
+    if model.qk_norm:
+        raise ConfigError("model.qk_norm, model.sliding_window: cohere2 of Hugging Face has no norms of q and k")
     return {"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], **fields, **write_windows(model)}
 
 
@@ -68,6 +76,7 @@ COHERE = Family(
     hugging_face=HuggingFace(
         model_types=_MODEL_TYPES,
         modules=MODULES_BUT_MLP | MLP_MODULES,
+        layouts=_LAYOUTS,
         pairs=_pairs,
         fields=_FIELDS,
         activations=ACTIVATIONS,

@@ -2,7 +2,11 @@
 
 The layers of Command R7B that read all keys see no positions (NoPE). The others have a window and rotary positions.
 
-The names of the weights are those of Llama (megapar_models.llama.model), without layers.N.mlp_norm.
+The names of the weights are those of Llama (megapar_models.llama.model), without layers.N.mlp_norm. Command R+ also has
+these, with d the width of a head:
+
+    layers.N.attention.q_norm.weight    [heads * d]       cut by heads
+    layers.N.attention.k_norm.weight    [kv heads * d]    cut by heads; several ranks may hold the same head
 """
 
 from dataclasses import dataclass, field
@@ -22,6 +26,8 @@ class CohereModel(WindowModel):
 
     attention_bias: bool = False
     """Biases of all projections of attention."""
+    qk_norm: bool = False
+    """LayerNorm of each query and key head before the rotary embedding, with weights of its own (Command R+)."""
     logit_scale: float = field(default=1.0, metadata=OF_FUNCTION)
     """The factor of logits."""
 
@@ -35,6 +41,8 @@ class CohereStage(Stage[CohereModel]):
         return LayerKind(
             norm=NormRule(model.rms_norm_eps, "layer", biased=False),
             parallel="one_norm",
+            qk_norm=model.qk_norm,
+            qk_norm_over="each_head",
             rotary=Rotary.of(model) if sees_positions else None,
             window=window_of(model, number),
             qkv_bias=model.attention_bias,

@@ -253,6 +253,15 @@ class Weights:
             problems.append(first_few(shaped))
         if problems:
             raise CheckpointError(f"{self.folder}: tensors are not those of its config.json: {'; '.join(problems)}")
+        for name, recipe in wanted.items():
+            if recipe.constant is not None:
+                self._check_constant(name, recipe.constant)
+
+    def _check_constant(self, name: str, value: float) -> None:
+        """Raise CheckpointError if the stored number is not the constant, rounded to its dtype."""
+        stored = self.read(name)
+        if not torch.equal(stored, torch.full_like(stored, value)):
+            raise CheckpointError(f"{self.folder}: {name} is {stored.item()}; models here compute with {value}")
 
 
 def native_tensor(weights: Weights, source: Place) -> Tensor:
@@ -262,6 +271,8 @@ def native_tensor(weights: Weights, source: Place) -> Tensor:
 
 def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype) -> Tensor:
     """A recipe's tensor from the native checkpoint `path`. Raises CheckpointError if a chunk is damaged."""
+    if recipe.constant is not None:
+        return torch.full(recipe.shape, recipe.constant, dtype=dtype)
     out = torch.empty(recipe.shape, dtype=dtype)
     for part in recipe.parts:
         # A Reader for each tensor: when it closes, the pages of its mapped files are released.

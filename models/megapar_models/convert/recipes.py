@@ -65,10 +65,11 @@ class Part(NamedTuple):
 
 
 class Recipe(NamedTuple):
-    """One of their tensors: its shape and its parts, in order."""
+    """One of their tensors: its shape and its parts, in order. `constant` is its value if it has no part of ours."""
 
     shape: Sizes
     parts: tuple[Part, ...]
+    constant: float | None = None
 
 
 def recipes(

@@ -3,12 +3,11 @@
 Files with experts in mxfp4 are read exactly. What is written has them in bf16.
 """
 
-from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.config.options import MoEConfig
-from megapar_models.family import Family, HuggingFace, ModelType
+from megapar_models.family import Family, HuggingFace, ModelType, overlaid
 from megapar_models.gpt_oss.model import GptOssModel, GptOssStage
 from megapar_models.llama.family import MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
@@ -55,7 +54,7 @@ def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
     """Rotary embedding and experts from a config.json; returns option values and problems."""
     stated = raw
     if raw.get("rope_parameters") is None and "rope_scaling" not in raw:
-        stated = ChainMap({"rope_scaling": _ROPE}, raw)  # type: ignore[arg-type]
+        stated = overlaid(raw, {"rope_scaling": _ROPE})
     values, problems = read_rope(stated, default_theta=150000.0)
     moe, wrong = read_moe(raw, _MOE, _MOE_DEFAULTS)
     values["moe"] = MoEConfig(norm_topk_prob=True, moe_intermediate_size=raw.get("intermediate_size", 2880), **moe)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.config.messages import shown
-from megapar.config.options import Config
+from megapar.config.options import Config, ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
 from megapar_models.llama.model import LlamaModel, LlamaStage
@@ -36,6 +36,7 @@ MLP_MODULES = {
     "layers.*.mlp.up": "model.layers.*.mlp.up_proj",
     "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
 }
+PLAIN_MLP_MODULES = {ours: theirs for ours, theirs in MLP_MODULES.items() if not ours.endswith("gate")}
 # Fields of config.json whose names are those of our options.
 SAME_FIELDS = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
@@ -105,6 +106,15 @@ def _problems(config: Config, model: LlamaModel) -> Iterator[str]:
     yield from window_problems(config, model)
 
 
+def refuse_uneven_heads(model: ModelConfig, model_type: str) -> None:
+    """Raise ConfigError for a width that does not divide by the heads, as transformers does for this model_type."""
+    if model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size}, model.num_attention_heads={model.num_attention_heads}: "
+            f"transformers refuses a {model_type} whose width does not divide by its heads"
+        )
+
+
 def _written_type(model: LlamaModel) -> str:
     """The model_type of Hugging Face with these biases, norms and windows. Raises ConfigError if there is none."""
     biases = (model.attention_bias, model.attention_out_bias, model.mlp_bias)
@@ -125,11 +135,8 @@ def _written_type(model: LlamaModel) -> str:
 def _write(model: LlamaModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if no model_type represents it."""
     model_type = _written_type(model)
-    if model_type == "llama" and model.hidden_size % model.num_attention_heads:
-        raise ConfigError(
-            f"model.hidden_size={model.hidden_size}, model.num_attention_heads={model.num_attention_heads}: "
-            "transformers refuses a llama whose width does not divide by its heads"
-        )
+    if model_type == "llama":
+        refuse_uneven_heads(model, "llama")
     fields |= write_rope(model)
     if model_type in ("llama", "seed_oss"):
         fields |= {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}

@@ -35,6 +35,7 @@ def _rope_frequency(model: RotaryModel, pair: int) -> float:
         first, last = _yarn_mixed_pairs(model)
         stretch = min(max((pair - first) / (last - first), 0.0), 1.0)
         return (1 - stretch) * frequency + stretch * frequency / scaling.factor
+    assert scaling.rope_type == "llama3"
     if wavelength > context / scaling.low_freq_factor:
         return frequency / scaling.factor
     if wavelength < context / scaling.high_freq_factor:

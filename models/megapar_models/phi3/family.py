@@ -1,11 +1,11 @@
-"""Phi-3 and Phi-4: their rules, and their names at Hugging Face (phi3). Rope type longrope is refused."""
+"""Phi-3 and Phi-4: their rules, and their names at Hugging Face (phi3)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.config.options import Config
 from megapar.errors import ConfigError
-from megapar_models.family import Family, HuggingFace, ModelType
+from megapar_models.family import Family, HuggingFace, ModelType, overlaid
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope
 from megapar_models.phi3.model import Phi3Model, Phi3Stage
@@ -24,7 +24,12 @@ _FIXED |= {"attention_bias": False, "mlp_bias": False}
 
 def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
     """Rotary embedding and window from a config.json; returns option values and problems."""
-    values, problems = read_partial_rope(raw, 10000.0, 1.0)
+    # transformers reads this length beside the rotary parameters, whatever they say of it.
+    changes: dict[str, Any] = {name: raw.get(name, 4096) for name in ("original_max_position_embeddings",)}
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
+    if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+        changes["rope_parameters"] = {**rope, "rope_type": "longrope"}  # their older names
+    values, problems = read_partial_rope(overlaid(raw, changes), 10000.0, 1.0)
     window = raw.get("sliding_window")
     layers = raw.get("num_hidden_layers")
     if window is None or not isinstance(layers, int):
@@ -37,9 +42,23 @@ def _write(model: Phi3Model, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if phi3 does not represent it."""
     if model.layer_types:
         raise ConfigError("model.layer_types: phi3 of Hugging Face has the same window in all layers")
+    fields |= write_partial_rope(model)
+    if model.rope_scaling.rope_type == "longrope":
+        fields |= _written_longrope(model, fields["rope_scaling"])
+    elif fields["rope_scaling"] is not None:
+        raise ConfigError(f"model.rope_scaling.rope_type={model.rope_scaling.rope_type}: phi3 has default and longrope")
     # transformers takes 32000 for an absent padding token, and refuses one beyond the vocabulary.
-    fields |= {"sliding_window": model.sliding_window or None, "pad_token_id": None, **write_partial_rope(model)}
+    fields |= {"sliding_window": model.sliding_window or None, "pad_token_id": None}
     return {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], **fields}
+
+
+def _written_longrope(model: Phi3Model, scaling: dict[str, Any]) -> dict[str, Any]:
+    """The fields of longrope in Phi-3's form, where transformers 4 allows three and computes the factor itself."""
+    scaling = {"type": scaling.pop("rope_type"), **scaling}
+    original = scaling.pop("original_max_position_embeddings")
+    if scaling.get("factor") == model.max_position_embeddings / original:
+        del scaling["factor"]
+    return {"rope_scaling": scaling, "original_max_position_embeddings": original}
 
 
 def _problems(config: Config, model: Phi3Model) -> Iterator[str]:
@@ -62,6 +81,6 @@ PHI3 = Family(
         tied=TIED,
         read=_read,
         write=_write,
-        without_effect=("original_max_position_embeddings",),  # of longrope and yarn, which are refused
+        without_effect=("original_max_position_embeddings",),  # but with longrope
     ),
 )

@@ -1,0 +1,1 @@
+"""The family of Apertus: its rules, its names at Hugging Face, and presets."""

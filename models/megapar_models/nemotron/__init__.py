@@ -1,0 +1,1 @@
+"""The family of the dense Nemotrons: its rules, its names at Hugging Face, and presets."""
