@@ -1,6 +1,5 @@
 """Recipes of conversion by tiny tensors: each against a plain reading of the layout, and back bitwise."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -171,7 +170,6 @@ def test_interleaved_transposed_stacks_of_experts_with_biases() -> None:
 def test_prefixes_are_replaced_at_the_start_and_listed_parts_are_left_out() -> None:
     assert LLAMA.hugging_face is not None
     prefixes = {"model.language_model.": "model.", "language_model.model.": "model."}
-    names = replace(LLAMA.hugging_face, prefixes=prefixes)
     ignored = ("mtp.", "model.visual.", "model.layers.61.")
     for stored, expected in (
         ("model.language_model.norm.weight", "model.norm.weight"),
@@ -182,7 +180,7 @@ def test_prefixes_are_replaced_at_the_start_and_listed_parts_are_left_out() -> N
         ("model.visual.mtp.weight", None),
         ("model.mtp.weight", "model.mtp.weight"),  # nobody listed it, so it is unexpected
     ):
-        assert canonical_name(stored, names, ignored) == expected
+        assert canonical_name(stored, LLAMA.hugging_face, ignored, prefixes) == expected
 
 
 # Quantized

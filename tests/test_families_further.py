@@ -1,19 +1,33 @@
-"""AFM, Nemotron, Apertus, HunYuan and Command R+ against transformers, and Phi-3 with longrope."""
+"""AFM, Nemotron, Apertus, HunYuan, Ministral 3 and Command R+ against transformers, and Phi-3 with longrope."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megapar_models.rotary_options import RopeScaling
 from safetensors.torch import load_file, save_file
 
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import spec_of
+from megapar.verify import logical
 from tests.support import tiny_models
 from tests.support.grid import Layout, check_on_ranks
-from tests.support.published import LENGTH, SIZES, Published, converted, model_of, whole_stage
+from tests.support.hugging_face import tensors
+from tests.support.published import (
+    LENGTH,
+    SIZES,
+    Published,
+    assert_equal_logits,
+    converted,
+    model_of,
+    random_batch,
+    whole_stage,
+)
 from tests.support.sweeps import slow_but
+from tools.convert_checkpoint import NativeToHf, native_to_hf
 
 RMS = {**SIZES, "rms_norm_eps": 1e-3}
 BIASED = {**RMS, "attention_bias": True}
@@ -24,18 +38,30 @@ ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 100
 FACTORS = {"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.5, 3.0, 9.0]}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5, **FACTORS}
 SCALES = {"factor": 5.0, "attention_factor": 1.4}
-PHI3 = {**RMS, "num_hidden_layers": 3}
+THREE_LAYERS = {**RMS, "num_hidden_layers": 3}
 # Kinds that have one by another name.
 KINDS = {"phi3 in short samples": "phi3", "phi3 in long samples": "phi3", "command r+": "cohere"}
+TEMPERATURE = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 2.0, "beta_slow": 0.2}
+TEMPERATURE |= {
+    "original_max_position_embeddings": 5,
+    "mscale": 1.0,
+    "mscale_all_dim": 0.5,
+    "llama_4_scaling_beta": 0.7,
+}
 FIELDS: dict[str, dict[str, Any]] = {
     "arcee": {**BIASED, "head_dim": 10, "mlp_bias": True},
     "nemotron": {**SIZES, "norm_eps": 1e-3, "head_dim": 10, "attention_bias": True, "mlp_bias": True}
     | {"partial_rotary_factor": 0.6, "tie_word_embeddings": True},
     "apertus": {**BIASED, "head_dim": 10, "rope_parameters": LLAMA3},
     "hunyuan_v1_dense": {**BIASED, "head_dim": 10, "rope_parameters": ALPHA},
-    "phi3 in short samples": {**PHI3, "rope_parameters": LONGROPE, "original_max_position_embeddings": LENGTH},
+    "phi3 in short samples": {**THREE_LAYERS, "rope_parameters": LONGROPE, "original_max_position_embeddings": LENGTH},
     # Documents alone are long too: transformers would take the other factors for a shorter one.
-    "phi3 in long samples": {**PHI3, "rope_parameters": LONGROPE | SCALES, "original_max_position_embeddings": 1},
+    "phi3 in long samples": {
+        **THREE_LAYERS,
+        "rope_parameters": LONGROPE | SCALES,
+        "original_max_position_embeddings": 1,
+    },
+    "ministral3": {**THREE_LAYERS, "head_dim": 10, "rope_parameters": TEMPERATURE, "sliding_window": 9},
     "command r+": {**SIZES, "head_dim": 10, "layer_norm_eps": 1e-3, "logit_scale": 0.3, "use_qk_norm": True},
 }
 COMMON: list[dict[str, Any]] = [{"rope_parameters": PLAIN}, {"hidden_act": "silu"}]
@@ -56,6 +82,11 @@ CHANGES: dict[str, list[dict[str, Any]]] = {
     "phi3 in long samples": [
         {"original_max_position_embeddings": LENGTH},
         {"rope_parameters": LONGROPE | SCALES | {"long_factor": [1.5, 3.0, 5.0]}},
+    ],
+    "ministral3": [
+        *(GATED[1], RMS_EPS, {"sliding_window": 3}, {"sliding_window": None}),
+        *({"rope_parameters": TEMPERATURE | {"llama_4_scaling_beta": beta}} for beta in (0.0, 0.2)),
+        {"rope_parameters": TEMPERATURE | {"original_max_position_embeddings": 7}},
     ],
     "command r+": [*GATED, {"layer_norm_eps": 1e-1}, {"logit_scale": 0.9}],
 }
@@ -94,6 +125,14 @@ SMALL = {"num_key_value_heads": 2, "head_dim": 10, "initializer_range": 0.1}
             ("nemotron", {"partial_rotary_factor": 0.6}, {"tp": 2, "sequence_parallel": True}),
             ("apertus", {}, {"tp": 2, "pp": 2, "sequence_parallel": True}),
             ("hunyuan", {}, {"cp": 2, "zero_stage": 3}),
+            (
+                "ministral3",
+                {
+                    "llama_4_scaling_beta": 0.7,
+                    "rope_scaling": RopeScaling("yarn", 8.0, original_max_position_embeddings=5),
+                },
+                {"cp": 2, "cp_attention": "ring", "packed": True},
+            ),
             ("cohere", {"qk_norm": True, "num_attention_heads": 6, "num_key_value_heads": 3}, {"tp": 2}),
         ],
     ),
@@ -101,6 +140,32 @@ SMALL = {"num_key_value_heads": 2, "head_dim": 10, "initializer_range": 0.1}
 def test_its_layers_train_as_in_one_process(family: str, options: dict[str, Any], sizes: dict[str, Any]) -> None:
     model = tiny_models.small(family, 48, 4, 76, **SMALL | options)
     check_on_ranks(Layout(model, **sizes))
+
+
+@pytest.mark.parametrize("text_type", ["mistral", "ministral3"])
+def test_the_text_of_a_mistral3_file_is_converted_without_its_vision(text_type: str, tmp_path: Path) -> None:
+    """It comes back as what it is."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    text = FIELDS["ministral3"] if text_type == "ministral3" else {**RMS, "sliding_window": 9}
+    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}
+    config = {"text_config": {"model_type": text_type, **text}, "vision_config": vision, "tie_word_embeddings": False}
+    whole = transformers.Mistral3Config(**config)
+    model = transformers.Mistral3ForConditionalGeneration._from_config(whole, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "theirs")
+    assert any("vision" in name for name in tensors(tmp_path / "theirs"))
+    found = converted(tmp_path / "theirs", tmp_path / "ours")
+    raw = json.loads((tmp_path / "theirs/config.json").read_text())
+    stage = whole_stage(model_of(raw))
+    logical.fill([stage], found)
+    with torch.no_grad():
+        assert_equal_logits(stage, random_batch(), model(random_batch().tokens_bs).logits)
+    native_to_hf(NativeToHf(tmp_path / "ours", tmp_path / "text", verify=False))
+    written = json.loads((tmp_path / "text/config.json").read_text())
+    assert written["model_type"] == text_type
+    assert model_of(written) == stage.model
+    with pytest.raises(ConfigError, match="model_type='pixtral' is not supported"):
+        model_of({**raw, "text_config": {**raw["text_config"], "model_type": "pixtral"}})
 
 
 def test_xielu_starts_with_the_slopes_of_its_paper() -> None:
@@ -117,12 +182,12 @@ def test_xielu_starts_with_the_slopes_of_its_paper() -> None:
 def test_a_constant_of_xielu_with_another_value_or_without_one_is_refused(missing: bool, tmp_path: Path) -> None:
     Published(tmp_path, "apertus", FIELDS["apertus"])
     file = tmp_path / "theirs/model.safetensors"
-    tensors = load_file(file)
+    stored = load_file(file)
     name = "model.layers.2.mlp.act_fn.beta"
-    tensors[name] = torch.tensor(0.25)
+    stored[name] = torch.tensor(0.25)
     if missing:
-        del tensors[name]
-    save_file(tensors, file, {"format": "pt"})
+        del stored[name]
+    save_file(stored, file, {"format": "pt"})
     with pytest.raises(CheckpointError, match=f"missing {name}" if missing else f"{name} is 0.25; models here .* 0.5"):
         converted(tmp_path / "theirs", tmp_path / "refused")
 
@@ -136,6 +201,9 @@ def test_a_constant_of_xielu_with_another_value_or_without_one_is_refused(missin
         ("hunyuan_v1_dense", {"attention_head_dim": 12}, "unless it is head_dim, 10"),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supp"),
         ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": "2"}}, "alpha='2' should be a number"),
+        ("ministral3", {"rope_theta": 1e4}, "releases of transformers disagree"),
+        ("ministral3", {"rope_parameters": PLAIN}, "rope_parameters lacks llama_4_scaling_beta"),
+        ("ministral3", {"rope_parameters": PLAIN | {"llama_4_scaling_beta": 0.1}}, "this rope_type does not have; use"),
         ("phi3", {"rope_scaling": {"type": "longrope"}}, "rope_type longrope lacks long_factor"),
         ("phi3", {"rope_scaling": {"type": "longrope", "short_factor": 1}}, "short_factor=1 should be a list"),
         (

@@ -22,11 +22,13 @@ from megapar_models.convert.config_json import (
     canonical_name,
     from_hugging_face,
     is_multimodal,
+    left_out,
     names_of,
     to_hugging_face,
     warnings_of,
 )
 from megapar_models.convert.huggingface import Weights, hugging_face_tensor, native_tensor, write_model
+from megapar_models.convert.multimodal import PREFIXES
 from megapar_models.convert.parity import (
     check_transformers,
     megatron_reference,
@@ -185,8 +187,9 @@ def hf_to_native(options: HfToNative) -> None:
     buffers = buffer_shapes(config.model)
     shapes = native_shapes(config.model) | buffers
     wanted = hf_recipes(config.model)
-    ignored = tuple(names.ignored(raw))
-    weights = Weights(options.src, lambda name: canonical_name(name, names, ignored), names.stacked)
+    ignored = left_out(raw)
+    prefixes = PREFIXES if is_multimodal(raw) else {}
+    weights = Weights(options.src, lambda name: canonical_name(name, names, ignored, prefixes), names.stacked)
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
     if ignored:
         print(f"left out: tensors whose names begin with {', '.join(ignored)}", file=sys.stderr)

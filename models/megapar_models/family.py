@@ -28,8 +28,6 @@ class ModelType:
     """transformers' defaults for absent fields. A size without a default here must be in the file."""
     fixed: Raw
     """Fields with a required value, if they are present. With another value the model computes something else."""
-    nested: str = ""
-    """The field with the language model of a multimodal file. Its other parts are left out."""
 
 
 def _no_lines(*_: Any) -> list[str]:
@@ -79,8 +77,6 @@ class HuggingFace:
     """How their modules or tensors hold several of ours, or are transposed."""
     pairs: PairsOf = _no_pairs
     """The rotary pairs of our modules that theirs store beside each other."""
-    prefixes: Mapping[str, str] = field(default_factory=dict)
-    """Beginnings of stored names, each with its counterpart in `modules`, such as those of multimodal files."""
     ignored: Callable[[Raw], Collection[str]] = _nothing_ignored
     """Beginnings of the names of tensors left out, such as `mtp.`: those of other parts than the language model."""
     without_effect: Collection[str] = ()

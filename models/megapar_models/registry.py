@@ -31,6 +31,7 @@ from megapar_models.helium.family import HELIUM
 from megapar_models.hunyuan.family import HUNYUAN
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA
+from megapar_models.ministral3.family import MINISTRAL3
 from megapar_models.mixtral.family import MIXTRAL
 from megapar_models.nemotron.family import NEMOTRON
 from megapar_models.olmo.family import OLMO
@@ -65,6 +66,7 @@ FAMILIES: dict[str, Family] = {
     "nemotron": NEMOTRON,
     "apertus": APERTUS,
     "hunyuan": HUNYUAN,
+    "ministral3": MINISTRAL3,
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from megapar.config.messages import problem
 from megapar.config.options import OF_FUNCTION, Config
+from megapar.errors import ConfigError
 from megapar_models.family import Raw
 from megapar_models.rotary_options import RotaryModel
 
@@ -84,6 +85,22 @@ def read_windows(
     if FULL not in types:
         values["layer_types"] = ()
     return values, []
+
+
+def read_one_window(raw: Raw) -> tuple[dict[str, Any], list[str]]:
+    """As `read_windows`, for a model_type with the same window in all layers, or with none."""
+    window = raw.get("sliding_window")
+    layers = raw.get("num_hidden_layers")
+    if window is None or not isinstance(layers, int):
+        return {}, []
+    return read_windows(raw, window, [SLIDING] * layers)
+
+
+def write_one_window(model: WindowModel, model_type: str) -> dict[str, Any]:
+    """The field `sliding_window` of such a model_type. Raises ConfigError if only some layers have the window."""
+    if model.layer_types:
+        raise ConfigError(f"model.layer_types: {model_type} of Hugging Face has the same window in all layers")
+    return {"sliding_window": model.sliding_window or None}
 
 
 def write_windows(model: WindowModel) -> dict[str, Any]:

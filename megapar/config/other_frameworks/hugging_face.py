@@ -126,7 +126,7 @@ CONFIG_JSON = (
         | {"granite": "granite", "granitemoe": "granitemoe", "cohere": "cohere", "cohere2": "cohere"}
         | {"deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "kimi_k2": "deepseek", "glm4_moe_lite": "deepseek"}
         | {"glm4_moe": "glm4_moe", "arcee": "arcee", "nemotron": "nemotron", "apertus": "apertus"}
-        | {"hunyuan_v1_dense": "hunyuan"},
+        | {"hunyuan_v1_dense": "hunyuan", "ministral3": "ministral3"},
     ),
     same("n_embd", "model.hidden_size"),
     same("n_layer", "model.num_hidden_layers"),

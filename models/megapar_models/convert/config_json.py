@@ -6,10 +6,12 @@ refused by name if it would change the result and our models do not have it.
 
 import re
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
+from megapar_models.convert.multimodal import MULTIMODAL, OTHER_PARTS, language_model
 from megapar_models.convert.quantized import BLOCK
 from megapar_models.family import HuggingFace, typed, wrong_types
 from megapar_models.registry import FAMILIES, find
@@ -26,14 +28,16 @@ def names_of(model: ModelConfig) -> HuggingFace:
     return names
 
 
-def canonical_name(name: str, names: HuggingFace, ignored: tuple[str, ...] = ()) -> str | None:
+def canonical_name(
+    name: str, names: HuggingFace, ignored: tuple[str, ...] = (), prefixes: Mapping[str, str] = MappingProxyType({})
+) -> str | None:
     """The tables' name of a stored tensor, or None if the tensor holds no weights of the language model.
 
-    `ignored` are beginnings of the names of other tensors (`HuggingFace.ignored`).
+    `ignored` are beginnings of the names of other tensors (`left_out`), and `prefixes` those of multimodal files.
     """
     if _DERIVED.search(name) or name.startswith(ignored):
         return None
-    for theirs, ours in names.prefixes.items():
+    for theirs, ours in prefixes.items():
         if name.startswith(theirs):
             name = f"{ours}{name.removeprefix(theirs)}"
             break
@@ -99,10 +103,10 @@ def from_hugging_face(file: Mapping[str, Any]) -> ModelConfig:
     Raises ConfigError with every unsupported field, and with every field that nobody reads, unless it is listed as
     without effect.
     """
+    file = language_model(file)
     type_name = file.get("model_type")
     family, names = _of_type(type_name)
     model_type = names.model_types[str(type_name)]
-    file = _language_model(file, model_type.nested)
     raw = _Read(file)
     problems = list(_unsupported(raw, model_type.fixed))
     values: dict[str, Any] = {}
@@ -131,28 +135,25 @@ def from_hugging_face(file: Mapping[str, Any]) -> ModelConfig:
 
 def warnings_of(raw: Mapping[str, Any]) -> list[str]:
     """Lines about fields of a supported config.json without an option of ours and without effect on the result."""
-    names = _of_type(raw.get("model_type"))[1]
-    return names.warnings(_language_model(raw, names.model_types[raw["model_type"]].nested))
+    raw = language_model(raw)
+    return _of_type(raw.get("model_type"))[1].warnings(raw)
 
 
 def is_multimodal(raw: Mapping[str, Any]) -> bool:
-    """Whether a supported config.json describes other parts beside the language model."""
-    return bool(_of_type(raw.get("model_type"))[1].model_types[raw["model_type"]].nested)
+    """Whether a config.json describes other parts beside the language model."""
+    return raw.get("model_type") in MULTIMODAL
 
 
-def _language_model(file: Mapping[str, Any], nested: str) -> Mapping[str, Any]:
-    """The config.json of the language model in `file`, in its field `nested` if there is one."""
-    if not nested:
-        return file
-    part = file.get(nested)
-    if not isinstance(part, dict):
-        raise ConfigError(f"config.json: {nested} is missing")
-    return part | {name: file[name] for name in ("tie_word_embeddings", "quantization_config") if name in file}
+def left_out(raw: Mapping[str, Any]) -> tuple[str, ...]:
+    """Beginnings of the names of tensors of other parts than the language model."""
+    text = language_model(raw)
+    ignored = tuple(_of_type(text.get("model_type"))[1].ignored(text))
+    return (*ignored, *OTHER_PARTS) if is_multimodal(raw) else ignored
 
 
 def _of_type(type_name: object) -> tuple[str, HuggingFace]:
     """The family of this `model_type`, and its names. Raises ConfigError if there is none."""
-    known: list[str] = []
+    known = [*MULTIMODAL]
     for family, description in FAMILIES.items():
         names = description.hugging_face
         if names is None:

@@ -35,11 +35,7 @@ _FIXED3 = {**_FIXED, "attn_logit_softcapping": None}
 _MODEL_TYPES = {
     "gemma2": ModelType(_GEMMA2, _FIXED),
     "gemma3_text": ModelType(_GEMMA3, _FIXED3),
-    # The multimodal model does not read the cap of logits either.
-    "gemma3": ModelType(_GEMMA3, {**_FIXED3, "final_logit_softcapping": None}, nested="text_config"),
 }
-_VISION = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
-_PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head": "lm_head"}
 
 
 def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
@@ -98,8 +94,6 @@ GEMMA2 = Family(
         fields={_RENAMED.get(name, name): name for name in (*FIELDS, *_SCALARS)},
         activations={name: name for name in ACTIVATIONS},
         tied=TIED,
-        prefixes=_PREFIXES,
-        ignored=lambda _: _VISION,
         # transformers reads hidden_activation, and writes the pattern that gave its layer_types.
         without_effect=("hidden_act", "_sliding_window_pattern", "cache_implementation"),
         read=_read,

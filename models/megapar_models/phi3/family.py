@@ -9,7 +9,7 @@ from megapar_models.family import Family, HuggingFace, ModelType, overlaid
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope
 from megapar_models.phi3.model import Phi3Model, Phi3Stage
-from megapar_models.windows import SLIDING, read_windows, window_problems
+from megapar_models.windows import read_one_window, window_problems, write_one_window
 
 # Hugging Face
 
@@ -30,25 +30,19 @@ def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
     if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
         changes["rope_parameters"] = {**rope, "rope_type": "longrope"}  # their older names
     values, problems = read_partial_rope(overlaid(raw, changes), 10000.0, 1.0)
-    window = raw.get("sliding_window")
-    layers = raw.get("num_hidden_layers")
-    if window is None or not isinstance(layers, int):
-        return values, problems
-    windows, wrong = read_windows(raw, window, [SLIDING] * layers)
+    windows, wrong = read_one_window(raw)
     return values | windows, [*problems, *wrong]
 
 
 def _write(model: Phi3Model, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if phi3 does not represent it."""
-    if model.layer_types:
-        raise ConfigError("model.layer_types: phi3 of Hugging Face has the same window in all layers")
     fields |= write_partial_rope(model)
     if model.rope_scaling.rope_type == "longrope":
         fields |= _written_longrope(model, fields["rope_scaling"])
     elif fields["rope_scaling"] is not None:
         raise ConfigError(f"model.rope_scaling.rope_type={model.rope_scaling.rope_type}: phi3 has default and longrope")
     # transformers takes 32000 for an absent padding token, and refuses one beyond the vocabulary.
-    fields |= {"sliding_window": model.sliding_window or None, "pad_token_id": None}
+    fields |= {**write_one_window(model, "phi3"), "pad_token_id": None}
     return {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], **fields}
 
 

@@ -4,12 +4,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
 from megapar_models.starcoder2.model import StarCoder2Model, StarCoder2Stage
-from megapar_models.windows import SLIDING, read_windows, window_problems
+from megapar_models.windows import read_one_window, window_problems, write_one_window
 
 # Hugging Face
 
@@ -26,19 +25,13 @@ _DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
 def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
     """Rotary embedding and window from a config.json; returns option values and problems."""
     values, problems = read_rope(raw, default_theta=10000.0)
-    window = raw.get("sliding_window")
-    layers = raw.get("num_hidden_layers")
-    if window is None or not isinstance(layers, int):
-        return values, problems
-    windows, wrong = read_windows(raw, window, [SLIDING] * layers)
+    windows, wrong = read_one_window(raw)
     return values | windows, [*problems, *wrong]
 
 
 def _write(model: StarCoder2Model, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if starcoder2 does not represent it."""
-    if model.layer_types:
-        raise ConfigError("model.layer_types: starcoder2 of Hugging Face has the same window in all layers")
-    fields |= {"sliding_window": model.sliding_window or None, **dict.fromkeys(_DROPOUTS, 0.0), **write_rope(model)}
+    fields |= {**write_one_window(model, "starcoder2"), **dict.fromkeys(_DROPOUTS, 0.0), **write_rope(model)}
     return {"model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"], **fields}
 
 
