@@ -171,9 +171,8 @@ def test_parameters_of_mistrals_first_version() -> None:
 
 def test_every_family_has_presets() -> None:
     assert len(presets()) > 14
-    without = {"granitemoe"}  # no published file was found that says its multipliers
     named = {tomllib.loads(path.read_text())["model"]["family"] for path in presets().values()}
-    assert named == FAMILIES.keys() - without
+    assert named == FAMILIES.keys()
     assert all(path.parents[1].name == preset(name).family for name, path in presets().items())
 
 

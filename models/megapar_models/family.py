@@ -119,6 +119,12 @@ class Family(ModelRules):
     megatron: Megatron | None = None
 
 
+def dropout_warnings(raw: Raw, family: str, *names: str) -> list[str]:
+    """A line for each of these dropouts that a config.json has, in a family that trains without."""
+    text = f"is not read: family {family} trains without dropout"
+    return [f"config.json: {name}={raw[name]} {text}" for name in names if raw.get(name)]
+
+
 def wrong_types(values: Mapping[str, Any], section: type) -> Iterator[str]:
     """Yield a problem for each of `values` of another type than its field in the dataclass `section`."""
     for name, expected in get_type_hints(section).items():

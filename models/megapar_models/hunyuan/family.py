@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megapar_models.family import Family, HuggingFace, ModelType, Raw, overlaid
+from megapar_models.family import Family, HuggingFace, ModelType, Raw, dropout_warnings, overlaid
 from megapar_models.hunyuan.model import HunYuanModel, HunYuanStage
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
@@ -18,17 +18,14 @@ _MODULES |= {
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "initializer_range": 0.02}
 _DEFAULTS |= {"num_key_value_heads": None, "head_dim": None, "attention_bias": False}
 # The published files also have fields of Tencent's own program.
-_FIXED: dict[str, Any] = {
-    "attention_dropout": 0.0,
-    "partial_rotary_factor": 1.0,
-    "mlp_bias": False,
-    "use_qk_norm": True,
-}
-_FIXED |= {"use_cla": False, "norm_type": "rms", "use_rotary_pos_emb": True, "num_experts": 1}
+_FIXED = dict.fromkeys(("mlp_bias", "use_cla", "add_classification_head"), False)
+_FIXED |= dict.fromkeys(("use_qk_norm", "use_rotary_pos_emb"), True)
+_FIXED_NUMBERS = {"partial_rotary_factor": 1.0, "norm_type": "rms", "num_experts": 1}
 _TOKENS = ("eod", "im_start", "im_end", "im_newline", "mask_init", "text_start", "text_end", "video_start", "video_end")
 _WITHOUT_EFFECT = (
     *(f"{name}_id" for name in _TOKENS),
     *("eod_token_id", "image_token_id", "pad_id", "org_vocab_size", "cla_share_factor"),
+    *("class_num", "dense_list", "pool_type"),  # of a head for classification
 )
 
 
@@ -66,9 +63,13 @@ def _judge(raw: Raw, _: str) -> Iterator[str]:
         yield f"attention_head_dim={raw['attention_head_dim']} is not supported unless it is head_dim, {width}"
 
 
+def _warnings(raw: Raw) -> list[str]:
+    return [*factor_warnings(raw), *dropout_warnings(raw, "hunyuan", "attention_dropout")]  # its files have 0.1
+
+
 def _write(model: HunYuanModel, fields: dict[str, Any]) -> dict[str, Any]:
-    architectures = ["HunYuanDenseV1ForCausalLM"]
-    return {"model_type": "hunyuan_v1_dense", "architectures": architectures, **fields, **write_rope(model)}
+    fields |= {"attention_dropout": 0.0, **write_rope(model)}
+    return {"model_type": "hunyuan_v1_dense", "architectures": ["HunYuanDenseV1ForCausalLM"], **fields}
 
 
 HUNYUAN = Family(
@@ -79,7 +80,7 @@ HUNYUAN = Family(
     even_head_dim=True,
     problems=scaling_problems,
     hugging_face=HuggingFace(
-        model_types={"hunyuan_v1_dense": ModelType(_DEFAULTS, _FIXED)},
+        model_types={"hunyuan_v1_dense": ModelType(_DEFAULTS, _FIXED | _FIXED_NUMBERS)},
         modules=_MODULES,
         fields={name: name for name in (*SAME_FIELDS, "attention_bias")},
         activations=ACTIVATIONS,
@@ -87,7 +88,7 @@ HUNYUAN = Family(
         read=_read,
         judge=_judge,
         write=_write,
-        warnings=factor_warnings,
+        warnings=_warnings,
         without_effect=_WITHOUT_EFFECT,
     ),
 )

@@ -9,7 +9,7 @@ from typing import Any
 from megapar.config.messages import shown
 from megapar.config.options import Config, ModelConfig
 from megapar.errors import ConfigError
-from megapar_models.family import Family, HuggingFace, Megatron, ModelType
+from megapar_models.family import Family, HuggingFace, Megatron, ModelType, dropout_warnings
 from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.llama.reference import logits
 from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
@@ -154,11 +154,7 @@ def _write(model: LlamaModel, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warnings(raw: Mapping[str, Any]) -> list[str]:
-    lines = factor_warnings(raw)
-    for name in ("attention_dropout", "residual_dropout"):
-        if raw.get(name):
-            lines.append(f"config.json: {name}={raw[name]} is not read: family llama trains without dropout")
-    return lines
+    return [*factor_warnings(raw), *dropout_warnings(raw, "llama", "attention_dropout", "residual_dropout")]
 
 
 LLAMA = Family(

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megapar.config.options import Config
-from megapar_models.family import Family, HuggingFace, ModelType
+from megapar_models.family import Family, HuggingFace, ModelType, dropout_warnings
 from megapar_models.llama.family import MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
 from megapar_models.starcoder2.model import StarCoder2Model, StarCoder2Stage
@@ -41,10 +41,7 @@ def _problems(config: Config, model: StarCoder2Model) -> Iterator[str]:
 
 
 def _warnings(raw: Mapping[str, Any]) -> list[str]:
-    # Its files have dropouts of 0.1.
-    dropouts = [f"{name}={raw[name]}" for name in _DROPOUTS if raw.get(name)]
-    lines = [f"config.json: {dropout} is not read: family starcoder2 trains without dropout" for dropout in dropouts]
-    return [*factor_warnings(raw), *lines]
+    return [*factor_warnings(raw), *dropout_warnings(raw, "starcoder2", *_DROPOUTS)]  # its files have 0.1
 
 
 STARCODER2 = Family(
