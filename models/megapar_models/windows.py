@@ -11,6 +11,7 @@ from megapar.config.messages import problem
 from megapar.config.options import OF_FUNCTION, Config
 from megapar.errors import ConfigError
 from megapar_models.family import Raw
+from megapar_models.rope import scaling_problems
 from megapar_models.rotary_options import RotaryModel
 
 FULL = "full_attention"
@@ -39,6 +40,17 @@ def window_of(model: WindowModel, number: int) -> int:
     if is_full(model, number):
         return 0
     return model.sliding_window
+
+
+def full_every(interval: int, layers: int) -> list[str]:
+    """A type for each layer: each layer numbered by a multiple of `interval`, counted from 1, has no window."""
+    return [SLIDING if number % interval else FULL for number in range(1, layers + 1)]
+
+
+def rotary_problems(config: Config, model: WindowModel) -> Iterator[str]:
+    """Yield the problems of the rotary options and of the windows."""
+    yield from scaling_problems(config, model)
+    yield from window_problems(config, model)
 
 
 def window_problems(config: Config, model: WindowModel) -> Iterator[str]:

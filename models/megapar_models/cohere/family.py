@@ -1,16 +1,14 @@
 """Cohere's Command models: their options, and their names at Hugging Face (cohere and cohere2)."""
 
-from collections.abc import Iterator
 from typing import Any
 
-from megapar.config.options import Config
 from megapar.errors import ConfigError
 from megapar_models.cohere.model import CohereModel, CohereStage
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
+from megapar_models.rope import factor_warnings, read_rope, write_rope
 from megapar_models.tensor_layouts import Layout, Pairs
-from megapar_models.windows import FULL, SLIDING, read_windows, window_problems, write_windows
+from megapar_models.windows import full_every, read_windows, rotary_problems, write_windows
 
 _RENAMED = {"rms_norm_eps": "layer_norm_eps"}
 _FIELDS = {_RENAMED.get(name, name): name for name in (*SAME_FIELDS, "attention_bias", "logit_scale")}
@@ -40,19 +38,13 @@ def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         values, problems = read_rope(raw, default_theta=500000.0)
         return values | {"qk_norm": raw.get("use_qk_norm", False)}, problems
     values, problems = read_rope(raw, default_theta=10000.0)
-    count = raw.get("num_hidden_layers", 0)
     pattern = raw.get("sliding_window_pattern", 4)
-    types = raw.get("layer_types") or [FULL if layer % pattern == 0 else SLIDING for layer in range(1, count + 1)]
+    types = raw.get("layer_types") or full_every(pattern, raw.get("num_hidden_layers", 0))
     # A window decides on positions too, however long it is.
     windows, wrong = read_windows(raw, raw.get("sliding_window", 4096), types, keeps_unused=True)
     if not windows and not wrong:
         wrong = ["sliding_window=None is not supported; a number of keys is"]
     return values | windows, [*problems, *wrong]
-
-
-def _problems(config: Config, model: CohereModel) -> Iterator[str]:
-    yield from scaling_problems(config, model)
-    yield from window_problems(config, model)
 
 
 def _write(model: CohereModel, fields: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +64,7 @@ COHERE = Family(
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=CohereModel,
     even_head_dim=True,
-    problems=_problems,
+    problems=rotary_problems,
     hugging_face=HuggingFace(
         model_types=_MODEL_TYPES,
         modules=MODULES_BUT_MLP | MLP_MODULES,

@@ -1,14 +1,13 @@
 """EXAONE 4: its rules, and its names at Hugging Face (exaone4)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megapar.config.options import Config
 from megapar_models.exaone4.model import Exaone4Stage
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
-from megapar_models.windows import FULL, SLIDING, WindowModel, read_windows, window_problems, write_windows
+from megapar_models.rope import factor_warnings, read_rope, write_rope
+from megapar_models.windows import WindowModel, full_every, read_windows, rotary_problems, write_windows
 
 # Hugging Face
 
@@ -38,7 +37,7 @@ def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
                 "layer_types is missing; without it transformers needs a sliding_window, and a sliding_window_pattern"
             )
             return values, [*problems, f"{text} from 1 on"]
-        types = [SLIDING if (number + 1) % every else FULL for number in range(layers)]
+        types = full_every(every, layers)
     windows, wrong = read_windows(raw, window, types, keeps_unused=True)
     return values | windows, [*problems, *wrong]
 
@@ -48,18 +47,13 @@ def _write(model: WindowModel, fields: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "exaone4", "architectures": ["Exaone4ForCausalLM"], **fields}
 
 
-def _problems(config: Config, model: WindowModel) -> Iterator[str]:
-    yield from scaling_problems(config, model)
-    yield from window_problems(config, model)
-
-
 EXAONE4 = Family(
     name="exaone4",
     stage=Exaone4Stage,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=WindowModel,
     even_head_dim=True,
-    problems=_problems,
+    problems=rotary_problems,
     hugging_face=HuggingFace(
         model_types={"exaone4": ModelType(_DEFAULTS, _FIXED)},
         modules=_MODULES,

@@ -11,8 +11,8 @@ from megapar_models.gemma.family import ACTIVATIONS, DEFAULTS, FIELDS, bidirecti
 from megapar_models.gemma2.model import Gemma2Model, Gemma2Stage
 from megapar_models.llama.family import MLP_MODULES, MODULES_BUT_MLP, TIED
 from megapar_models.local_rope import read_ropes, write_ropes
-from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
-from megapar_models.windows import FULL, SLIDING, read_windows, window_problems, write_windows
+from megapar_models.rope import factor_warnings, read_rope, write_rope
+from megapar_models.windows import SLIDING, full_every, read_windows, rotary_problems, write_windows
 
 # In Llama post_attention_layernorm is the norm before the MLP, and here it is the one behind attention.
 _NORMS = {
@@ -48,7 +48,7 @@ def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
     else:
         pattern = raw.get("sliding_window_pattern", 6)
         values, problems = read_ropes(raw, 1e6, "rope_local_base_freq", 10000.0)
-    types = raw.get("layer_types") or [FULL if layer % pattern == 0 else SLIDING for layer in range(1, count + 1)]
+    types = raw.get("layer_types") or full_every(pattern, count)
     # In Gemma 3 a window decides on the rotary table too, however long it is.
     windows, wrong = read_windows(raw, window, types, keeps_unused=model_type != "gemma2")
     if SLIDING not in types:
@@ -59,8 +59,7 @@ def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def _problems(config: Config, model: Gemma2Model) -> Iterator[str]:
-    yield from scaling_problems(config, model)
-    yield from window_problems(config, model)
+    yield from rotary_problems(config, model)
     for name in _SCALARS:
         if getattr(model, name) < 0:
             yield problem(config, f"model.{name}", "must be at least 0")

@@ -13,6 +13,7 @@ from megapar_models.llama.family import MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
 from megapar_models.rope import read_rope, scaling_problems, write_rope
 from megapar_models.tensor_layouts import Layout
+from megapar_models.windows import full_every
 
 _EXPERTS = "model.layers.*.mlp.experts"
 _MODULES = {
@@ -40,14 +41,8 @@ _MOE = {
 }
 _MOE_DEFAULTS = {"num_local_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001}
 # What transformers takes if a config.json has no field about rotary positions.
-_ROPE = {
-    "rope_type": "yarn",
-    "factor": 32.0,
-    "beta_fast": 32.0,
-    "beta_slow": 1.0,
-    "truncate": False,
-    "original_max_position_embeddings": 4096,
-}
+_ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
+_ROPE |= {"original_max_position_embeddings": 4096}
 
 
 def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
@@ -64,13 +59,9 @@ def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
 def _judge(raw: Mapping[str, Any], _: str) -> Iterator[str]:
     if raw.get("sliding_window", 128) is None:
         yield "sliding_window=null is not supported; transformers fails with it"
-    types = _layer_types(raw["num_hidden_layers"])
+    types = full_every(2, raw["num_hidden_layers"])
     if (raw.get("layer_types") or types) != types:
         yield "layer_types is not supported unless it alternates, beginning with sliding_attention"
-
-
-def _layer_types(layers: int) -> list[str]:
-    return ["full_attention" if number % 2 else "sliding_attention" for number in range(layers)]
 
 
 def _write(model: GptOssModel, fields: dict[str, Any]) -> dict[str, Any]:
@@ -78,7 +69,7 @@ def _write(model: GptOssModel, fields: dict[str, Any]) -> dict[str, Any]:
     refuse_unwritable(model, "gpt_oss", {"norm_topk_prob": True}, ())
     fields |= {theirs: getattr(model.moe, ours) for theirs, ours in _MOE.items() if theirs != "num_experts"}
     fields |= {"intermediate_size": model.moe.moe_intermediate_size}
-    fields |= {"layer_types": _layer_types(model.num_hidden_layers), "swiglu_alpha": 1.702, **write_rope(model)}
+    fields |= {"layer_types": full_every(2, model.num_hidden_layers), "swiglu_alpha": 1.702, **write_rope(model)}
     return {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **fields}
 
 

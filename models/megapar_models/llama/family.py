@@ -3,17 +3,17 @@
 It reads `model_type` llama, mistral, ministral, qwen2, qwen3 and seed_oss, as transformers 4 and 5 write them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from megapar.config.messages import shown
-from megapar.config.options import Config, ModelConfig
+from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType, dropout_warnings
 from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.llama.reference import logits
-from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
-from megapar_models.windows import FULL, SLIDING, read_windows, window_problems, write_windows
+from megapar_models.rope import factor_warnings, read_rope, write_rope
+from megapar_models.windows import FULL, SLIDING, read_windows, rotary_problems, write_windows
 
 # Hugging Face
 
@@ -101,11 +101,6 @@ def _read_windows(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, An
     return read_windows(raw, window, types)
 
 
-def _problems(config: Config, model: LlamaModel) -> Iterator[str]:
-    yield from scaling_problems(config, model)
-    yield from window_problems(config, model)
-
-
 def refuse_uneven_heads(model: ModelConfig, model_type: str) -> None:
     """Raise ConfigError for a width that does not divide by the heads, as transformers does for this model_type."""
     if model.hidden_size % model.num_attention_heads:
@@ -164,7 +159,7 @@ LLAMA = Family(
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=LlamaModel,
     even_head_dim=True,
-    problems=_problems,
+    problems=rotary_problems,
     hugging_face=HuggingFace(
         model_types=_MODEL_TYPES,
         modules=MODULES_BUT_MLP | MLP_MODULES,

@@ -8,13 +8,12 @@ from megapar.config.options import Config
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.ministral3.model import Ministral3Model, Ministral3Stage
-from megapar_models.rope import read_stated_rope, scaling_problems, split_rope, write_rope
-from megapar_models.windows import read_one_window, window_problems, write_one_window
+from megapar_models.rope import read_stated_rope, split_rope, write_rope
+from megapar_models.windows import read_one_window, rotary_problems, write_one_window
 
 
 def _problems(config: Config, model: Ministral3Model) -> Iterator[str]:
-    yield from scaling_problems(config, model)
-    yield from window_problems(config, model)
+    yield from rotary_problems(config, model)
     name = "model.llama_4_scaling_beta"
     if model.llama_4_scaling_beta < 0:
         yield problem(config, name, "must be at least 0")

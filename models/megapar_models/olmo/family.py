@@ -1,16 +1,14 @@
 """OLMo 1 to 3: their options, and their names at Hugging Face (olmo, olmo2 and olmo3)."""
 
-from collections.abc import Iterator
 from typing import Any
 
-from megapar.config.options import Config
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.local_rope import read_ropes, write_ropes
 from megapar_models.olmo.model import OlmoModel, OlmoStage
-from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
-from megapar_models.windows import FULL, SLIDING, read_windows, window_problems, write_windows
+from megapar_models.rope import factor_warnings, read_rope, write_rope
+from megapar_models.windows import SLIDING, full_every, read_windows, rotary_problems, write_windows
 
 # OLMo 1 has no weights of norms, so these are the names of OLMo 2. Its post_attention_layernorm is behind attention.
 _NORMS = {
@@ -37,18 +35,12 @@ def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         return {**values, "norms": "before" if model_type == "olmo" else "after"}, problems
     # transformers takes rope_theta for layers that read all keys alone. The others have its default.
     values, problems = read_ropes(raw, _THETA3, "", _THETA3)
-    count = raw.get("num_hidden_layers", 0)
-    types = raw.get("layer_types") or [FULL if layer % 4 == 0 else SLIDING for layer in range(1, count + 1)]
+    types = raw.get("layer_types") or full_every(4, raw.get("num_hidden_layers", 0))
     windows, wrong = read_windows(raw, raw.get("sliding_window", 4096), types, keeps_unused=True)
     if SLIDING not in types:
         values.pop("rope_local_base_freq", None)
         windows = {}
     return {**values, **windows, "norms": "after"}, [*problems, *wrong]
-
-
-def _problems(config: Config, model: OlmoModel) -> Iterator[str]:
-    yield from scaling_problems(config, model)
-    yield from window_problems(config, model)
 
 
 def _write(model: OlmoModel, fields: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +64,7 @@ OLMO = Family(
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=OlmoModel,
     even_head_dim=True,
-    problems=_problems,
+    problems=rotary_problems,
     hugging_face=HuggingFace(
         model_types=_MODEL_TYPES,
         modules=MODULES_BUT_MLP | MLP_MODULES | _NORMS,

@@ -8,9 +8,9 @@ from megapar.config.options import Config
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
+from megapar_models.rope import factor_warnings, read_rope, write_rope
 from megapar_models.smollm3.model import SmolLM3Model, SmolLM3Stage
-from megapar_models.windows import FULL, SLIDING, read_windows, window_problems, write_windows
+from megapar_models.windows import FULL, SLIDING, read_windows, rotary_problems, write_windows
 
 # Hugging Face
 
@@ -57,8 +57,7 @@ def _write(model: SmolLM3Model, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _problems(config: Config, model: SmolLM3Model) -> Iterator[str]:
-    yield from scaling_problems(config, model)
-    yield from window_problems(config, model)
+    yield from rotary_problems(config, model)
     roped = model.no_rope_layers
     if roped and (len(roped) != model.num_hidden_layers or not set(roped) <= {0, 1}):
         text = f"give 0 or 1 for each of the {model.num_hidden_layers} layers, or nothing"

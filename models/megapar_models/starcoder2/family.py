@@ -1,14 +1,13 @@
 """StarCoder2: its rules, and its names at Hugging Face (starcoder2)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from megapar.config.options import Config
 from megapar_models.family import Family, HuggingFace, ModelType, dropout_warnings
 from megapar_models.llama.family import MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
+from megapar_models.rope import factor_warnings, read_rope, write_rope
 from megapar_models.starcoder2.model import StarCoder2Model, StarCoder2Stage
-from megapar_models.windows import read_one_window, window_problems, write_one_window
+from megapar_models.windows import read_one_window, rotary_problems, write_one_window
 
 # Hugging Face
 
@@ -35,11 +34,6 @@ def _write(model: StarCoder2Model, fields: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"], **fields}
 
 
-def _problems(config: Config, model: StarCoder2Model) -> Iterator[str]:
-    yield from scaling_problems(config, model)
-    yield from window_problems(config, model)
-
-
 def _warnings(raw: Mapping[str, Any]) -> list[str]:
     return [*factor_warnings(raw), *dropout_warnings(raw, "starcoder2", *_DROPOUTS)]  # its files have 0.1
 
@@ -50,7 +44,7 @@ STARCODER2 = Family(
     activations=("gelu_pytorch_tanh", "silu", "relu2"),
     options=StarCoder2Model,
     even_head_dim=True,
-    problems=_problems,
+    problems=rotary_problems,
     hugging_face=HuggingFace(
         model_types={"starcoder2": ModelType(_DEFAULTS, {"partial_rotary_factor": 1.0})},
         modules=MODULES_BUT_MLP | _MLP,
