@@ -129,7 +129,7 @@ SMALL = {"num_key_value_heads": 2, "head_dim": 10, "initializer_range": 0.1}
         [
             ("arcee", {"mlp_bias": True}, {"pp": 2, "vpp": 2, "schedule": "interleaved"}),
             ("nemotron", {"partial_rotary_factor": 0.6}, {"tp": 2, "sequence_parallel": True}),
-            ("apertus", {}, {"tp": 2, "pp": 2, "sequence_parallel": True}),
+            ("apertus", {}, {"tp": 2, "pp": 2}),
             ("hunyuan", {}, {"cp": 2, "zero_stage": 3}),
             (
                 "ministral3",

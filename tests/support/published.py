@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -138,7 +139,7 @@ class Published:
 def transformers_model(kind: str, fields: Mapping[str, Any]) -> Any:
     """A model of transformers in fp32 with its eager attention."""
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
-    config = transformers.AutoConfig.for_model(kind, **fields)
+    config = transformers.AutoConfig.for_model(kind, **deepcopy(dict(fields)))  # it changes rope_parameters in place
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
 
 
