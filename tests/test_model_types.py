@@ -1,0 +1,98 @@
+"""Every row of the table of model types: against transformers, and in layouts against one process."""
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megapar_models.registry import FAMILIES
+
+from megapar.errors import ConfigError
+from tests.support.grid import Layout, check_on_ranks
+from tests.support.model_types import FORMS, OF_EXPERTS, TYPES, ModelTypeCase
+from tests.support.published import Published, published_model
+from tests.support.sweeps import slow_but
+
+ROWS = list(TYPES)
+
+
+def rows_but(quick: Iterable[str]) -> list[Any]:
+    """All rows, for pytest.mark.parametrize. Those that are not `quick` are slow."""
+    return slow_but([ROWS.index(name) for name in quick], ROWS)
+
+
+def published(case: ModelTypeCase, folder: Path) -> Published:
+    return Published(folder, case.model_type, case.fields)
+
+
+def layout(case: ModelTypeCase, sizes: Any) -> Layout:
+    return Layout(published_model(case.model_type, case.fields), **sizes)
+
+
+def test_every_model_type_has_a_row() -> None:
+    known = {
+        name
+        for family in FAMILIES.values()
+        if family.hugging_face is not None
+        for name, model_type in family.hugging_face.model_types.items()
+        if not model_type.nested  # tests/test_families_gemma.py: the text of a multimodal file
+    }
+    # A file of Kimi K2 is one of DeepSeek-V3 under another name, which transformers does not know.
+    assert known - {"kimi_k2"} == {case.model_type for case in TYPES.values()}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_it_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
+    model = published(TYPES[name], tmp_path)
+    model.check_logits_and_gradients()
+    model.check_packed()
+    model.check_fields(TYPES[name].changes, TYPES[name].refused)
+    model.check_way_back(TYPES[name].written_as)
+
+
+@pytest.mark.parametrize("name", rows_but(["llama", "gpt2", "gpt_oss", "deepseek_v3"]))
+def test_steps_of_adamw_are_those_of_torch(name: str, tmp_path: Path) -> None:
+    published(TYPES[name], tmp_path).check_adamw()
+
+
+@pytest.mark.parametrize("name", rows_but(["llama", "gemma2"]))
+def test_bf16_is_that_of_transformers(name: str, tmp_path: Path) -> None:
+    published(TYPES[name], tmp_path).check_bf16()
+
+
+@pytest.mark.parametrize("name", rows_but(["llama", "gemma3_text", "deepseek_v3"]))
+def test_every_field_is_read_or_refused(name: str, tmp_path: Path) -> None:
+    published(TYPES[name], tmp_path).check_every_field(TYPES[name].unread)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_form_is_refused_where_the_table_says_so(name: str) -> None:
+    case = TYPES[name]
+    assert case.refuses.keys() <= FORMS.keys()
+    for form in forms_of(case):
+        if form in case.refuses:
+            with pytest.raises(ConfigError, match=case.refuses[form]):
+                layout(case, FORMS[form]).config()
+        else:
+            layout(case, FORMS[form]).config()
+
+
+def forms_of(case: ModelTypeCase) -> list[str]:
+    """The forms that mean something for the model: only mixtures have experts."""
+    experts = published_model(case.model_type, case.fields).experts
+    return [form for form in FORMS if experts is not None or form not in OF_EXPERTS]
+
+
+@pytest.mark.parametrize("name", rows_but(["mistral", "olmo3", "granitemoeshared", "gpt_oss", "deepseek_v3"]))
+def test_it_trains_in_its_layout_as_in_one_process(name: str) -> None:
+    check_on_ranks(layout(TYPES[name], TYPES[name].layout))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", ROWS)
+def test_it_trains_in_every_form_as_in_one_process(name: str, form: str) -> None:
+    case = TYPES[name]
+    if form in case.refuses or form not in forms_of(case):
+        return  # test_a_form_is_refused_where_the_table_says_so
+    check_on_ranks(layout(case, FORMS[form]))
