@@ -42,17 +42,20 @@ FORMS: dict[str, dict[str, Any]] = {
     "cp, ring": {"cp": 2, "cp_attention": "ring"},
     "cp, ulysses": {"cp": 2, "cp_attention": "ulysses"},
     "cp, packed": {"cp": 2, "cp_attention": "ulysses", "packed": True},
+    "tp x cp": {"tp": 2, "sequence_parallel": True, "cp": 2, "cp_attention": "ring"},
     "ZeRO-3": {"dp": 2, "zero_stage": 3},
     "recompute": {"recompute": "full"},
     "ep": {"dp": 2, "ep": 2},
     "tp x ep": {"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+    "cp x ep": {"cp": 2, "cp_attention": "ulysses", "ep": 2},
 }
-OF_EXPERTS = ("ep", "tp x ep")
+OF_EXPERTS = ("ep", "tp x ep", "cp x ep")
 """Forms of mixtures of experts alone."""
 
 # What several rows say
 
 VOCABULARY = 131
+LENGTH = 40  # of a sample: beyond every original context here
 # Sizes that differ from each other, and weights that make gradients large.
 SIZES: dict[str, Any] = {
     **{"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2},
@@ -68,7 +71,7 @@ TURNS = ["full_attention", "sliding_attention", "full_attention", "sliding_atten
 YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8, "rope_theta": 500.0}
 PLAIN = {"rope_type": "default", "rope_theta": 700.0}
 # Windows are masks of whole samples.
-WINDOWS = dict.fromkeys(("cp, gather", "cp, ring"), "use cp_attention ulysses, or cp 1")
+WINDOWS = dict.fromkeys(("cp, gather", "cp, ring", "tp x cp"), "use cp_attention ulysses, or cp 1")
 
 GELU = {"hidden_act": "gelu_pytorch_tanh"}
 EPS = {"rms_norm_eps": 1e-1}
@@ -114,6 +117,23 @@ DEEPSEEK_V3 = {
     **{"q_lora_rank": 18, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "attention_bias": True},
     "num_mtp_layers": 0,
 }
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 8, "rope_theta": 300.0}
+ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 100.0}
+LONGROPE: dict[str, Any] = {
+    **{"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+    **{"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.5, 3.0, 9.0]},
+}
+SCALES = {"factor": 5.0, "attention_factor": 1.4}
+TEMPERATURE: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 100.0, "factor": 8.0, "beta_fast": 2.0, "beta_slow": 0.2},
+    **{"original_max_position_embeddings": 5, "mscale": 1.0, "mscale_all_dim": 0.5, "llama_4_scaling_beta": 0.7},
+}
+MINISTRAL3 = {**RMS, "num_hidden_layers": 3, "rope_parameters": TEMPERATURE}
+SILU = {"hidden_act": "silu"}
+OTHER_ROPE = {"rope_parameters": PLAIN}
+PHI3_REFUSED = {**NO_DROPOUT, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "sliding_window": "5"}
+
 GROUPS = ({"n_group": 2, "topk_group": 1}, {"routed_scaling_factor": 1.5})
 
 TYPES: dict[str, ModelTypeCase] = {
@@ -303,7 +323,17 @@ TYPES: dict[str, ModelTypeCase] = {
         fields={**LAYER_NORM, "logit_scale": 0.3, "num_key_value_heads": 1},
         layout={"tp": 2, "sequence_parallel": True},
         changes=(GELU, {"rope_parameters": YARN}, {"layer_norm_eps": 1e-1}, {"logit_scale": 0.9}),
-        refused={**NO_DROPOUT, "use_qk_norm": True},
+        refused=NO_DROPOUT,
+    ),
+    "cohere, norms": ModelTypeCase(
+        model_type="cohere",
+        fields={
+            **{**HEADS, "layer_norm_eps": 1e-3, "logit_scale": 0.3, "use_qk_norm": True},
+            **{"num_attention_heads": 6, "num_key_value_heads": 3},
+        },
+        layout={"tp": 2},
+        changes=(OTHER_ROPE, GELU, {"layer_norm_eps": 1e-1}, {"logit_scale": 0.9}),
+        refused=NO_DROPOUT,
     ),
     "cohere2": ModelTypeCase(
         model_type="cohere2",
@@ -356,6 +386,36 @@ TYPES: dict[str, ModelTypeCase] = {
         unread=("partial_rotary_factor",),
         refuses=WINDOWS,
     ),
+    "phi3, short samples": ModelTypeCase(
+        model_type="phi3",
+        fields={
+            **{**SIZES, "rms_norm_eps": 1e-3, "num_hidden_layers": 3, "rope_parameters": LONGROPE},
+            "original_max_position_embeddings": LENGTH,
+        },
+        layout={"tp": 2},
+        changes=(
+            *(GELU, EPS, {"rope_parameters": {**LONGROPE, "factor": 5.0}}),
+            {"rope_parameters": {**LONGROPE, "attention_factor": 1.4}},
+            {"rope_parameters": {**LONGROPE, **SCALES, "rope_type": "yarn", "rope_theta": 50.0}},
+            {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+            {"original_max_position_embeddings": LENGTH - 1},
+        ),
+        refused=PHI3_REFUSED,
+    ),
+    "phi3, long samples": ModelTypeCase(
+        model_type="phi3",
+        fields={
+            **{**SIZES, "rms_norm_eps": 1e-3, "num_hidden_layers": 3, "rope_parameters": {**LONGROPE, **SCALES}},
+            # Documents alone are long too: transformers would take the other factors for a shorter one.
+            "original_max_position_embeddings": 1,
+        },
+        layout={"pp": 2},
+        changes=(
+            {"original_max_position_embeddings": LENGTH},
+            {"rope_parameters": {**LONGROPE, **SCALES, "long_factor": [1.5, 3.0, 5.0]}},
+        ),
+        refused={**PHI3_REFUSED, "hidden_act": "relu", "rms_norm_eps": "1"},
+    ),
     "glm": ModelTypeCase(
         model_type="glm",
         fields={**UNTIED, "attention_bias": True, "partial_rotary_factor": 0.6},
@@ -385,6 +445,55 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"dp": 2, "zero_stage": 3},
         unread=("attention_dropout", "residual_dropout", "embedding_dropout"),
         refuses=WINDOWS,
+    ),
+    # Ungated MLPs, and rotary embeddings scaled in ways of their own
+    "arcee": ModelTypeCase(
+        model_type="arcee",
+        fields={**RMS, "attention_bias": True, "mlp_bias": True},
+        layout={"pp": 2, "vpp": 2, "schedule": "interleaved"},
+        changes=(OTHER_ROPE, SILU, EPS),
+        refused=NO_DROPOUT,
+    ),
+    "nemotron": ModelTypeCase(
+        model_type="nemotron",
+        fields={
+            **{**HEADS, "norm_eps": 1e-3, "attention_bias": True, "mlp_bias": True},
+            **{"partial_rotary_factor": 0.6, "tie_word_embeddings": True},
+        },
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=(SILU, {"norm_eps": 1e-1}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 0.2}}),
+        refused=NO_DROPOUT,
+    ),
+    "apertus": ModelTypeCase(
+        model_type="apertus",
+        fields={**RMS, "attention_bias": True, "rope_parameters": LLAMA3},
+        layout={"tp": 2, "pp": 2},
+        changes=(OTHER_ROPE, EPS, {"rope_parameters": None}),
+        refused={**NO_DROPOUT, "hidden_act": "relu2"},
+    ),
+    "hunyuan_v1_dense": ModelTypeCase(
+        model_type="hunyuan_v1_dense",
+        fields={**RMS, "attention_bias": True, "rope_parameters": ALPHA},
+        layout={"cp": 2, "zero_stage": 3},
+        unread=("attention_dropout",),  # it is told
+        changes=(OTHER_ROPE, GELU, EPS, {"rope_parameters": {**ALPHA, "alpha": 5.0}}),
+    ),
+    "ministral3": ModelTypeCase(
+        model_type="ministral3",
+        fields={**MINISTRAL3, "sliding_window": 9},
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=(
+            *(GELU, EPS, {"sliding_window": 3}, {"sliding_window": None}),
+            *({"rope_parameters": {**TEMPERATURE, "llama_4_scaling_beta": beta}} for beta in (0.0, 0.2)),
+            {"rope_parameters": {**TEMPERATURE, "original_max_position_embeddings": 7}},
+        ),
+        refused=NO_DROPOUT,
+        refuses=WINDOWS,
+    ),
+    "ministral3, no window": ModelTypeCase(
+        model_type="ministral3",
+        fields={**MINISTRAL3, "sliding_window": None},
+        layout={"cp": 2, "cp_attention": "ring", "packed": True},
     ),
     # Experts with rules of their own
     "gpt_oss": ModelTypeCase(
