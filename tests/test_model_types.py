@@ -1,6 +1,7 @@
 """Every row of the table of model types: against transformers, and in layouts against one process."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from megapar_models.registry import FAMILIES
 
 from megapar.errors import ConfigError
+from tests import families_page
 from tests.support.grid import Layout, check_on_ranks
 from tests.support.model_types import FORMS, OF_EXPERTS, TYPES, ModelTypeCase
 from tests.support.published import Published, published_model
@@ -102,3 +104,16 @@ def test_it_trains_in_every_form_as_in_one_process(name: str, form: str) -> None
     if form in case.refuses or form not in forms_of(case):
         return  # test_a_form_is_refused_where_the_table_says_so
     check_on_ranks(layout(case, FORMS[form]))
+
+
+# docs/families.md
+
+
+def test_the_page_of_families_has_the_table() -> None:
+    assert families_page.PAGE.read_text() == families_page.page(), "run python -m tests.families_page"
+
+
+def test_every_field_of_a_rule_is_on_the_page() -> None:
+    for rule, words in families_page.IN_WORDS.items():
+        required = {"norm", "eps"}
+        assert words.keys() == {field.name for field in fields(rule)} - required, rule

@@ -1,0 +1,174 @@
+"""Writes the tables of docs/families.md from the registry and the table of model types: python -m tests.families_page
+
+It needs transformers, which completes the config.json of each row.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from megapar_models.layer_kind import Ends, LayerKind
+from megapar_models.norms import NormRule
+from megapar_models.registry import FAMILIES, find, kinds_of, presets
+
+from megapar.config.options import ModelConfig
+from tests.support.model_types import FORMS, OF_EXPERTS, TYPES
+from tests.support.published import published_model
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs/families.md"
+BEGIN = "<!-- what follows is written by python -m tests.families_page -->"
+
+# What another value than the default means. A new field needs its words here.
+IN_WORDS: dict[type, dict[str, str]] = {
+    LayerKind: {
+        "mixer": "another mixer than attention with keys and values of heads",
+        "mlp": "an MLP without a gate, or with experts",
+        "norms": "norms of the output of a branch, or on both sides",
+        "parallel": "attention and MLP read the same residual stream",
+        "residual_multiplier": "a factor of both branches",
+        "rotary": "rotary positions",
+        "latent": "multi-head latent attention",
+        "window": "a window of keys",
+        "qkv_bias": "biases of queries, keys and values",
+        "out_bias": "a bias of attention's output",
+        "qk_norm": "norms of queries and keys",
+        "qk_norm_over": "such norms over all heads together, or with a weight for each head",
+        "qk_norm_rule": "such norms by a rule of their own",
+        "qk_norm_after_rotary": "such norms behind the rotation",
+        "attention_scale": "a factor of scores of its own",
+        "score_cap": "capped scores",
+        "sinks": "a sink in the softmax of each head",
+        "output_gate": "a gate on attention's output",
+        "temperature": "a factor of queries by position",
+        "attention_dropout": "dropout of attention's probabilities",
+        "activation": "an activation of the layer's own",
+        "activation_limit": "a bound of the activation",
+        "mlp_bias": "biases of the MLP",
+        "mixture": "a mixture of experts",
+        "router": "a router by a rule of its own",
+        "router_bias": "a trained bias of the router",
+        "router_dtype": "a router's product in the dtype of the model",
+        "expert_bias": "biases of the experts",
+    },
+    Ends: {
+        "embedding_multiplier": "a factor of embeddings",
+        "head_bias": "a bias of logits",
+        "logits": "a factor or a cap of logits",
+    },
+    NormRule: {
+        "kind": "LayerNorm",
+        "offset": "a weight that is added to 1",
+        "cast_first": "rounded before the product with the weight",
+        "weighted": "no weight",
+        "biased": "LayerNorm without bias",
+    },
+}
+
+
+def models() -> dict[str, ModelConfig]:
+    """The options of each row of the table."""
+    return {name: published_model(case.model_type, case.fields) for name, case in TYPES.items()}
+
+
+def family_table() -> Iterator[str]:
+    """A family, its model types, its presets, and the lines of its Python."""
+    yield "| family | model types | presets | lines |"
+    yield "|---|---|---|---:|"
+    for family, description in FAMILIES.items():
+        names = description.hugging_face
+        types = ", ".join(f"`{name}`" for name in names.model_types) if names else ""
+        own = [name for name, path in presets().items() if path.parents[1].name == family]
+        files = sorted((ROOT / "models/megapar_models" / family).glob("*.py"))
+        lines = sum(len(file.read_text().splitlines()) for file in files)
+        yield f"| `{family}` | {types} | {', '.join(f'`{name}`' for name in own)} | {lines} |"
+
+
+def form_table(rows: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """A family by each form of parallelism: tested with all its rows, refused for some of them, or of experts alone."""
+    yield f"| family | {' | '.join(FORMS)} |"
+    yield f"|---|{'---|' * len(FORMS)}"
+    notes: list[str] = []
+    for family in FAMILIES:
+        own = [name for name, model in rows.items() if model.family == family]
+        yield f"| `{family}` | {' | '.join(form_cell(own, rows, form, notes) for form in FORMS)} |"
+    yield ""
+    for number, note in enumerate(notes, 1):
+        yield f"{number}. {note}"
+
+
+def form_cell(own: list[str], rows: Mapping[str, ModelConfig], form: str, notes: list[str]) -> str:
+    """A cell for the rows `own` of a family. Words of a refusal are added to `notes`, and the cell has their number."""
+    if form in OF_EXPERTS:
+        own = [name for name in own if rows[name].experts is not None]
+    refused = [name for name in own if form in TYPES[name].refuses]
+    if not own:
+        return ""
+    if not refused:
+        return "yes"
+    numbers = []
+    for name in refused:
+        note = TYPES[name].refuses[form]
+        if note not in notes:
+            notes.append(note)
+        numbers.append(notes.index(note) + 1)
+    word = "no" if refused == own else "part"
+    return f"{word} ({', '.join(str(number) for number in sorted(set(numbers)))})"
+
+
+def rule_table(rows: Mapping[str, ModelConfig]) -> Iterator[str]:
+    """Each field of a rule, and the model types with another value than its default."""
+    yield "| rule | field | model types |"
+    yield "|---|---|---|"
+    for rule, words in IN_WORDS.items():
+        for field, meaning in words.items():
+            turned = {
+                TYPES[name].model_type
+                for name, model in rows.items()
+                if any(is_turned(value, field) for value in rules_of(model) if type(value) is rule)
+            }
+            types = ", ".join(f"`{name}`" for name in sorted(turned))
+            yield f"| {meaning} | `{rule.__name__}.{field}` | {types or 'none'} |"
+
+
+def rules_of(model: ModelConfig) -> list[Any]:
+    """The rules of all layers of a model and of its ends."""
+    stage = find(model.family).stage
+    kinds = list(kinds_of(model))
+    return [*kinds, *(kind.norm for kind in kinds), stage.ends_of(model), stage.last_norm(model)]
+
+
+def is_turned(rule: Any, field: str) -> bool:
+    if field.startswith("qk_norm_") and not rule.qk_norm:
+        return False
+    (default,) = (item.default for item in fields(rule) if item.name == field)
+    assert default is not MISSING
+    return bool(getattr(rule, field) != default)
+
+
+def tables() -> str:
+    rows = models()
+    sections = {
+        "Families": family_table(),
+        "In which form": form_table(rows),
+        "Rules": rule_table(rows),
+    }
+    return "\n\n".join("\n".join([f"## {title}", "", *lines]) for title, lines in sections.items()) + "\n"
+
+
+def page() -> str:
+    """The whole page: what a person wrote, then the tables."""
+    written, found, _ = PAGE.read_text().partition(BEGIN)
+    if not found:
+        raise ValueError(f"{PAGE} lacks the line {BEGIN}")
+    return f"{written}{BEGIN}\n\n{tables()}"
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        print(__doc__)
+        sys.exit(0 if sys.argv[1] in ("-h", "--help") else 2)
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
