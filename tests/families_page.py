@@ -14,7 +14,7 @@ from megapar_models.norms import NormRule
 from megapar_models.registry import FAMILIES, find, kinds_of, presets
 
 from megapar.config.options import ModelConfig
-from tests.support.model_types import FORMS, OF_EXPERTS, TYPES
+from tests.support.model_types import FORMS, TYPES
 from tests.support.published import published_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -93,16 +93,15 @@ def form_table(rows: Mapping[str, ModelConfig]) -> Iterator[str]:
     notes: list[str] = []
     for family in FAMILIES:
         own = [name for name, model in rows.items() if model.family == family]
-        yield f"| `{family}` | {' | '.join(form_cell(own, rows, form, notes) for form in FORMS)} |"
+        yield f"| `{family}` | {' | '.join(form_cell(own, form, notes) for form in FORMS)} |"
     yield ""
     for number, note in enumerate(notes, 1):
         yield f"{number}. {note}"
 
 
-def form_cell(own: list[str], rows: Mapping[str, ModelConfig], form: str, notes: list[str]) -> str:
+def form_cell(own: list[str], form: str, notes: list[str]) -> str:
     """A cell for the rows `own` of a family. Words of a refusal are added to `notes`, and the cell has their number."""
-    if form in OF_EXPERTS:
-        own = [name for name in own if rows[name].experts is not None]
+    own = [name for name in own if form in TYPES[name].forms()]
     refused = [name for name in own if form in TYPES[name].refuses]
     if not own:
         return ""

@@ -11,7 +11,7 @@ from megapar_models.registry import FAMILIES
 from megapar.errors import ConfigError
 from tests import families_page
 from tests.support.grid import Layout, check_on_ranks
-from tests.support.model_types import FORMS, OF_EXPERTS, TYPES, ModelTypeCase
+from tests.support.model_types import FORMS, TYPES, ModelTypeCase
 from tests.support.published import Published, published_model
 from tests.support.sweeps import slow_but
 
@@ -69,19 +69,14 @@ def test_every_field_is_read_or_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_form_is_refused_where_the_table_says_so(name: str) -> None:
     case = TYPES[name]
-    assert case.refuses.keys() <= FORMS.keys()
-    for form in forms_of(case):
+    assert case.refuses.keys() <= {*case.forms()}
+    assert case.has_experts == (published_model(case.model_type, case.fields).experts is not None)
+    for form in case.forms():
         if form in case.refuses:
             with pytest.raises(ConfigError, match=case.refuses[form]):
                 layout(case, FORMS[form]).config()
         else:
             layout(case, FORMS[form]).config()
-
-
-def forms_of(case: ModelTypeCase) -> list[str]:
-    """The forms that mean something for the model: only mixtures have experts."""
-    experts = published_model(case.model_type, case.fields).experts
-    return [form for form in FORMS if experts is not None or form not in OF_EXPERTS]
 
 
 # Rules of each sort, in layouts of each sort.
@@ -97,13 +92,12 @@ def test_it_trains_in_its_layout_as_in_one_process(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name, case in TYPES.items() for form in case.forms() if form not in case.refuses],
+)
 def test_it_trains_in_every_form_as_in_one_process(name: str, form: str) -> None:
-    case = TYPES[name]
-    if form in case.refuses or form not in forms_of(case):
-        return  # test_a_form_is_refused_where_the_table_says_so
-    check_on_ranks(layout(case, FORMS[form]))
+    check_on_ranks(layout(TYPES[name], FORMS[form]))
 
 
 # docs/families.md

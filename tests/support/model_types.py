@@ -30,6 +30,14 @@ class ModelTypeCase:
     written_as: str = ""
     """The model_type of the config.json that we write, if it is another name of the same model."""
 
+    @property
+    def has_experts(self) -> bool:
+        return any("experts" in name for name in self.fields)
+
+    def forms(self) -> list[str]:
+        """The names of `FORMS` that mean something for the model, refused or not."""
+        return [form for form in FORMS if self.has_experts or form not in OF_EXPERTS]
+
 
 # The forms of parallelism: sizes of `tests.support.grid.Layout`.
 FORMS: dict[str, dict[str, Any]] = {
