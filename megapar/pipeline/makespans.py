@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megapar.pipeline.actions import Action, Orders
+from megapar.pipeline.actions import Orders
 
 
 class Times(NamedTuple):
@@ -26,9 +26,10 @@ def makespans(orders: Orders, rank_of: Sequence[int], times: Sequence[Times]) ->
     """
     cost = {kind: np.array([getattr(t, kind) for t in times]) for kind in "FIW"}
     message = np.array([t.message for t in times])
-    ends: dict[Action, NDArray[np.float64]] = {}
+    ends: dict[tuple[str, int, int], NDArray[np.float64]] = {}  # by action
     clocks = [np.zeros(len(times)) for _ in orders]
     positions = [0] * len(orders)
+    last_stage = len(rank_of) - 1
     # Each round runs every rank as far as it can go.
     moved = True
     while moved:
@@ -37,15 +38,22 @@ def makespans(orders: Orders, rank_of: Sequence[int], times: Sequence[Times]) ->
             clock = clocks[rank]
             begin = positions[rank]
             for action in order[begin:]:
-                source = _source(action, len(rank_of) - 1)
-                if source is not None:
-                    ready = ends.get(source)
+                kind, stage, microbatch = action
+                # The producer of the input. A rank runs F, I and W of a micro-batch in a stage in this order, so what
+                # one of them takes from another need not be looked at.
+                source = -1
+                if kind == "F" and stage > 0:
+                    source = stage - 1
+                elif kind == "I" and stage < last_stage:
+                    source = stage + 1
+                if source >= 0:
+                    ready = ends.get((kind, source, microbatch))
                     if ready is None:
                         break
-                    if rank_of[source.stage] != rank:
+                    if rank_of[source] != rank:
                         ready = ready + message
                     clock = np.maximum(clock, ready)
-                clock = clock + cost[action.kind]
+                clock = clock + cost[kind]
                 ends[action] = clock
                 positions[rank] += 1
             clocks[rank] = clock
@@ -54,16 +62,3 @@ def makespans(orders: Orders, rank_of: Sequence[int], times: Sequence[Times]) ->
         return None
     longest: NDArray[np.float64] = np.max(clocks, axis=0)
     return longest
-
-
-def _source(action: Action, last_stage: int) -> Action | None:
-    """The producer of the action's input. None without an input, or if it is certainly of the same rank.
-
-    A rank runs F, I and W of a micro-batch in a stage in this order, so these need not be looked at.
-    """
-    kind, stage, microbatch = action
-    if kind == "F" and stage > 0:
-        return Action("F", stage - 1, microbatch)
-    if kind == "I" and stage < last_stage:
-        return Action("I", stage + 1, microbatch)
-    return None

@@ -36,6 +36,8 @@ class _Batch:
     messages: MessageBatch
     posted: float
     start: float | None = None
+    ends: list[list[float]] = field(default_factory=list)
+    """For each message the starts of its ends, as many as have started."""
 
 
 @dataclass
@@ -54,6 +56,10 @@ class _Rank:
     """Of the finished batches: the end of the last one, and of the last one with sends."""
     arrivals: dict[Action, float] = field(default_factory=dict)
     """By action, the arrival of its input."""
+    awaited: set[Action] = field(default_factory=set)
+    """The actions whose inputs are in `batches`."""
+    num_sending: int = 0
+    """How many of `batches` have sends."""
     units_free: float = 0.0
     """The end of the collectives of units that have started. They run one after the other, beside the actions."""
     unit_ends: dict[tuple[str, int], float] = field(default_factory=dict)
@@ -64,12 +70,6 @@ class _Rank:
     @property
     def finished(self) -> bool:
         return self.next_item == len(self.plan)
-
-    def awaits_input_of(self, action: Action) -> bool:
-        return any(message.consumer == action for batch in self.batches for message in batch.messages.receives)
-
-    def is_sending(self) -> bool:
-        return any(batch.messages.sends for batch in self.batches)
 
 
 Cost = Sequence[float] | float
@@ -159,15 +159,17 @@ def _run_next_item(
     item = rank.plan[rank.next_item]
     if isinstance(item, MessageBatch):
         if item.sends:
-            if rank.is_sending():
+            if rank.num_sending:
                 return False
             # The runtime waits for the sends in flight before it posts more, so the rank's time goes on to their end.
             rank.clock = max(rank.clock, rank.last_send_end)
+            rank.num_sending += 1
         rank.batches.append(_Batch(item, rank.clock))
+        rank.awaited.update([message.consumer for message in item.receives])
     elif isinstance(item, UnitAction):
         _run_unit_action(rank, item, units(number, item))
     else:
-        if rank.awaits_input_of(item):
+        if item in rank.awaited:
             return False
         start = max(rank.clock, rank.arrivals.get(item, 0.0))
         rank.clock = start + costs[item.kind][item.stage]
@@ -196,16 +198,18 @@ def _start_or_finish_batch(rank: _Rank, number: int, starts: dict[Action, list[f
     `starts` has, by the consumer of a message, the starts of its ends. Returns False if the batch must wait.
     """
     batch = rank.batches[0]
-    consumers = [message.consumer for message in (*batch.messages.sends, *batch.messages.receives)]
     if batch.start is None:
         batch.start = max(batch.posted, rank.last_batch_end)
-        for consumer in consumers:
-            starts.setdefault(consumer, []).append(batch.start)
+        for message in (*batch.messages.sends, *batch.messages.receives):
+            batch.ends.append(starts.setdefault(message.consumer, []))
+            batch.ends[-1].append(batch.start)
         return True
     # A message has two ends, so it has two starts once the batches of both ends have started.
-    if any(len(starts[consumer]) < 2 for consumer in consumers):
-        return False
-    last_start = max(max(starts[consumer]) for consumer in consumers)
+    last_start = 0.0
+    for times in batch.ends:
+        if len(times) < 2:
+            return False
+        last_start = max(last_start, *times)
     if not callable(transfer):
         cost = transfer
     else:
@@ -217,7 +221,9 @@ def _start_or_finish_batch(rank: _Rank, number: int, starts: dict[Action, list[f
     rank.last_batch_end = end
     if batch.messages.sends:
         rank.last_send_end = end
+        rank.num_sending -= 1
     for message in batch.messages.receives:
         rank.arrivals[message.consumer] = end
+        rank.awaited.remove(message.consumer)
     rank.batches.popleft()
     return True

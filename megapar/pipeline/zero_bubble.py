@@ -198,12 +198,16 @@ def _rules(rank_of: Sequence[int], memory: Memory) -> list[_Rule]:
     # With one stage on a rank, this is the number of micro-batches in flight of 1F1B.
     as_in_1f1b = [math.ceil(stages / vpp) for stages in stages_to_end]
     backwards_first = [0] * num_stages
-    unlimited = [math.inf] * num_stages
-    shares = _shares(rank_of, memory, stages_to_end)
+    limits = [[math.inf] * num_stages]
+    # With one stage on a rank, its share is all that the memory allows anyway.
+    if vpp > 1:
+        limits.append(_shares(rank_of, memory, stages_to_end))
     rules = []
     for wanted in (as_in_1f1b, stages_to_end, backwards_first):
-        for at_most in (unlimited, shares):
-            rules.append(_Rule(wanted, at_most))
+        for at_most in limits:
+            rule = _Rule(wanted, at_most)
+            if rule not in rules:
+                rules.append(rule)
     return rules
 
 
@@ -227,25 +231,27 @@ def _shares(rank_of: Sequence[int], memory: Memory, stages_to_end: Sequence[int]
     return shares
 
 
-class _Choice(NamedTuple):
-    """A candidate for a rank's next action. The smallest one runs: fields are compared in this order."""
+_Choice = tuple[float, int, int, int]
+"""A candidate for a rank's next action, as (start, preference, rank, minus its stage). The smallest one runs.
 
-    start: float
-    preference: int  # 0: a forward that is wanted, 1: an I, 2: another forward, 3: a W
-    minus_stage: int  # of equals the later stage runs, because it is nearer to the end of a micro-batch
-    action: Action
+The preference is 0 for a forward that is wanted, 1 for an I, 2 for another forward, and 3 for a W. Of equals the later
+stage runs, because it is nearer to the end of a micro-batch.
+"""
+_NONE: _Choice = (math.inf, 0, 0, 0)
 
 
 @dataclass
 class _Rank:
-    """The state of one rank: its stages, the time, and what it keeps for backward passes."""
+    """The state of one rank: its stages, the later ones first, the time, and what it keeps for backward passes."""
 
+    number: int
     stages: list[int]
     clock: float = 0.0
     kept: float = 0.0
     deferred: deque[Action] = field(default_factory=deque)
     """Each W after its I, the oldest first."""
     order: list[Action] = field(default_factory=list)
+    choice: _Choice = _NONE
 
 
 class _Filling:
@@ -263,38 +269,35 @@ class _Filling:
         self._durations = durations
         self._rule = rule
         self._last_stage = len(rank_of) - 1
-        self._ranks = [_Rank([]) for _ in range(max(rank_of) + 1)]
-        for stage, rank in enumerate(rank_of):
+        self._ranks = [_Rank(number, []) for number in range(max(rank_of) + 1)]
+        for stage, rank in reversed(list(enumerate(rank_of))):
             self._ranks[rank].stages.append(stage)
         # By stage, the times at which its F's and its I's ended, in the order of micro-batches.
         self._forward_ends: list[list[float]] = [[] for _ in rank_of]
         self._backward_ends: list[list[float]] = [[] for _ in rank_of]
+        # By stage, the times at which the inputs of its F's and its I's were there. The first stage needs none, and the
+        # last stage computes the loss in its forward, so its I follows its own F.
+        self._forward_inputs = [[0.0] * num_microbatches, *self._forward_ends[:-1]]
+        self._backward_inputs = [*self._backward_ends[1:], self._forward_ends[-1]]
         self._reserved = self._reserved_for_later_stages()
 
     def run(self) -> Orders:
-        choices = [self._choose(rank) for rank in self._ranks]
+        for rank in self._ranks:
+            rank.choice = self._choose(rank)
         while True:
-            startable = [(c.start, c.preference, number) for number, c in enumerate(choices) if c is not None]
-            if not startable:
+            choice = min([rank.choice for rank in self._ranks])
+            if choice is _NONE:
                 return [rank.order for rank in self._ranks]
-            number = min(startable)[2]
-            choice = choices[number]
-            assert choice is not None
-            self._do(self._ranks[number], choice)
-            for changed in self._ranks_with_new_choices(number, choice.action.stage):
-                choices[changed] = self._choose(self._ranks[changed])
-
-    def _ranks_with_new_choices(self, number: int, stage: int) -> set[int]:
-        """The ranks to ask anew after rank `number` has run an action of `stage`.
-
-        They are this rank and those of the two neighboring stages: one of them takes the result.
-        """
-        changed = {number}
-        if stage > 0:
-            changed.add(self._rank_of[stage - 1])
-        if stage < self._last_stage:
-            changed.add(self._rank_of[stage + 1])
-        return changed
+            rank = self._ranks[choice[2]]
+            action = self._do(rank, choice)
+            rank.choice = self._choose(rank)
+            # Of the other ranks, the one that takes the result has a choice more.
+            if action.kind == "F" and action.stage < self._last_stage:
+                taker = self._ranks[self._rank_of[action.stage + 1]]
+                taker.choice = min(taker.choice, self._next_forward(taker, action.stage + 1))
+            elif action.kind == "I" and action.stage > 0:
+                taker = self._ranks[self._rank_of[action.stage - 1]]
+                taker.choice = min(taker.choice, self._next_backward(taker, action.stage - 1))
 
     def _reserved_for_later_stages(self) -> list[float]:
         """For each stage, the memory to leave free after a forward, so its micro-batch can go on to the end.
@@ -309,59 +312,64 @@ class _Filling:
             reserved.append(later_forwards + self._memory.growth(stages))
         return reserved
 
-    def _choose(self, rank: _Rank) -> _Choice | None:
-        """The next action of the rank. None if none has both its input and its memory."""
-        choices = []
-        for stage in rank.stages:
-            choices += [self._next_backward(rank, stage), self._next_forward(rank, stage)]
+    def _choose(self, rank: _Rank) -> _Choice:
+        """The next action of the rank. `_NONE` if none has both its input and its memory."""
+        best = _NONE
         if rank.deferred:
-            choices.append(_Choice(rank.clock, 3, 0, rank.deferred[0]))
-        return min((choice for choice in choices if choice is not None), default=None)
+            best = (rank.clock, 3, rank.number, 0)
+        for preference, next_of in ((0, self._next_forward), (1, self._next_backward)):
+            for stage in rank.stages:
+                choice = next_of(rank, stage)
+                if choice < best:
+                    best = choice
+                    # None of those that follow starts earlier, or is preferred, or is of a later stage.
+                    if best[1] == preference and best[0] == rank.clock:
+                        return best
+        return best
 
-    def _next_backward(self, rank: _Rank, stage: int) -> _Choice | None:
-        """The next I of the stage. None if it cannot run yet."""
+    def _next_backward(self, rank: _Rank, stage: int) -> _Choice:
+        """The next I of the stage. `_NONE` if it cannot run yet."""
         microbatch = len(self._backward_ends[stage])
-        # The last stage computes the loss in its forward, so its I follows its own F.
-        input_ends = self._forward_ends[stage] if stage == self._last_stage else self._backward_ends[stage + 1]
-        if len(input_ends) <= microbatch:
-            return None
+        inputs = self._backward_inputs[stage]
+        if len(inputs) <= microbatch:
+            return _NONE
         kept = rank.kept - self._memory.forward[stage] + self._memory.inputs[stage]
         if kept > self._memory.limit:
-            return None  # a W must run first; there is one, because each forward has left room for the growth of an I
-        start = max(input_ends[microbatch], rank.clock)
-        return _Choice(start, 1, -stage, Action("I", stage, microbatch))
+            return _NONE  # a W must run first; there is one, because each forward has left room for the growth of an I
+        return max(inputs[microbatch], rank.clock), 1, rank.number, -stage
 
-    def _next_forward(self, rank: _Rank, stage: int) -> _Choice | None:
-        """The next F of the stage. None if it cannot run yet, or if the rule does not let it run."""
+    def _next_forward(self, rank: _Rank, stage: int) -> _Choice:
+        """The next F of the stage. `_NONE` if it cannot run yet, or if the rule does not let it run."""
         microbatch = len(self._forward_ends[stage])
-        if microbatch == self._num_microbatches:
-            return None
-        start = rank.clock
-        if stage > 0:
-            input_ends = self._forward_ends[stage - 1]
-            if len(input_ends) <= microbatch:
-                return None
-            start = max(input_ends[microbatch], rank.clock)
+        inputs = self._forward_inputs[stage]
+        if len(inputs) <= microbatch:
+            return _NONE
         if rank.kept + self._memory.forward[stage] + self._reserved[stage] > self._memory.limit:
-            return None
+            return _NONE
         in_flight = microbatch - len(self._backward_ends[stage])
         if in_flight >= self._rule.at_most[stage]:
-            return None
+            return _NONE
         preference = 0 if in_flight < self._rule.wanted[stage] else 2
-        return _Choice(start, preference, -stage, Action("F", stage, microbatch))
+        return max(inputs[microbatch], rank.clock), preference, rank.number, -stage
 
-    def _do(self, rank: _Rank, choice: _Choice) -> None:
-        """Append the action to the rank's order, and update the rank's time and memory."""
-        action = choice.action
-        rank.clock = choice.start + getattr(self._durations, action.kind)
-        rank.order.append(action)
-        if action.kind == "F":
-            self._forward_ends[action.stage].append(rank.clock)
-            rank.kept += self._memory.forward[action.stage]
-        elif action.kind == "I":
-            self._backward_ends[action.stage].append(rank.clock)
-            rank.kept += self._memory.inputs[action.stage] - self._memory.forward[action.stage]
-            rank.deferred.append(Action("W", action.stage, action.microbatch))
-        else:
-            rank.deferred.popleft()
+    def _do(self, rank: _Rank, choice: _Choice) -> Action:
+        """Append the chosen action to the rank's order, and update the rank's time and memory."""
+        start, preference, _, minus_stage = choice
+        stage = -minus_stage
+        if preference == 3:
+            action = rank.deferred.popleft()
+            rank.clock = start + self._durations.W
             rank.kept -= self._memory.inputs[action.stage]
+        elif preference == 1:
+            action = Action("I", stage, len(self._backward_ends[stage]))
+            rank.clock = start + self._durations.I
+            self._backward_ends[stage].append(rank.clock)
+            rank.kept += self._memory.inputs[stage] - self._memory.forward[stage]
+            rank.deferred.append(Action("W", stage, action.microbatch))
+        else:
+            action = Action("F", stage, len(self._forward_ends[stage]))
+            rank.clock = start + self._durations.F
+            self._forward_ends[stage].append(rank.clock)
+            rank.kept += self._memory.forward[stage]
+        rank.order.append(action)
+        return action
