@@ -74,7 +74,7 @@ def found(config: Config, world_size: int, machine: Hardware, *fix: str, reverse
     planner.works = WORKS
     return search(
         space,
-        Estimator(planned, sizes, machine),
+        Estimator(planned, sizes, machine, planner.kept_by_a_layer),
         planner,
         machine,
         (given, validate(given, world_size)),

@@ -118,8 +118,9 @@ def test_a_shipped_layout_is_one_of_the_first_rows_of_a_search(name: str) -> Non
     base = searchable(config, {}, "cuda")
     space = Space(base, world_size, machine.gpus_per_node, validate_layout, {}, layout_of(config))
     sizes, _, _ = plan.sizes_of(config.model)
-    estimator = Estimator(space.check(space.grids[0].mildest), sizes, machine)
-    found = search(space, estimator, planner_of(machine), machine, (config, config), 10)
+    planner = planner_of(machine)
+    estimator = Estimator(space.check(space.grids[0].mildest), sizes, machine, planner.kept_by_a_layer)
+    found = search(space, estimator, planner, machine, (config, config), 10)
     assert found.given is not None
     assert found.given.fits
     assert found.given.seconds <= WITHIN * found.rows[0].seconds, found.rows[0].layout

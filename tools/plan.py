@@ -136,6 +136,9 @@ class ModelPlanner:
     def memory(self, config: Config) -> RankReport:
         return fullest_rank(config, self.parts)
 
+    def kept_by_a_layer(self, config: Config) -> tuple[float, float]:
+        return memory.kept_by_a_layer(config, self.parts)
+
     def time(self, config: Config) -> StepTime:
         return step_time(with_kernels(config), self.works, self._machine)
 
@@ -287,7 +290,7 @@ def plan(args: Arguments, resolved: Resolved) -> None:
     progress = partial(_progress, console=Console(stderr=True), quiet=quiet)
     found = search(
         space,
-        Estimator(space.check(space.grids[0].mildest), sizes, machine),
+        Estimator(space.check(space.grids[0].mildest), sizes, machine, planner.kept_by_a_layer),
         planner,
         machine,
         given,

@@ -2,12 +2,13 @@
 
 There are millions of layouts on a thousand GPUs. To plan one takes milliseconds, and its model's parts must first be
 recorded once. Here a layer is a few products, the bytes of its other kernels, and its communication, all from counts of
-parameters. Their times are those of `megapar.plan.durations`, as for an exact plan. Nothing here is shown to a user.
+parameters. Their times are those of `megapar.plan.durations`, as for an exact plan. What a layer keeps is recorded, for
+few layouts. Nothing here is shown to a user.
 """
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -148,13 +149,19 @@ def _kind(layout: Layout) -> tuple[object, ...]:
     return (layout.pp, layout.tp, layout.cp, layout.ep, layout.etp, layout.recompute, layout.recompute_every)
 
 
-class Estimator:
-    """Estimates layouts of one model on one machine."""
+KeptByALayer = Callable[[Config], tuple[float, float]]
+"""The bytes that one micro-batch keeps in a layer, and those of them in its MLP (`megapar.plan.memory`)."""
 
-    def __init__(self, config: Config, sizes: Sizes, hardware: Hardware):
+
+class Estimator:
+    """Estimates layouts of one model on one machine. `kept_by_a_layer` is called for few configs, and not twice."""
+
+    def __init__(self, config: Config, sizes: Sizes, hardware: Hardware, kept_by_a_layer: KeptByALayer):
         self.config = config
         self.sizes = sizes
         self.hardware = hardware
+        self._kept_by_a_layer = kept_by_a_layer
+        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
         self._width = _WIDTH[config.train.precision]
         self._pipelines: dict[tuple[str, int], _Pipeline] = {}
         self._layers: dict[tuple[object, ...], _Layer] = {}
@@ -299,18 +306,28 @@ class Estimator:
         attention = Attention(scores, model.head_dim, False, 0)
         forward = timed((*products, attention, Kernel(int(moved)), *sends))
         backward = timed((*products, *products, attention._replace(backward=True), Kernel(int(2 * moved)), *sends_back))
-        kept = self._width * (4 * between + 2 * heads + 3 * inner)
-        if layout.ep > 1 and model.experts:
-            # As for a plan, a rank's experts may get more than their even share: inner parts, rows in and rows out.
-            rows = model.experts.num_experts_per_tok * wide / tp
-            kept += UNEVEN_EXPERTS * self._width * (3 * inner + 2 * rows)
         return _Layer(
             max(forward.seconds, forward.host),
             max(backward.seconds, backward.host),
             timed((attention,)).seconds,
-            kept,
+            self._kept_like(layout) * layout.micro_batch_size / layout.cp,
             self._width * between,
         )
+
+    def _kept_like(self, layout: Layout) -> float:
+        """The bytes that a whole sample keeps in a layer, with experts that get more than their even share."""
+        ep = min(layout.ep, 2)  # with more ranks, a rank has fewer experts with more rows each
+        key = (layout.tp, layout.sequence_parallel, ep, layout.etp)
+        if key not in self._kept:
+            alone = Layout(
+                *(1, layout.tp, 1, ep * max(layout.etp, 1), ep, layout.etp, "1f1b", 1, 1, 0),
+                *(layout.sequence_parallel, "gather", "none", 1, 1),
+            )
+            self._kept[key] = self._kept_by_a_layer(alone.of(self.config))
+        kept, in_mlp = self._kept[key]
+        if layout.ep > 1:
+            kept += UNEVEN_EXPERTS * in_mlp
+        return kept
 
     def _products(self, layout: Layout, tokens: float) -> list[Product]:
         """The products of a forward pass: four matrices, and those of a rank's experts."""

@@ -111,6 +111,15 @@ def report_rank(config: Config, parts: Parts, rank: int) -> RankReport:
     return _Plan(config, parts).report(rank)
 
 
+def kept_by_a_layer(config: Config, parts: Parts) -> tuple[float, float]:
+    """The bytes that one micro-batch keeps in a layer on the first rank, and those of them in its MLP: means."""
+    plan = _Plan(config, parts)
+    whole = _Stage(0, range(config.model.num_hidden_layers), first=False, last=False)
+    found = plan.kept_by_stage(plan.context(0), whole, deferred=False)
+    in_mlp = sum(nbytes for kind, nbytes in found.items() if kind == "mlp")
+    return found.total() / len(whole.layers), in_mlp / len(whole.layers)
+
+
 def memory_limit(config: Config, parts: Parts) -> Memory | None:
     """What parallel.schedule_memory_gb allows, and what each stage of the pipeline keeps. None if it is not given.
 
@@ -360,7 +369,8 @@ class _Plan:
 
     # What is kept for backward passes
 
-    def _kept_by_stage(self, ctx: ParallelContext, stage: _Stage, *, deferred: bool) -> Counter[str]:
+    def kept_by_stage(self, ctx: ParallelContext, stage: _Stage, *, deferred: bool) -> Counter[str]:
+        """The bytes that one micro-batch keeps in a stage by kind: from F to B or I, or if `deferred` from I to W."""
         of_layer = self.parts.layer_parts(self.config, ctx)
         ids: list[PartId] = [of_layer[number] for number in stage.layers]
         if stage.first:
@@ -382,10 +392,10 @@ class _Plan:
         """The bytes kept for backward passes, by stage and kind, when their sum is largest during the plan."""
         stages = self.stages[ctx.pp.rank]
         orders = self._orders()
-        kept = {stage.number: self._kept_by_stage(ctx, stage, deferred=False) for stage in stages}
+        kept = {stage.number: self.kept_by_stage(ctx, stage, deferred=False) for stage in stages}
         in_halves = orders.in_halves(ctx.pp.rank)
         deferred = {
-            stage.number: sum(self._kept_by_stage(ctx, stage, deferred=True).values())
+            stage.number: sum(self.kept_by_stage(ctx, stage, deferred=True).values())
             if self.coarse_of[stage.number] in in_halves
             else 0
             for stage in stages
@@ -409,8 +419,8 @@ class _Plan:
             ctx = self.context(pp * stride)
             for stage in stages:
                 coarse = self.coarse_of[stage.number]
-                forward[coarse] += sum(self._kept_by_stage(ctx, stage, deferred=False).values())
-                inputs[coarse] += sum(self._kept_by_stage(ctx, stage, deferred=True).values())
+                forward[coarse] += sum(self.kept_by_stage(ctx, stage, deferred=False).values())
+                inputs[coarse] += sum(self.kept_by_stage(ctx, stage, deferred=True).values())
         return Memory(self.config.parallel.schedule_memory_gb * 2**30, forward, inputs)
 
     def _orders(self) -> Orders:
