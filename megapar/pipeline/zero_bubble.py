@@ -34,7 +34,7 @@ from typing import NamedTuple
 from megapar.errors import ConfigError
 from megapar.pipeline.actions import Action, Orders, looped, peak, v_shaped
 from megapar.pipeline.blocks import v_half, v_min
-from megapar.pipeline.makespans import Times, makespans
+from megapar.pipeline.makespans import Makespans, Times
 from megapar.pipeline.zero_bubble_orders import zb_1p, zb_v
 
 
@@ -166,15 +166,24 @@ def _least(
     Published orders were made for the first of `times`: the best are the shortest there, and then on average. Without
     published orders the best of `filled` take their place.
     """
-    timed = []
-    for orders in (*published, *filled):
-        found = makespans(orders, rank_of, times)
-        if found is not None:
-            timed.append((found.round(9).tolist(), orders))
-    num_published = len(published)
-    best, _ = min(timed[:num_published] or timed, key=lambda pair: (pair[0][0], sum(pair[0])))
-    candidates = [pair for pair in timed if all(a <= b for a, b in zip(pair[0], best, strict=True))]
-    return min(candidates, key=lambda pair: sum(pair[0]))[1]
+    timed = [(Makespans(orders, rank_of), orders) for orders in (*published, *filled)]
+    num_published = sum(found.can_run for found, _ in timed[: len(published)])
+    timed = [(found, orders) for found, orders in timed if found.can_run]
+    models = [found for found, _ in timed[:num_published] or timed]
+    longest = min(([found.of(one) for one in times] for found in models), key=lambda spans: (spans[0], sum(spans)))
+    best = timed[0][1]
+    least = math.inf
+    for found, orders in timed:
+        total = 0.0
+        for one, limit in zip(times, longest, strict=True):
+            makespan = found.of(one)
+            if makespan > limit:
+                break
+            total += makespan
+        else:
+            if total < least:
+                best, least = orders, total
+    return best
 
 
 class _Rule(NamedTuple):

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import ge
 
 from megapar.config.options import ParallelConfig
 from megapar.pipeline.actions import Kind
@@ -38,8 +39,8 @@ class Moment:
         """Whether at no time of `other` more is kept."""
         return (
             self.running == other.running
-            and all(a >= b for a, b in zip(self.kept, other.kept, strict=True))
-            and all(a >= b for a, b in zip(self.deferred, other.deferred, strict=True))
+            and all(map(ge, self.kept, other.kept))
+            and all(map(ge, self.deferred, other.deferred))
         )
 
 
@@ -100,13 +101,14 @@ class Orders:
 
 def _highest(moments: Sequence[Moment]) -> list[Moment]:
     """The moments that no other one is above, in their order."""
-    found: list[Moment] = []
+    highest: dict[tuple[int, int] | None, list[Moment]] = {}
     for moment in moments:
-        if any(other.above(moment) for other in found):
-            continue
-        found = [other for other in found if not moment.above(other)]
-        found.append(moment)
-    return found
+        found = highest.setdefault(moment.running, [])  # no other moment is above it
+        if not any(other.above(moment) for other in found):
+            found[:] = [other for other in found if not moment.above(other)]
+            found.append(moment)
+    kept = {moment for found in highest.values() for moment in found}
+    return [moment for moment in moments if moment in kept]
 
 
 def at_peak(

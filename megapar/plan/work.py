@@ -204,7 +204,9 @@ class _Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result = func(*args, **kwargs)
+        result = _written_by(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
         operations = self._tape.operations
         # On other devices there are small tensors of the host, such as numbers of rows.
         if operations is not None and not _is_view(func):
@@ -232,6 +234,17 @@ class _Watch(TorchDispatchMode):
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
+    """The tensor of the meta device that a product writes into, so that it need not run. None for other operations."""
+    name = func._schema.name.partition("::")[2]
+    if name not in _PRODUCTS:
+        return None
+    written = args[0] if name.endswith("_") else kwargs.get("out")
+    if isinstance(written, Tensor) and written.is_meta:
+        return written
+    return None
 
 
 def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | None:
