@@ -260,7 +260,6 @@ class _Rank:
     deferred: deque[Action] = field(default_factory=deque)
     """Each W after its I, the oldest first."""
     order: list[Action] = field(default_factory=list)
-    choice: _Choice = _NONE
 
 
 class _Filling:
@@ -291,22 +290,21 @@ class _Filling:
         self._reserved = self._reserved_for_later_stages()
 
     def run(self) -> Orders:
-        for rank in self._ranks:
-            rank.choice = self._choose(rank)
+        choices = [self._choose(rank) for rank in self._ranks]
         while True:
-            choice = min([rank.choice for rank in self._ranks])
+            choice = min(choices)
             if choice is _NONE:
                 return [rank.order for rank in self._ranks]
-            rank = self._ranks[choice[2]]
-            action = self._do(rank, choice)
-            rank.choice = self._choose(rank)
+            number = choice[2]
+            action = self._do(self._ranks[number], choice)
+            choices[number] = self._choose(self._ranks[number])
             # Of the other ranks, the one that takes the result has a choice more.
             if action.kind == "F" and action.stage < self._last_stage:
-                taker = self._ranks[self._rank_of[action.stage + 1]]
-                taker.choice = min(taker.choice, self._next_forward(taker, action.stage + 1))
+                taker = self._rank_of[action.stage + 1]
+                choices[taker] = min(choices[taker], self._next_forward(self._ranks[taker], action.stage + 1))
             elif action.kind == "I" and action.stage > 0:
-                taker = self._ranks[self._rank_of[action.stage - 1]]
-                taker.choice = min(taker.choice, self._next_backward(taker, action.stage - 1))
+                taker = self._rank_of[action.stage - 1]
+                choices[taker] = min(choices[taker], self._next_backward(self._ranks[taker], action.stage - 1))
 
     def _reserved_for_later_stages(self) -> list[float]:
         """For each stage, the memory to leave free after a forward, so its micro-batch can go on to the end.

@@ -185,46 +185,39 @@ class Estimator:
             for size in part.micro_batch_sizes:
                 sized = grid._replace(sequence_parallel=in_parts, cp_attention=form, micro_batch_size=size)
                 layer = self._layer_like(sized)
+                micro_batches = -(-self.config.train.global_batch_size // (size * grid.dp))
+                ends_kept = self._ends_kept(sized)
                 for recompute, every in part.recomputes:
                     layout = sized._replace(recompute=recompute, recompute_every=every)
-                    costs = self._recomputed(layout, layer)
+                    forward, backward, kept_by_layer = self._recomputed(layout, layer)
+                    kept_by_rank = self.config.model.num_hidden_layers / grid.pp * kept_by_layer
                     threshold = best.threshold(layout)
+                    # Millions of layouts come by here, so nothing is called or made for those that do not fit.
                     for pipeline, layers in pipelines:
-                        work = self._work(layout, pipeline, layers, costs)
+                        live: float = micro_batches
                         sizes = by_size[pipeline.schedule == "breadth"]
-                        fitting = bisect_right(sizes, limit - work.kept)
+                        if pipeline.schedule != "breadth":
+                            live = min(max(pipeline.kept * grid.pp, 1.0), micro_batches)
+                        kept = live * kept_by_rank + ends_kept
+                        fitting = bisect_right(sizes, limit - kept)
                         too_large += len(sizes) - fitting
-                        if sizes and best.is_smaller(sizes[0] + work.kept):
+                        if sizes and best.is_smaller(sizes[0] + kept):
                             whole = layout._replace(schedule=pipeline.schedule, vpp=pipeline.vpp)
-                            self._keep_smallest(whole, work, states, best)
-                        if fitting and work.busy + work.idle <= threshold:
+                            self._keep_smallest(whole, kept, states, best)
+                        busy = micro_batches * layers * (forward + backward)
+                        idle = pipeline.idle * (grid.pp - 1) * layers * forward
+                        if fitting and busy + idle <= threshold:
                             whole = layout._replace(schedule=pipeline.schedule, vpp=pipeline.vpp)
+                            work = _RankWork(micro_batches, busy, idle, layers * forward, layers * backward, kept)
                             self._add(whole, work, states, limit, best)
                             threshold = best.threshold(layout)
         return too_large
 
-    def _work(self, layout: Layout, pipeline: _Pipeline, layers: float, costs: tuple[float, float, float]) -> _RankWork:
-        """What the slowest rank, of so many layers, does with `costs`: forward, backward and kept bytes of a layer."""
-        forward, backward, kept = costs
-        micro_batches = -(-self.config.train.global_batch_size // (layout.micro_batch_size * layout.dp))
-        live = min(max(pipeline.kept * layout.pp, 1.0), micro_batches)
-        if pipeline.schedule == "breadth":
-            live = micro_batches
-        kept = live * self.config.model.num_hidden_layers / layout.pp * kept + self._ends_kept(layout)
-        return _RankWork(
-            micro_batches,
-            micro_batches * layers * (forward + backward),
-            pipeline.idle * (layout.pp - 1) * layers * forward,
-            layers * forward,
-            layers * backward,
-            kept,
-        )
-
-    def _keep_smallest(self, layout: Layout, work: _RankWork, states: Sequence[_State], best: Best) -> None:
+    def _keep_smallest(self, layout: Layout, kept: float, states: Sequence[_State], best: Best) -> None:
         usable = [state for state in states if layout.schedule != "breadth" or state.zero_stage >= 2]
         state = min(usable, key=lambda state: state.nbytes)
         layout = layout._replace(zero_stage=state.zero_stage, shard_ranks=state.shard_ranks)
-        best.smallest = Estimate(math.inf, state.nbytes + work.kept, layout)
+        best.smallest = Estimate(math.inf, state.nbytes + kept, layout)
 
     def _add(self, layout: Layout, work: _RankWork, states: Sequence[_State], limit: float, best: Best) -> None:
         """Add the layout with each of `states` that fits to `best`."""

@@ -29,8 +29,10 @@ _WITHIN = 1.6
 """Layouts with longer estimated steps than the shortest, times this, are looked at only if too few others fit."""
 _SLACK = 1.05
 """Estimated bytes may be so many times those that fit."""
-_ROUNDS = 4
-"""Rounds of a zero-bubble pipeline that show what its ranks keep at most. In longer steps the same repeats."""
+_ROUNDS = 3
+"""Rounds of a pipeline that show what its ranks keep at most. In longer steps the same repeats."""
+_REPEATING = ("1f1b", "interleaved", "dualpipe-v", *ZERO_BUBBLE)
+"""The schedules of which this is true. With gpipe and breadth a rank keeps all micro-batches of a step."""
 
 
 class Planner(Protocol):
@@ -231,10 +233,10 @@ def _rank(row: Row) -> tuple[float, Layout]:
 
 
 def _shortened(config: Config) -> Config:
-    """`config` with a step of fewer micro-batches, if it has many and its orders take long to make."""
+    """`config` with a step of fewer micro-batches, if it has many, and its schedule repeats the same for each round."""
     parallel = config.parallel
     enough = _ROUNDS * parallel.pp
-    if parallel.schedule not in ZERO_BUBBLE or num_microbatches(config) <= 2 * enough:
+    if parallel.schedule not in _REPEATING or num_microbatches(config) < enough + parallel.pp:
         return config
     # As many more as the whole step has beyond full rounds.
     micro_batches = enough + num_microbatches(config) % parallel.pp

@@ -40,6 +40,8 @@ class Works:
     _layers: dict[tuple[Hashable, ...], Sequence[range]] = field(default_factory=dict)
     plans: dict[Hashable, Sequence[Sequence[Item]]] = field(default_factory=dict)
     """The plans of pipelines made before by `megapar.plan.step_time`."""
+    makespans: dict[Hashable, float] = field(default_factory=dict)
+    """How long such a plan takes, by what decides it."""
     _flops: dict[tuple[Hashable, ...], int] = field(default_factory=dict)
     _kinds: dict[ModelConfig, Sequence[Hashable]] = field(default_factory=dict)
     _makers: dict[tuple[Hashable, ...], tuple[Callable[..., PipelineStage], Tape]] = field(default_factory=dict)

@@ -6,7 +6,7 @@ layouts, a formula takes its place. Both differ by at most a tenth. After the pi
 gradients, the optimizer, and the gathers of new weights.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megapar.config.derive import num_microbatches
@@ -267,7 +267,12 @@ class _Step:
         message = self._message_seconds()
 
         def simulated(number: int) -> float:
-            return simulate(self._plans(number), forward, backward, message, weights).makespan
+            # Layouts that differ in ZeRO's groups of ranks have the same pipeline with the same times.
+            key = (*self._pipeline(number), *forward, *backward, *(weights or ()), message)
+            if key not in self.works.makespans:
+                timeline = simulate(self._plans(number), forward, backward, message, weights)
+                self.works.makespans[key] = timeline.makespan
+            return self.works.makespans[key]
 
         few = 2 * pp
         # A schedule from a file may be for one number of micro-batches only.
@@ -279,11 +284,16 @@ class _Step:
     def _plans(self, number: int) -> Sequence[Sequence[Item]]:
         """The plans of all ranks for so many micro-batches, without units. They are made once."""
         parallel = self.config.parallel
-        key = parallel.schedule, parallel.schedule_costs, parallel.pp, parallel.vpp, number
+        key = self._pipeline(number)
         if key not in self.works.plans:
             orders = make(of(parallel), parallel.pp, parallel.vpp, number)
             self.works.plans[key] = lower(orders, parallel.pp * parallel.vpp)
         return self.works.plans[key]
+
+    def _pipeline(self, number: int) -> tuple[Hashable, ...]:
+        """What decides the plans of all ranks for so many micro-batches."""
+        parallel = self.config.parallel
+        return parallel.schedule, parallel.schedule_costs, parallel.pp, parallel.vpp, number
 
     def _message_seconds(self) -> float:
         """Seconds of the tensors between two stages, for neighboring pipeline ranks."""
