@@ -14,7 +14,6 @@ from megapar.plan.durations import BACKWARD_ATTENTION, FORWARD_ATTENTION, PRODUC
 from megapar.plan.durations import KERNELS as OTHER_KERNELS
 from megapar.plan.hardware import load as load_machine
 from megapar.plan.memory import reports
-from megapar.plan.stage_works import Works
 from megapar.plan.step_time import OPTIMIZER, step_time
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 from tests.support.options import load
@@ -22,7 +21,6 @@ from tests.support.plans import PARTS
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 from benchmarks import gpu
-from megapar_models.build import StageBuilder
 
 ROOT = Path(__file__).parents[1]
 GIB = 2**30
@@ -41,9 +39,6 @@ ROWS: list[tuple[str, int, int, int, str, float, list[float | None], float, floa
 ]
 
 
-WORKS = Works(StageBuilder())
-
-
 @needs_triton
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row[0]}-{row[1]}-{row[4]}")
 def test_recorded_work_takes_the_time_of_formulas(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -60,7 +55,7 @@ def test_recorded_work_takes_the_time_of_formulas(row: Any, monkeypatch: pytest.
     kernels = KernelsConfig(backend="triton")
     found = step_time(
         validate(Config(model=model, parallel=ParallelConfig(dp=1), train=train, kernels=kernels), 1),
-        WORKS, load_machine("h200-141g"),
+        PARTS, load_machine("h200-141g"),
     )  # fmt: skip
     kernels_ms = sum(found.busy.values()) * 1e3 / 8
     assert kernels_ms == pytest.approx(total, rel=0.03)

@@ -32,7 +32,6 @@ from tools import plan
 TINY = str(Path(__file__).parents[1] / "pretrain_scripts/configs/tiny.toml")
 MOE = str(Path(TINY).with_name("moe_laptop.toml"))
 H100 = hardware.load("h100-80g")
-WORKS = plan.ModelPlanner(H100).works  # what is recorded depends on no machine
 # What keeps a search small: a few grids, stages of ZeRO and sizes are left.
 FEW = ("train.recompute=none", "parallel.schedule=1f1b", "optimizer.shard_ranks=0", "train.micro_batch_size=2")
 
@@ -71,7 +70,6 @@ def found(config: Config, world_size: int, machine: Hardware, *fix: str, reverse
     given = replace(config, parallel=replace(config.parallel, dp=0))
     planner = plan.ModelPlanner(machine)
     planner.parts = PARTS
-    planner.works = WORKS
     return search(
         space,
         Estimator(planned, sizes, machine, planner.kept_by_a_layer),

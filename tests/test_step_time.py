@@ -27,20 +27,20 @@ from megapar.plan import hardware
 from megapar.plan.durations import duration
 from megapar.plan.hardware import Hardware, Link
 from megapar.plan.network import Network
-from megapar.plan.parts import meta_batch
-from megapar.plan.stage_works import Works
+from megapar.plan.parts import Parts, meta_batch
+from megapar.plan.recorded import Recording
 from megapar.plan.step_time import step_time
-from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited, record
+from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited
 from megapar.plan.work import recording as recording_of
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 from tests.support.options import load
+from tests.support.plans import PARTS
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import plan_accuracy
 from megapar_models.build import StageBuilder
 
 H100 = hardware.load("h100-80g")
-WORKS = Works(StageBuilder())
 BUILDER = StageBuilder()
 
 
@@ -57,12 +57,11 @@ def config(world: int, *flags: str, preset: str = "llama3.2-1b", batch: int = 64
     return validate(load([*fixed, *sizes, *flags], presets()).config, world)
 
 
-def layer_work(of: Config, *, halves: bool = False):  # type: ignore[no-untyped-def]
+def layer_work(of: Config):  # type: ignore[no-untyped-def]
     ctx, tape = recording_of(context.planned(grid_of(of), 0, device=META))
     stage = BUILDER.maker(of, ctx)(range(1, 2), first=False, last=False)
-    return stage, record(
-        stage, meta_batch(of.train.micro_batch_size, of.train.seq_length, of.parallel.cp, 1), tape, halves=halves
-    )
+    batch = meta_batch(of.train.micro_batch_size, of.train.seq_length, of.parallel.cp, 1)
+    return stage, Recording(stage, batch, tape)
 
 
 def product_flops(operations: Operations) -> float:
@@ -120,7 +119,7 @@ def test_a_layer_multiplies_its_matrices_three_times() -> None:
     """Forward, input gradient and weight gradient: 2 FLOPs a weight and token each, on each rank a part of them."""
     for tp in (1, 2, 4):
         of = config(tp, "--parallel.tp", str(tp), "--parallel.sequence_parallel")
-        stage, work = layer_work(of, halves=True)
+        stage, work = layer_work(of)
         matrices = sum(p.numel() for p in stage.parameters() if p.dim() == 2)
         one = 2.0 * 2048 * matrices
         assert product_flops(work.forward) == one
@@ -152,7 +151,7 @@ def test_attention_with_a_window_is_one_operation_too() -> None:
         def forward(self, x: object, batch: object) -> torch.Tensor:
             return masked_causal_attention(q, k, v, None, window=8)
 
-    work = record(Windowed(), None, Tape())  # type: ignore[arg-type]
+    work = Recording(Windowed(), None, Tape())  # type: ignore[arg-type]
     for operations in (work.forward, work.backward):
         assert [x.flops for x in operations if isinstance(x, Attention)] == [4 * 64 * 64 * 32 * 4]
         assert not any(isinstance(x, Product) for x in operations)
@@ -196,11 +195,11 @@ def test_collectives_are_recorded_with_what_runs_under_them() -> None:
 @needs_triton
 def test_what_one_plan_keeps_is_right_for_the_next() -> None:
     """Layers that are not recomputed stay so after a plan in which all of them are."""
-    shared = Works(StageBuilder())
+    shared = Parts(StageBuilder())
     every = config(1, "--train.recompute", "full")
     second = config(1, "--train.recompute", "full", "--train.recompute_every", "2")
     assert step_time(every, shared, H100).seconds > step_time(second, shared, H100).seconds
-    assert step_time(second, shared, H100) == step_time(second, Works(StageBuilder()), H100)
+    assert step_time(second, shared, H100) == step_time(second, Parts(StageBuilder()), H100)
 
 
 @needs_triton
@@ -303,8 +302,8 @@ def test_formulas_are_near_the_simulation(schedule: str) -> None:
             2 * pp, "--parallel.pp", str(pp), "--parallel.tp", "2", "--parallel.schedule", schedule,
             preset="llama3-8b", batch=batch,
         )  # fmt: skip
-        simulated = step_time(of, WORKS, H100, simulated=True)
-        assert step_time(of, WORKS, H100).seconds == pytest.approx(simulated.seconds, rel=0.05), (pp, batch)
+        simulated = step_time(of, PARTS, H100, simulated=True)
+        assert step_time(of, PARTS, H100).seconds == pytest.approx(simulated.seconds, rel=0.05), (pp, batch)
         assert simulated.events
         assert max(event.end for event in simulated.events) < simulated.seconds
 
@@ -316,8 +315,8 @@ def test_zero_by_formula_is_near_its_simulation(stage: str, flags: tuple[str, ..
     of = config(16, "--optimizer.zero_stage", stage, *flags, preset="llama3-8b", batch=64)
     slow = replace(H100, network=Link(10.0, 12.0))  # so that gathers and reductions are not hidden
     for machine in (H100, slow):
-        simulated = step_time(of, WORKS, machine, simulated=True)
-        assert step_time(of, WORKS, machine).seconds == pytest.approx(simulated.seconds, rel=0.1)
+        simulated = step_time(of, PARTS, machine, simulated=True)
+        assert step_time(of, PARTS, machine).seconds == pytest.approx(simulated.seconds, rel=0.1)
 
 
 def test_units_wait_for_their_collectives() -> None:
@@ -365,8 +364,8 @@ def test_a_faster_machine_is_never_slower(
     preset, world, flags = layout
     of = config(world, *flags, preset=preset)
     machine = replace(H100, network=Link(45.0 * slow, 12.0), node=Link(370.0 * slow, 5.0))
-    before = step_time(of, WORKS, machine).seconds
-    assert step_time(of, WORKS, faster(machine, speed, factor)).seconds <= before * (1 + 1e-12)
+    before = step_time(of, PARTS, machine).seconds
+    assert step_time(of, PARTS, faster(machine, speed, factor)).seconds <= before * (1 + 1e-12)
 
 
 def faster(machine: Hardware, speed: str, factor: float) -> Hardware:
@@ -390,7 +389,7 @@ def faster(machine: Hardware, speed: str, factor: float) -> Hardware:
 def test_a_larger_batch_never_takes_less_time() -> None:
     for preset, world, flags in LAYOUTS:
         seconds = [
-            step_time(config(world, *flags, preset=preset, batch=batch), WORKS, H100).seconds
+            step_time(config(world, *flags, preset=preset, batch=batch), PARTS, H100).seconds
             for batch in (16, 32, 64, 128)
         ]
         assert seconds == sorted(seconds)
@@ -403,9 +402,9 @@ def test_a_larger_batch_never_takes_less_time() -> None:
 @needs_triton
 def test_published_runs_are_predicted() -> None:
     """By formula. tests -m slow compare the page with the simulation."""
-    runs = [run for run in plan_accuracy.published_runs(WORKS) if run.role in ("fitted", "judged")]
+    runs = [run for run in plan_accuracy.published_runs(PARTS) if run.role in ("fitted", "judged")]
     errors = [
-        abs(step_time(run.config, WORKS, hardware.load(run.machine)).tokens_per_second_per_gpu / run.published - 1)
+        abs(step_time(run.config, PARTS, hardware.load(run.machine)).tokens_per_second_per_gpu / run.published - 1)
         for run in runs
         if run.role == "judged"
     ]
@@ -416,5 +415,5 @@ def test_published_runs_are_predicted() -> None:
 @needs_triton
 @pytest.mark.slow
 def test_the_page_has_todays_predictions() -> None:
-    made = plan_accuracy.tables(plan_accuracy.rows(plan_accuracy.published_runs(WORKS), WORKS))
+    made = plan_accuracy.tables(plan_accuracy.rows(plan_accuracy.published_runs(PARTS), PARTS))
     assert plan_accuracy.PAGE.read_text() == plan_accuracy.page_with(made)

@@ -38,7 +38,6 @@ from megapar.plan.plan_report import Run, as_json, given_options, rejections, sh
 from megapar.plan.questions import Questions, gib, why_first
 from megapar.plan.search import Found, Row, search
 from megapar.plan.space import Layout, Space, layout_of, searchable
-from megapar.plan.stage_works import Works
 from megapar.plan.step_time import StepTime, step_time
 from megapar.system.atomic_files import write_json
 
@@ -130,9 +129,7 @@ class ModelPlanner:
 
     def __init__(self, machine: hardware.Hardware):
         self._machine = machine
-        builder = StageBuilder()
-        self.parts = Parts(builder)
-        self.works = Works(builder)
+        self.parts = Parts(StageBuilder())
 
     def memory(self, config: Config) -> RankReport:
         return fullest_rank(config, self.parts)
@@ -141,11 +138,11 @@ class ModelPlanner:
         return memory.kept_by_a_layer(config, self.parts)
 
     def time(self, config: Config) -> StepTime:
-        return step_time(with_kernels(config), self.works, self._machine)
+        return step_time(with_kernels(config), self.parts, self._machine)
 
     def simulated(self, config: Config) -> StepTime:
         """The time with the timeline of the step."""
-        return step_time(with_kernels(config), self.works, self._machine, simulated=True)
+        return step_time(with_kernels(config), self.parts, self._machine, simulated=True)
 
 
 def with_kernels(config: Config) -> Config:
@@ -336,7 +333,7 @@ def explained(
     config = with_kernels(row.config)
     simulated = planner.simulated(row.config)
     reports = memory.reports(row.config, planner.parts)
-    traffic = explain.traffic(config, planner.works, machine, row.time)
+    traffic = explain.traffic(config, planner.parts, machine, row.time)
     title = f"row {number}: {layout_in_words(config.parallel)}, {config.parallel.schedule}"
     files = explain.draw(simulated, number, title, Path())
     write(console, ["", f"row {number}: {layout_in_flags(row)}"])
@@ -352,6 +349,6 @@ def _progress(layouts: Iterable[Layout], count: int, text: str, *, console: Cons
 
 
 if __name__ == "__main__":
-    # A search makes millions of small objects and hardly a circle of them. To look for circles takes a fifth of the time.
+    # A search makes millions of small objects and hardly a circle of them, and a fifth of its time goes to looking.
     gc.disable()
     sys.exit(main())

@@ -21,7 +21,7 @@ from megapar.errors import ConfigError
 from megapar.launch.reporting import reported
 from megapar.plan import hardware
 from megapar.plan.hardware import Hardware
-from megapar.plan.stage_works import Works
+from megapar.plan.parts import Parts
 from megapar.plan.step_time import step_time
 
 RUNS = Path(__file__).parent / "published_runs.toml"
@@ -73,7 +73,7 @@ class Run:
     published: float
 
 
-def published_runs(works: Works) -> list[Run]:
+def published_runs(parts: Parts) -> list[Run]:
     """The runs of the file. Raises ConfigError for an option that does not exist or cannot run."""
     found: list[Run] = []
     judging: dict[str, int] = {}
@@ -84,7 +84,7 @@ def published_runs(works: Works) -> list[Run]:
             number = judging.get(entry["hardware"], 0)
             judging[entry["hardware"]] = number + 1
             role = "judged" if number % 2 else "fitted"
-        tokens = entry.get("tokens") or entry["tflops"] * 1e12 / works.flops_per_token(config)
+        tokens = entry.get("tokens") or entry["tflops"] * 1e12 / parts.flops_per_token(config)
         found.append(Run(entry["name"], entry["source"], entry["hardware"], role, config, tokens))
     return found
 
@@ -101,14 +101,14 @@ def _config(options: Mapping[str, Any], gpus: int) -> Config:
     return validate(load(flags, presets(), FOR_OPTIONS).config, gpus)
 
 
-def rows(runs: Sequence[Run], works: Works, machine_of: Callable[[str], Hardware] = hardware.load) -> list[Row]:
+def rows(runs: Sequence[Run], parts: Parts, machine_of: Callable[[str], Hardware] = hardware.load) -> list[Row]:
     """The runs with their predictions on the machines of that name."""
     found = []
     for run in runs:
         parallel = run.config.parallel
         sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "vpp": parallel.vpp, "ep": parallel.ep}
         layout = [f"{name} {size}" for name, size in {**sizes, "dp": parallel.dp}.items() if size > 1]
-        predicted = step_time(run.config, works, machine_of(run.machine), simulated=True).tokens_per_second_per_gpu
+        predicted = step_time(run.config, parts, machine_of(run.machine), simulated=True).tokens_per_second_per_gpu
         gpus = parallel.tp * parallel.cp * parallel.pp * parallel.dp
         found.append(
             Row(run.name, run.source, run.machine, gpus, ", ".join(layout), run.role, run.published, predicted)
@@ -121,7 +121,7 @@ def mean_error(some: Sequence[Row]) -> float:
     return sum(abs(row.error) for row in some) / len(some)
 
 
-def fit(runs: Sequence[Run], works: Works) -> dict[str, float]:
+def fit(runs: Sequence[Run], parts: Parts) -> dict[str, float]:
     """By kind of machine, the `matrix.share` that fits the fitted rows best. A100s of both sizes are one kind.
 
     The sum of squared logarithms of (predicted / published) is least for it.
@@ -130,7 +130,7 @@ def fit(runs: Sequence[Run], works: Works) -> dict[str, float]:
     for kind in sorted({_kind(run) for run in runs if run.role == "fitted"}):
         fitted = [run for run in runs if run.role == "fitted" and _kind(run) == kind]
         candidates = [0.005 * step for step in range(60, 190)]
-        found[kind] = min(candidates, key=lambda share: _misfit(fitted, works, share))
+        found[kind] = min(candidates, key=lambda share: _misfit(fitted, parts, share))
     return found
 
 
@@ -138,12 +138,12 @@ def _kind(run: Run) -> str:
     return run.machine.partition("-")[0]
 
 
-def _misfit(fitted: Sequence[Run], works: Works, share: float) -> float:
+def _misfit(fitted: Sequence[Run], parts: Parts, share: float) -> float:
     total = 0.0
     for run in fitted:
         machine = hardware.load(run.machine)
         machine = replace(machine, matrix=replace(machine.matrix, share=share))
-        predicted = step_time(run.config, works, machine).tokens_per_second_per_gpu
+        predicted = step_time(run.config, parts, machine).tokens_per_second_per_gpu
         total += math.log(predicted / run.published) ** 2
     return total
 
@@ -194,13 +194,13 @@ def page_with(made: str) -> str:
 def main() -> None:
     with reported():
         args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-        works = Works(StageBuilder())
-        runs = published_runs(works)
+        parts = Parts(StageBuilder())
+        runs = published_runs(parts)
         if args.fit:
-            for kind, share in fit(runs, works).items():
+            for kind, share in fit(runs, parts).items():
                 print(f"{kind}: matrix.share {share:.3f}")
             return
-        made = tables(rows(runs, works))
+        made = tables(rows(runs, parts))
         print(made)
         if args.write:
             PAGE.write_text(page_with(made))

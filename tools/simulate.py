@@ -30,7 +30,6 @@ from megapar.plan.hardware import load as load_hardware
 from megapar.plan.memory import planned_device
 from megapar.plan.parts import Parts
 from megapar.plan.simulate import Simulation, simulate, with_planned_kernels
-from megapar.plan.stage_works import Works
 from megapar.plan.step_time import StepTime, step_time
 from megapar.plan.timeline import draw_over_each_other, write_chrome_trace
 from megapar.system.atomic_files import write_json
@@ -104,8 +103,8 @@ def predicted(args: Arguments, config: Config) -> StepTime | None:
     """The time of the step on --gpu, None without it."""
     if not args.gpu:
         return None
-    works = Works(StageBuilder())
-    return step_time(with_planned_kernels(config), works, load_hardware(args.gpu, args.gpus_per_node), simulated=True)
+    parts = Parts(StageBuilder())
+    return step_time(with_planned_kernels(config), parts, load_hardware(args.gpu, args.gpus_per_node), simulated=True)
 
 
 def time_in_words(gpu: str, time: StepTime) -> str:

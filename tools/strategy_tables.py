@@ -24,7 +24,6 @@ from megapar.plan.memory import RankReport, fullest_rank
 from megapar.plan.parts import Parts
 from megapar.plan.questions import axes_across_nodes
 from megapar.plan.simulate import simulate
-from megapar.plan.stage_works import Works
 from megapar.plan.step_time import StepTime, step_time
 
 ROOT = Path(__file__).parents[1]
@@ -51,7 +50,6 @@ class Planner:
 
     def __init__(self) -> None:
         self.parts = Parts(StageBuilder())
-        self.works = Works(StageBuilder())
 
     def config(self, preset: str, gpus: int, flags: str) -> Config:
         """The validated config of a preset with pretrain.py's flags."""
@@ -64,7 +62,7 @@ class Planner:
 
     def time(self, config: Config, machine: Hardware | None = None) -> StepTime:
         """The simulated step, by default on nodes of 8 H100s."""
-        return step_time(config, self.works, machine or hardware.load(_GPU), simulated=True)
+        return step_time(config, self.parts, machine or hardware.load(_GPU), simulated=True)
 
 
 # The tables

@@ -54,10 +54,10 @@ class Makespans:
                         source = stage - 1
                     elif kind == "I" and stage < last_stage:
                         source = stage + 1
-                    producer: int | None = number
+                    producer = number
                     if source != stage:
-                        producer = numbers.get((kind, source, microbatch))
-                        if producer is None:
+                        producer = numbers.get((kind, source, microbatch), -1)
+                        if producer < 0:
                             break
                     numbers[action] = number
                     self._steps.append((rank, kind, producer, rank_of[source] != rank))

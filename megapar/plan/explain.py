@@ -19,7 +19,8 @@ from megapar.plan import timeline
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import RankReport
 from megapar.plan.network import Network
-from megapar.plan.stage_works import Works
+from megapar.plan.parts import Parts
+from megapar.plan.stage_works import stages_of
 from megapar.plan.step_time import StepTime
 from megapar.plan.work import Started
 
@@ -68,14 +69,14 @@ def _without_stages(rows: Mapping[str, int]) -> Counter[str]:
     return found
 
 
-def traffic(config: Config, works: Works, hardware: Hardware, time: StepTime) -> list[Traffic]:
+def traffic(config: Config, parts: Parts, hardware: Hardware, time: StepTime) -> list[Traffic]:
     """What each axis sends. Gradients, weights and the tensors between stages are in the rows of grad and pp.
 
     `config` has the kernels of the planned machine. It is the busiest pipeline rank on each axis.
     """
     network = Network(grid_of(config), hardware)
     found = []
-    sent = _sent_by_layers(config, works)
+    sent = _sent_by_layers(config, parts)
     for axis in ("tp", "cp", "ep", "etp", "pp", "grad", "expert_grad"):
         if axis in ("ep", "etp", "expert_grad") and not config.model.num_experts:
             continue
@@ -89,25 +90,25 @@ def traffic(config: Config, works: Works, hardware: Hardware, time: StepTime) ->
     return found
 
 
-def _sent_by_layers(config: Config, works: Works) -> dict[str, tuple[int, int]]:
+def _sent_by_layers(config: Config, parts: Parts) -> dict[str, tuple[int, int]]:
     """By axis, the calls and the bytes of a step on the rank that sends most, in forward and backward passes."""
     parallel = config.parallel
     rank_of = placement(parallel.schedule, parallel.pp, parallel.vpp)
     calls: dict[tuple[str, int], int] = Counter()
     nbytes: dict[tuple[str, int], int] = Counter()
     elements: dict[tuple[str, int], int] = Counter()
-    for parts, rank in zip(works.of(config), rank_of, strict=True):
-        for part, number in parts:
-            for operation in (*part.work.forward, *part.work.backward):
+    for stage, rank in zip(stages_of(config, parts), rank_of, strict=True):
+        for part, number in stage:
+            for operation in (*part.forward, *part.backward):
                 if isinstance(operation, Started):
                     calls[operation.axis, rank] += number
                     nbytes[operation.axis, rank] += number * operation.nbytes
             for axis, count in part.elements.items():
                 elements[axis, rank] += number * count
             # Both directions of the boundary before the stage.
-            if part is parts[0][0] and parallel.pp > 1:
+            if part is stage[0][0] and parallel.pp > 1:
                 calls["pp", rank] += 2
-                nbytes["pp", rank] += 2 * part.work.boundary_bytes
+                nbytes["pp", rank] += 2 * part.boundary_bytes
     micro_batches = num_microbatches(config)
     found: dict[str, tuple[int, int]] = {}
     for (axis, rank), count in calls.items():

@@ -25,19 +25,9 @@ from megapar.pipeline.sharding_plan import UnitAction, UnitKind, Units, insert_u
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.buffers import Buffers
 from megapar.plan.moments import WINDOW, Orders, Step, at_peak, without_repeats
-from megapar.plan.parts import (
-    BOTH,
-    FIRST,
-    LAST,
-    META,
-    Copies,
-    Kept,
-    LayerPart,
-    PartId,
-    Parts,
-    PlannedStage,
-    kept_by_stage,
-)
+from megapar.plan.parts import BOTH, FIRST, LAST, Copies, LayerPart, PartId, Parts, PlannedStage
+from megapar.plan.recorded import Kept, kept_by_stage
+from megapar.plan.work import META
 from megapar.train import memory_report
 from megapar.train.kept import Key
 from megapar.train.trainable import freeze, refuse
@@ -225,11 +215,8 @@ class _Plan:
         self._schedule: Orders | None = None
 
     def context(self, rank: int) -> ParallelContext:
-        """The context of a rank. Layouts with one grid have the same."""
-        key = (self.grid, rank)
-        if key not in self.parts.contexts:
-            self.parts.contexts[key] = context.planned(self.grid, rank, device=META)
-        return self.parts.contexts[key]
+        """The context of a rank."""
+        return self.parts.context(self.grid, rank)
 
     def report_of_shapes(self, rank: int) -> RankReport:
         """The report of the first rank with parameters of the same shapes as `rank`."""
@@ -346,7 +333,7 @@ class _Plan:
 
     def _adds_gradients_in_i(self, ctx: ParallelContext, position: int) -> bool:
         stage = self.stages[ctx.pp.rank][position]
-        return stage.last and self.parts.kept(self.config, ctx, LAST).adds_gradients_in_i
+        return stage.last and self.parts.recording(self.config, ctx, LAST).kept.adds_gradients_in_i
 
     def _enough_stages(self, ctx: ParallelContext, *, all_of_them: bool) -> list[int]:
         """The positions of the fine stages of a rank with which units lie in memory as with all of them.
@@ -381,10 +368,10 @@ class _Plan:
         key = (tuple(ids), deferred, ctx.tp.rank, ctx.ep.rank, ctx.etp.rank)
         if key in self._kept:
             return self._kept[key]
-        measure = self.parts.deferred if deferred else self.parts.kept
         found: list[Kept] = []
         for part in ids:
-            found.append(measure(self.config, ctx, part, found[-1].output if found else None))
+            recording = self.parts.recording(self.config, ctx, part, found[-1].output if found else None)
+            found.append(recording.deferred if deferred else recording.kept)
         self._kept[key] = kept_by_stage(found, has_first=stage.first, has_layers=len(stage.layers) > 0)
         return self._kept[key]
 

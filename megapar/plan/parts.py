@@ -5,28 +5,25 @@ one layer, and layouts that differ only in how many ranks share the work have th
 the memory of ranks together from them.
 """
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
+from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, Targets
 from megapar.config.options import Config
 from megapar.context import Axis, ParallelContext
-from megapar.data_parallel.accumulate import MainGradView, attach
 from megapar.grid import Grid
-from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.params import ParamSpec, spec_of
+from megapar.plan.recorded import Given, Recording
+from megapar.plan.work import META, recording
 from megapar.recompute import Recompute
 from megapar.stage_set import Declared
-from megapar.train.kept import BETWEEN, ENDS, KeptBytes
 from megapar.train.trainable import freeze
-
-META = torch.device("meta")
 
 
 class Builder(Protocol):
@@ -74,84 +71,6 @@ FIRST = "first"
 LAST = "last"
 """The part with norm, head and loss, as a stage without layers."""
 PartId = LayerPart | str
-
-# What is kept, by identity
-
-INPUT = "input"
-OUTPUT = "output"
-GRAD_INPUT = "gradient of the input"
-GRAD_OUTPUT = "gradient of the output"
-
-
-@dataclass(frozen=True)
-class Storage:
-    """A storage kept by a part: its bytes, the kind under which it is counted, and its identity beyond the part.
-
-    None: no other part sees it. INPUT, OUTPUT and the gradients are seen by the neighbors. Anything else is the path of
-    a tensor that all layers of a stage are given, such as a rotary table: it is kept once for all of them.
-    """
-
-    nbytes: int
-    kind: str
-    identity: Hashable = None
-
-
-@dataclass(frozen=True)
-class Given:
-    """The tensor that a part gets from the part before it in its stage, and whether it needs a gradient."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    needs_grad: bool
-
-
-@dataclass(frozen=True)
-class Kept:
-    """What one micro-batch keeps in a part.
-
-    `storages` are in the order in which they were kept. `passes` are pairs of identities that are one storage here,
-    such as an output that is the input. `output` is what the next part is given.
-    """
-
-    storages: Sequence[Storage]
-    passes: Sequence[tuple[str, str]]
-    output: Given
-    adds_gradients_in_i: bool
-
-
-def kept_by_stage(parts: Sequence[Kept], *, has_first: bool, has_layers: bool) -> Counter[str]:
-    """The bytes kept by a stage of these parts in order, by kind. `has_first` says whether the first is the embedding.
-
-    Neighbors share the tensors between them, and all layers share what they are given: each counts once, under the kind
-    of the part that kept it first.
-    """
-    found: Counter[str] = Counter()
-    seen: set[Hashable] = set()
-    names: dict[Hashable, Hashable] = {}  # the boundaries that are one storage
-
-    for position, part in enumerate(parts):
-        own = {
-            INPUT: ("x", position),
-            OUTPUT: ("x", position + 1),
-            GRAD_INPUT: ("grad", position),
-            GRAD_OUTPUT: ("grad", position + 1),
-        }
-        for one, other in part.passes:
-            # The boundary after the part is the storage of the boundary before it.
-            names[own[other]] = names.get(own[one], own[one])
-        for storage in part.storages:
-            kind = storage.kind
-            if kind == ENDS and position == 0 and has_first and has_layers:
-                kind = BETWEEN  # a stage counts as its ends what comes after its layers
-            if storage.identity is not None:
-                boundary = own.get(storage.identity) if isinstance(storage.identity, str) else None
-                identity = names.get(boundary, boundary) if boundary else storage.identity
-                if identity in seen:
-                    continue
-                seen.add(identity)
-            found[kind] += storage.nbytes
-    return found
-
 
 # Parameters
 
@@ -288,13 +207,28 @@ class Parts:
         self.builder = builder
         self._structures: dict[Hashable, Structure] = {}
         self._copies: dict[Hashable, Copies] = {}
-        self._kept: dict[Hashable, Kept] = {}
+        self._recordings: dict[Hashable, Recording] = {}
         self._layer_parts: dict[Hashable, list[LayerPart]] = {}
         self._batches: dict[Hashable, MicroBatch] = {}
-        self.contexts: dict[tuple[Grid, int], ParallelContext] = {}
-        """The contexts of ranks that were planned."""
+        self._contexts: dict[tuple[Grid, int], ParallelContext] = {}
+        self._flops: dict[tuple[Hashable, ...], int] = {}
         self.memory: dict[Hashable, Any] = {}
         """What `megapar.plan.memory` has computed before, by what decides it."""
+        self.times: dict[Hashable, Any] = {}
+        """What `megapar.plan.step_time` has computed before, by what decides it."""
+
+    def context(self, grid: Grid, rank: int) -> ParallelContext:
+        """The planned context of a rank. Layouts with one grid have the same."""
+        if (grid, rank) not in self._contexts:
+            self._contexts[grid, rank] = context.planned(grid, rank, device=META)
+        return self._contexts[grid, rank]
+
+    def flops_per_token(self, config: Config) -> int:
+        """FLOPs of a token, forward and backward, for MFU."""
+        key = config.model, config.train.seq_length, config.train.trainable
+        if key not in self._flops:
+            self._flops[key] = self.builder.flops_per_token(config)
+        return self._flops[key]
 
     def layer_parts(self, config: Config, ctx: ParallelContext) -> list[LayerPart]:
         """The part of each layer. Layers are of one part if they are of one kind and trained alike."""
@@ -341,38 +275,29 @@ class Parts:
             self._copies[key] = Copies(structure, {axis.name: axis for axis in ctx.axes})
         return self._copies[key]
 
-    def kept(self, config: Config, ctx: ParallelContext, part: PartId, given: Given | None = None) -> Kept:
-        """What a forward pass of one micro-batch keeps for its B or I.
+    def recording(self, config: Config, ctx: ParallelContext, part: PartId, given: Given | None = None) -> Recording:
+        """One micro-batch through a part on the rank of `ctx`.
 
         `given` is None for the first part of a stage: it gets what the stage gets, which needs a gradient.
         """
-        return self._measured(config, ctx, part, given, _forward_keeps)
-
-    def deferred(self, config: Config, ctx: ParallelContext, part: PartId, given: Given | None = None) -> Kept:
-        """What the I of one micro-batch keeps for its W. `given` is as in `kept`."""
-        return self._measured(config, ctx, part, given, _deferred)
-
-    def _measured(
-        self,
-        config: Config,
-        ctx: ParallelContext,
-        part: PartId,
-        given: Given | None,
-        measure: Callable[[PipelineStage, MicroBatch, Given | None], Kept],
-    ) -> Kept:
         train = config.train
         decides: tuple[Hashable, ...] = (train.micro_batch_size, train.seq_length, ctx.cp.size)
         if part == LAST:
             decides = (*decides, config.kernels.loss_chunk, train.z_loss)
         elif isinstance(part, LayerPart):
             decides = (*decides, train.recompute == "selective", config.parallel.cp_attention)
-        key = (part, given, measure, decides, config.kernels.backend, self._cuts(config, ctx, [part]))
-        if key not in self._kept:
-            (stage,) = self._stages(config, ctx, [part])
+        key = (part, decides, config.kernels.backend, self._cuts(config, ctx, [part]))
+        if (key, given) not in self._recordings:
+            noting, tape = recording(ctx)
+            (stage,) = self._stages(config, noting, [part])
             if train.trainable:
                 freeze([stage], train.trainable)
-            self._kept[key] = measure(stage, self._batch(config), given)
-        return self._kept[key]
+            found = Recording(stage, self._batch(config), tape, given)
+            # Most parts are given what a stage is given, so one recording is that of both.
+            if given == found.boundary:
+                found = self._recordings.setdefault((key, None), found)
+            self._recordings[key, given] = found
+        return self._recordings[key, given]
 
     def _cuts(self, config: Config, ctx: ParallelContext, parts: Sequence[PartId] = ()) -> _Cuts:
         parallel = config.parallel
@@ -427,111 +352,3 @@ def meta_batch(samples: int, length: int, cp: int, num_targets: int) -> MicroBat
     # With a scale, as in training: without one the losses of stages before the last would keep nothing.
     whole = replace(whole, grad_scale=torch.ones((), device=META))
     return whole.columns(torch.empty(length // cp, dtype=torch.int64, device=META))
-
-
-# Measuring
-
-
-@dataclass
-class _Identities:
-    """The storages of a stage that more than one layer may see, by address (`_cdata`). `alive` keeps the addresses."""
-
-    found: dict[int, Hashable] = field(default_factory=dict)
-    alive: list[Tensor] = field(default_factory=list)
-
-    def add(self, x: Tensor, identity: Hashable) -> None:
-        self.alive.append(x)
-        self.found.setdefault(x.untyped_storage()._cdata, identity)
-
-    def add_all(self, value: object, path: tuple[Hashable, ...]) -> None:
-        """Add every tensor inside `value`: dataclasses, mappings and sequences are looked into."""
-        if isinstance(value, Tensor):
-            self.add(value, path)
-        elif is_dataclass(value) and not isinstance(value, type):
-            for attribute in fields(value):
-                self.add_all(getattr(value, attribute.name), (*path, attribute.name))
-        elif isinstance(value, Mapping):
-            for name, inside in value.items():
-                self.add_all(inside, (*path, name))
-        elif isinstance(value, list | tuple):
-            for position, inside in enumerate(value):
-                self.add_all(inside, (*path, position))
-
-
-def _input(stage: PipelineStage, batch: MicroBatch, given: Given | None) -> Tensor | None:
-    """What the stage gets. None if it is the first."""
-    specs = stage.boundary(batch)
-    if not specs:
-        return None
-    if given is None:
-        given = Given(specs[0].shape, specs[0].dtype, needs_grad=True)
-    return torch.empty(given.shape, dtype=given.dtype, device=META, requires_grad=given.needs_grad)
-
-
-def _forward(
-    stage: PipelineStage, batch: MicroBatch, x: Tensor | None, identities: _Identities
-) -> tuple[Tensor, list[tuple[str, str]]]:
-    """The output of a stage. Adds what its layers share to `identities`. Returns also which boundaries are one."""
-    if x is not None:
-        identities.add(x, INPUT)
-    identities.add_all(batch, ("batch",))
-
-    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        identities.add_all(args[1:], ("given",))
-        identities.add_all(kwargs, ("given",))
-
-    layers: Mapping[str, nn.Module] = getattr(stage, "layers", {})
-    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers.values()]
-    output: Tensor = stage(x, batch)
-    for handle in handles:
-        handle.remove()
-    address = output.untyped_storage()._cdata
-    passes = [(INPUT, OUTPUT)] if identities.found.get(address) == INPUT else []
-    identities.add(output, OUTPUT)
-    return output, passes
-
-
-def _given(output: Tensor) -> Given:
-    return Given(tuple(output.shape), output.dtype, output.requires_grad)
-
-
-def _forward_keeps(stage: PipelineStage, batch: MicroBatch, given: Given | None) -> Kept:
-    kept = KeptBytes({0: stage})
-    identities = _Identities()
-    with kept.counting():
-        output, passes = _forward(stage, batch, _input(stage, batch, given), identities)
-    storages = [
-        Storage(nbytes, kind, identities.found.get(address)) for address, ((_, kind), nbytes) in kept.counted.items()
-    ]
-    return Kept(storages, passes, _given(output), stage.adds_gradients_in_i)
-
-
-def _deferred(stage: PipelineStage, batch: MicroBatch, given: Given | None) -> Kept:
-    for param in stage.parameters():
-        if param.requires_grad:
-            attach(MainGradView(torch.empty(param.shape, device=META), _nothing), param)
-    identities = _Identities()
-    x = _input(stage, batch, given)
-    output, passes = _forward(stage, batch, x, identities)
-    grad = torch.empty_like(output)
-    identities.add(grad, GRAD_OUTPUT)
-
-    def look(grad_x: Tensor) -> None:
-        if identities.found.get(grad_x.untyped_storage()._cdata) == GRAD_OUTPUT:
-            passes.append((GRAD_INPUT, GRAD_OUTPUT))
-        identities.add(grad_x, GRAD_INPUT)
-
-    if x is not None and x.requires_grad:
-        x.register_hook(look)
-    queue = WeightGradientQueue()
-    with queue.open(main_grads(stage)):
-        if output.requires_grad:
-            output.backward(grad)
-    storages = [
-        Storage(nbytes, "", identities.found.get(address)) for address, nbytes in queue.nbytes_of_storages().items()
-    ]
-    return Kept(storages, passes, _given(output), stage.adds_gradients_in_i)
-
-
-def _nothing() -> None:
-    """Stands in for what a main gradient tells when something is added to it."""

@@ -10,7 +10,6 @@ from megapar.errors import ConfigError
 from megapar.launch.reporting import say
 from megapar.plan import hardware
 from megapar.plan.parts import Parts
-from megapar.plan.stage_works import Works
 from megapar.plan.step_time import step_time
 from megapar.plan.verdict import Capacity, judge
 from megapar.train.prediction import Prediction
@@ -43,7 +42,7 @@ def prediction_of(config: Config, parts: Parts, ctx: ParallelContext) -> Predict
         say(f"no prediction of the step: {device.describe(ctx.device)} is no known machine; --gpu names one")
         return None
     try:
-        time = step_time(config, Works(parts.builder), hardware.load(name))
+        time = step_time(config, parts, hardware.load(name))
     except ConfigError as error:
         say(f"no prediction of the step: {error}")
         return None

@@ -22,7 +22,9 @@ from megapar.pipeline.simulation import simulate
 from megapar.plan.durations import Duration, added, duration, scaled, total
 from megapar.plan.hardware import Hardware
 from megapar.plan.network import Network
-from megapar.plan.stage_works import Part, Works
+from megapar.plan.parts import Parts
+from megapar.plan.recorded import Recording
+from megapar.plan.stage_works import stages_of
 
 OPTIMIZER = "optimizer and norm"
 # Bytes a parameter and step: AdamW reads and writes main weight and moments, reads the gradient, and writes the weight
@@ -59,20 +61,20 @@ class StepTime:
         return sum(self.exposed.values()) / self.seconds
 
 
-def step_time(config: Config, works: Works, hardware: Hardware, *, simulated: bool = False) -> StepTime:
+def step_time(config: Config, parts: Parts, hardware: Hardware, *, simulated: bool = False) -> StepTime:
     """The time of a step of `config`, a validated configuration for a whole world.
 
     With `simulated` the plan of the runtime is simulated. This brings the timeline, and takes a second for large
     pipelines. Raises ConfigError if the machine lacks the precision.
     """
-    return _Step(config, works, hardware).time(simulated)
+    return _Step(config, parts, hardware).time(simulated)
 
 
 @dataclass(frozen=True)
 class _Fine:
     """The times of a part: F, B, I and W of one micro-batch, and of the collectives of its units (ZeRO-2 and 3)."""
 
-    part: Part
+    part: Recording
     number: int
     """How many of them follow each other."""
     forward: Duration
@@ -103,9 +105,9 @@ class _Ends:
 class _Step:
     """The computation of `step_time`."""
 
-    def __init__(self, config: Config, works: Works, hardware: Hardware):
+    def __init__(self, config: Config, parts: Parts, hardware: Hardware):
         self.config = config
-        self.works = works
+        self.parts = parts
         self.hardware = hardware
         self.network = Network(grid_of(config), hardware)
         self.microbatches = num_microbatches(config)
@@ -113,9 +115,9 @@ class _Step:
         self.in_halves = parallel.schedule in _IN_HALVES
         self.rank_of = placement(parallel.schedule, parallel.pp, parallel.vpp)
         self.zero_stage = config.optimizer.zero_stage
-        fine: dict[Part, _Fine] = {}
+        fine: dict[Recording, _Fine] = {}
         self.stages: list[list[_Fine]] = []
-        for stage in works.of(config, halves=self.in_halves):
+        for stage in stages_of(config, parts):
             for part, _ in stage:
                 if part not in fine:
                     fine[part] = self._fine(part)
@@ -126,7 +128,7 @@ class _Step:
         config = self.config
         pp = config.parallel.pp
         # Most stages are alike.
-        times_of: dict[tuple[tuple[Part, int], ...], StageSeconds] = {}
+        times_of: dict[tuple[tuple[Recording, int], ...], StageSeconds] = {}
         stage_times = []
         for stage in self.stages:
             key = tuple((fine.part, fine.number) for fine in stage)
@@ -161,16 +163,19 @@ class _Step:
         world = self.network.grid.world_size
         rate = tokens / seconds / world
         peak = self.hardware.peak(config.train.precision)
-        mfu = self.works.flops_per_token(config) * rate / peak
+        mfu = self.parts.flops_per_token(config) * rate / peak
         return StepTime(seconds, idle, busy, exposed, rate, mfu, tuple(events))
 
     # Parts and stages
 
-    def _fine(self, part: Part) -> _Fine:
-        forward, backward, inputs, weights = (
-            self._duration(operations)
-            for operations in (part.work.forward, part.work.backward, part.work.inputs, part.work.weights)
-        )
+    def _fine(self, part: Recording) -> _Fine:
+        forward = self._duration(part.forward)
+        backward = inputs = weights = Duration()
+        if self.in_halves:
+            inputs = self._duration(part.inputs)
+            weights = self._duration(part.weights)
+        else:
+            backward = self._duration(part.backward)
         gather = reduce = add = 0.0
         if self.zero_stage >= 2:
             for axis, elements in part.elements.items():
@@ -269,10 +274,10 @@ class _Step:
         def simulated(number: int) -> float:
             # Layouts that differ in ZeRO's groups of ranks have the same pipeline with the same times.
             key = (*self._pipeline(number), *forward, *backward, *(weights or ()), message)
-            if key not in self.works.makespans:
+            if key not in self.parts.times:
                 timeline = simulate(self._plans(number), forward, backward, message, weights)
-                self.works.makespans[key] = timeline.makespan
-            return self.works.makespans[key]
+                self.parts.times[key] = timeline.makespan
+            return self.parts.times[key]
 
         few = 2 * pp
         # A schedule from a file may be for one number of micro-batches only.
@@ -285,10 +290,10 @@ class _Step:
         """The plans of all ranks for so many micro-batches, without units. They are made once."""
         parallel = self.config.parallel
         key = self._pipeline(number)
-        if key not in self.works.plans:
+        if key not in self.parts.times:
             orders = make(of(parallel), parallel.pp, parallel.vpp, number)
-            self.works.plans[key] = lower(orders, parallel.pp * parallel.vpp)
-        return self.works.plans[key]
+            self.parts.times[key] = lower(orders, parallel.pp * parallel.vpp)
+        return self.parts.times[key]
 
     def _pipeline(self, number: int) -> tuple[Hashable, ...]:
         """What decides the plans of all ranks for so many micro-batches."""
@@ -297,7 +302,7 @@ class _Step:
 
     def _message_seconds(self) -> float:
         """Seconds of the tensors between two stages, for neighboring pipeline ranks."""
-        boundary = max(fine.part.work.boundary_bytes for stage in self.stages for fine in stage)
+        boundary = max(fine.part.boundary_bytes for stage in self.stages for fine in stage)
         return self.network.message(self.network.span("pp").nodes > 1, boundary)
 
     def _simulated(self) -> tuple[float, list[float], list[Event], list[float]]:
@@ -393,14 +398,16 @@ class _Step:
             ends.optimizer += self.hardware.memory_seconds(_OPTIMIZER_BYTES * shard)
         ends.expose("world", self.network.seconds("all_reduce", "world", 8.0))
         if self.config.model.tie_word_embeddings and rank in self.network.grid.with_embedding:
-            tied = max((part.part.tied for part in fine), default=0)
+            tied = max((part.part.embedding_elements for part in fine), default=0)
             ends.expose(TIED_AXIS, self.network.seconds("all_reduce", TIED_AXIS, 4 * tied))
         return ends
 
     def _elements(self, fine: Sequence[_Fine]) -> dict[str, int]:
         """The elements of a rank's parameters by axis. A tied embedding counts once."""
         elements: dict[str, int] = {}
-        tied = [part.part.tied for part in fine if part.part.tied]
+        tied = []
+        if self.config.model.tie_word_embeddings:
+            tied = [part.part.embedding_elements for part in fine if part.part.embedding_elements]
         for part in fine:
             for axis, number in part.part.elements.items():
                 elements[axis] = elements.get(axis, 0) + number * part.number

@@ -18,12 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.batch import MicroBatch, PipelineStage
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Meta, Transfers
 from megapar.context import Axis, ParallelContext
-from megapar.data_parallel.accumulate import MainGradView, attach
-from megapar.main_grad import WeightGradientQueue, main_grads
 
 META = torch.device("meta")
 
@@ -78,21 +75,6 @@ class Waited(NamedTuple):
 
 Operation = Product | Attention | Kernel | Started | Waited
 Operations = tuple[Operation, ...]
-
-
-@dataclass(frozen=True)
-class Work:
-    """What one micro-batch does in a part: its forward, its backward, and its backward in halves.
-
-    `inputs` and `weights` are the I and the W of `megapar.pipeline.actions`, empty unless they were asked for.
-    `boundary_bytes` come from the part before.
-    """
-
-    forward: Operations
-    backward: Operations
-    inputs: Operations = ()
-    weights: Operations = ()
-    boundary_bytes: int = 0
 
 
 @dataclass
@@ -343,49 +325,6 @@ def _nbytes(x: Tensor) -> int:
     return math.prod(sizes) * x.element_size()
 
 
-def record(stage: PipelineStage, batch: MicroBatch, tape: Tape, *, halves: bool = False) -> Work:
-    """What `stage` does with `batch`. `stage` was built with a context of `recording`, and `tape` is the context's.
-
-    The stage is on the meta device. Parameters without a main gradient get one. With `halves` I and W are recorded too.
-    """
-    for param in stage.parameters():
-        if not hasattr(param, "main_grad"):
-            attach(MainGradView(torch.empty(param.shape, device=META), _nothing), param)
-    specs = stage.boundary(batch)
-    boundary = sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
-
-    def run_forward() -> tuple[Tensor, Operations]:
-        received = [torch.empty(s.shape, dtype=s.dtype, device=META) for s in specs]
-        inputs = [x.requires_grad_(x.is_floating_point()) for x in received]
-        given: Any = tuple(inputs)
-        if len(inputs) < 2:
-            given = next(iter(inputs), None)
-        output, operations = _collect(tape, lambda: stage(given, batch))
-        if not isinstance(output, Tensor):
-            output = output[0]
-        return output, operations
-
-    output, forward = run_forward()
-    _, backward = _collect(tape, lambda: _run_backward(output))
-    if not halves:
-        return Work(forward, backward, boundary_bytes=boundary)
-    output, _ = run_forward()
-    queue = WeightGradientQueue()
-    with queue.open(main_grads(stage)):
-        _, inputs = _collect(tape, lambda: _run_backward(output))
-    _, weights = _collect(tape, queue.run)
-    return Work(forward, backward, inputs, weights, boundary)
-
-
-def _nothing() -> None:
-    """What a main gradient calls after an addition."""
-
-
-def _run_backward(output: Tensor) -> None:
-    if output.requires_grad:
-        output.backward(torch.empty_like(output))
-
-
 class _FusedAttention(TorchFunctionMode):
     """Lets attention with a mask be one operation, as on a GPU. The meta device would compute it by explicit scores.
 
@@ -399,7 +338,8 @@ class _FusedAttention(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _collect(tape: Tape, function: Callable[[], Any]) -> tuple[Any, Operations]:
+def collect(tape: Tape, function: Callable[[], Any]) -> tuple[Any, Operations]:
+    """What `function` returns, and what it does on the meta device. `tape` is that of its context."""
     with tape.collecting() as operations, _Watch(tape), _FusedAttention():
         result = function()
     return result, tuple(operations)

@@ -52,7 +52,6 @@ from megapar.plan.durations import BACKWARD_ATTENTION, FORWARD_ATTENTION, KERNEL
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import report_rank
 from megapar.plan.parts import Parts
-from megapar.plan.stage_works import Works
 from megapar.plan.step_time import OPTIMIZER, StepTime, step_time
 from megapar.train.provenance import provenance
 
@@ -232,7 +231,7 @@ def machine_of(circumstances: Mapping[str, Any]) -> Hardware:
 def predict(config: Config, machine: Hardware) -> StepTime:
     """The time of a step of megapar with its fused kernels on `machine`."""
     planned = replace(config, kernels=replace(config.kernels, backend="triton"))
-    return step_time(planned, Works(StageBuilder()), machine)
+    return step_time(planned, Parts(StageBuilder()), machine)
 
 
 def predicted_ms(config: Config, prediction: StepTime) -> dict[str, float]:
