@@ -20,6 +20,7 @@ So nothing hooks into modules or into autograd, and memory and traffic can be co
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from megapar.pipeline.actions import Action
@@ -206,17 +207,16 @@ def first_microbatches(plan: Sequence[Item], number: int) -> list[Item]:
     return kept
 
 
+def unit_changes(plan: Sequence[Item], allocates: UnitKind, frees: UnitKind) -> list[tuple[int, int]]:
+    """What comes into memory and leaves it, in order: a unit with 1 for an action of `allocates`, -1 of `frees`."""
+    signs = {allocates: 1, frees: -1}
+    return [(item.unit, signs[item.kind]) for item in plan if isinstance(item, UnitAction) and item.kind in signs]
+
+
 def most_live(plan: Sequence[Item], size: Callable[[int], int], allocates: UnitKind, frees: UnitKind) -> int:
     """The peak size of units during a plan.
 
     Actions of kind `allocates` take `size(unit)`, and those of kind `frees` give it back.
     """
-    live = 0
-    peak = 0
-    for item in plan:
-        if isinstance(item, UnitAction) and item.kind == allocates:
-            live += size(item.unit)
-            peak = max(peak, live)
-        elif isinstance(item, UnitAction) and item.kind == frees:
-            live -= size(item.unit)
-    return peak
+    changes = unit_changes(plan, allocates, frees)
+    return max(accumulate((sign * size(unit) for unit, sign in changes), initial=0))

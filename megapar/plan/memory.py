@@ -7,6 +7,7 @@ What is kept for backward passes follows from the order of the rank's schedule.
 from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 
@@ -21,7 +22,7 @@ from megapar.pipeline.actions import Action
 from megapar.pipeline.partition import split_finely
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
 from megapar.pipeline.schedules import placement
-from megapar.pipeline.sharding_plan import UnitAction, UnitKind, Units, insert_unit_actions, most_live
+from megapar.pipeline.sharding_plan import UnitAction, UnitKind, Units, insert_unit_actions, unit_changes
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.buffers import Buffers
 from megapar.plan.moments import WINDOW, Orders, Step, at_peak, without_repeats
@@ -315,21 +316,31 @@ class _Plan:
         fine_stages = [coarse.count(stage) for stage in range(len(self.num_fine))]
         add_in_i = {new for new, old in enumerate(shown) if self._adds_gradients_in_i(ctx, old)}
         of_stage = {new: buffers.units[old] for new, old in enumerate(shown)}
-        rules = Units(of_stage, _never, options.zero_stage == 3, options.overlap_grad_reduce, add_in_i)
 
-        def most(steps: Sequence[Step], allocates: UnitKind, frees: UnitKind) -> int:
+        def changes(steps: Sequence[Step], allocates: UnitKind, frees: UnitKind) -> list[tuple[int, int]]:
             actions = [Action(kind, stage, number) for number, (kind, stage) in enumerate(without_repeats(steps, pp))]
             (order,) = refine([actions], fine_stages, breadth_first=runs_breadth_first(orders.breadth_first, pp))
+            rules = Units(of_stage, _never, allocates == "gather", options.overlap_grad_reduce, add_in_i)
             plan = insert_unit_actions(order, rules, dict(enumerate(coarse)) if in_runs else None)
-            return most_live(plan, lambda unit: buffers.unit_elements[unit], allocates, frees)
+            return unit_changes(plan, allocates, frees)
 
+        # Layouts that differ in the number of shards, or in ZeRO-2 and 3, use their units alike.
+        units = tuple(tuple(numbers) for numbers in of_stage.values())
+        decides = (id(orders), ctx.pp.rank, tuple(coarse), units, frozenset(add_in_i), options.overlap_grad_reduce)
         steps = orders.steps(ctx.pp.rank)
-        # What gathers is one sequence of steps, and what adds gradients another.
-        uses = [(kind, stage) for kind, stage in steps if kind != "W"]
-        in_i = {coarse[new] for new in add_in_i}
-        additions = [(kind, stage) for kind, stage in steps if kind in ("B", "W") or (kind == "I" and stage in in_i)]
-        gathered = most(uses, "gather", "release") * buffers.weight_size
-        return gathered, most(additions, "open", "add") * torch.float32.itemsize
+        gathered = 0
+        if options.zero_stage == 3:
+            # What gathers is one sequence of steps, and what adds gradients another.
+            if ("gathers", decides) not in self.parts.memory:
+                uses = [(kind, stage) for kind, stage in steps if kind != "W"]
+                self.parts.memory["gathers", decides] = changes(uses, "gather", "release")
+            gathered = _peak(self.parts.memory["gathers", decides], buffers.unit_elements)
+        if ("additions", decides) not in self.parts.memory:
+            in_i = {coarse[new] for new in add_in_i}
+            adding = [(kind, stage) for kind, stage in steps if kind in ("B", "W") or (kind == "I" and stage in in_i)]
+            self.parts.memory["additions", decides] = changes(adding, "open", "add")
+        collected = _peak(self.parts.memory["additions", decides], buffers.unit_elements)
+        return gathered * buffers.weight_size, collected * torch.float32.itemsize
 
     def _adds_gradients_in_i(self, ctx: ParallelContext, position: int) -> bool:
         stage = self.stages[ctx.pp.rank][position]
@@ -411,18 +422,10 @@ class _Plan:
         return Memory(self.config.parallel.schedule_memory_gb * 2**30, forward, inputs)
 
     def _orders(self) -> Orders:
-        """The orders of the schedule, made once for all layouts with this pipeline."""
         if self._schedule is None:
             parallel = self.config.parallel
             memory = self.limit() if parallel.schedule_memory_gb else None
-            number = num_microbatches(self.config)
-            key: Hashable = (
-                *("orders", parallel.schedule, parallel.schedule_costs, parallel.pp, parallel.vpp, number),
-                (memory.limit, tuple(memory.forward), tuple(memory.inputs)) if memory else None,
-            )
-            if key not in self.parts.memory:
-                self.parts.memory[key] = Orders(parallel, memory, number)
-            self._schedule = self.parts.memory[key]
+            self._schedule = self.parts.orders(parallel, num_microbatches(self.config), memory)
         return self._schedule
 
     def _titles(self, stages: Sequence[_Stage]) -> str:
@@ -441,6 +444,11 @@ class _Plan:
             )
             names.append(first if first == last else f"{first} to {last}")
         return "; ".join(names)
+
+
+def _peak(changes: Sequence[tuple[int, int]], sizes: Sequence[int]) -> int:
+    """The largest sum of the sizes of units in memory. A change is a unit, and 1 if it comes or -1 if it leaves."""
+    return max(accumulate((sign * sizes[unit] for unit, sign in changes), initial=0))
 
 
 def _never(action: UnitAction) -> None:

@@ -45,13 +45,16 @@ class Moment:
 
 
 class Orders:
-    """The orders of a schedule for a number of micro-batches, and the moments when most is kept."""
+    """The orders of a schedule for a number of micro-batches, and the moments when most is kept.
+
+    They are without messages, which change no order, and wait in no memory that a plan counts.
+    """
 
     def __init__(self, parallel: ParallelConfig, memory: Memory | None, num_microbatches: int):
         schedule = of(parallel, memory)
         self.breadth_first = schedule.breadth_first
-        # Without messages: they change no order, and wait in no memory that a plan counts.
-        self._orders = make(schedule, parallel.pp, parallel.vpp, num_microbatches)
+        self.actions = make(schedule, parallel.pp, parallel.vpp, num_microbatches)
+        """Those of each rank."""
         self._grouped = runs_breadth_first(schedule.breadth_first, parallel.pp)
         self._num_stages = parallel.pp * parallel.vpp
         self._steps: dict[int, list[Step]] = {}
@@ -60,7 +63,7 @@ class Orders:
     def steps(self, rank: int) -> list[Step]:
         """The actions of a rank."""
         if rank not in self._steps:
-            self._steps[rank] = [(action.kind, action.stage) for action in self._orders[rank]]
+            self._steps[rank] = [(action.kind, action.stage) for action in self.actions[rank]]
         return self._steps[rank]
 
     def in_halves(self, rank: int) -> set[int]:

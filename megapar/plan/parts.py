@@ -15,10 +15,12 @@ from torch import nn
 
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, Targets
-from megapar.config.options import Config
+from megapar.config.options import Config, ParallelConfig
 from megapar.context import Axis, ParallelContext
 from megapar.grid import Grid
 from megapar.params import ParamSpec, spec_of
+from megapar.pipeline.zero_bubble import Memory
+from megapar.plan.moments import Orders
 from megapar.plan.recorded import Given, Recording
 from megapar.plan.work import META, recording
 from megapar.recompute import Recompute
@@ -211,6 +213,7 @@ class Parts:
         self._layer_parts: dict[Hashable, list[LayerPart]] = {}
         self._batches: dict[Hashable, MicroBatch] = {}
         self._contexts: dict[tuple[Grid, int], ParallelContext] = {}
+        self._orders: dict[Hashable, Orders] = {}
         self._flops: dict[tuple[Hashable, ...], int] = {}
         self.memory: dict[Hashable, Any] = {}
         """What `megapar.plan.memory` has computed before, by what decides it."""
@@ -222,6 +225,16 @@ class Parts:
         if (grid, rank) not in self._contexts:
             self._contexts[grid, rank] = context.planned(grid, rank, device=META)
         return self._contexts[grid, rank]
+
+    def orders(self, parallel: ParallelConfig, num_microbatches: int, memory: Memory | None = None) -> Orders:
+        """The orders of a schedule, made once for all layouts with this pipeline."""
+        key = (
+            *(parallel.schedule, parallel.schedule_costs, parallel.pp, parallel.vpp, num_microbatches),
+            (memory.limit, tuple(memory.forward), tuple(memory.inputs)) if memory else None,
+        )
+        if key not in self._orders:
+            self._orders[key] = Orders(parallel, memory, num_microbatches)
+        return self._orders[key]
 
     def flops_per_token(self, config: Config) -> int:
         """FLOPs of a token, forward and backward, for MFU."""

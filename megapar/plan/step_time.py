@@ -16,7 +16,7 @@ from megapar.launch.grid import grid_of
 from megapar.pipeline.actions import Event
 from megapar.pipeline.lowering import Message, lower
 from megapar.pipeline.refine import refine
-from megapar.pipeline.schedules import make, of, placement
+from megapar.pipeline.schedules import placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
 from megapar.plan.durations import Duration, added, duration, scaled, total
@@ -291,7 +291,7 @@ class _Step:
         parallel = self.config.parallel
         key = self._pipeline(number)
         if key not in self.parts.times:
-            orders = make(of(parallel), parallel.pp, parallel.vpp, number)
+            orders = self.parts.orders(parallel, number).actions
             self.parts.times[key] = lower(orders, parallel.pp * parallel.vpp)
         return self.parts.times[key]
 
@@ -308,7 +308,7 @@ class _Step:
     def _simulated(self) -> tuple[float, list[float], list[Event], list[float]]:
         """As `_by_formula`, then the timeline, and the time of each rank's waits for units."""
         parallel = self.config.parallel
-        orders = make(of(parallel), parallel.pp, parallel.vpp, self.microbatches)
+        orders = self.parts.orders(parallel, self.microbatches).actions
         splits = self.zero_stage >= 2
         # The stages of the plan: those of the schedule, or their parts.
         parts: list[list[_Fine]] = []

@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -213,14 +214,22 @@ class _Watch(TorchDispatchMode):
         operations.append(found)
 
 
+@cache
 def _is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
 
 
+@cache
+def _name(func: Any) -> str:
+    """The name of an operation without its namespace and overload."""
+    name: str = func._schema.name.partition("::")[2]
+    return name
+
+
 def _written_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """The tensor of the meta device that a product writes into, so that it need not run. None for other operations."""
-    name = func._schema.name.partition("::")[2]
+    name = _name(func)
     if name not in _PRODUCTS:
         return None
     written = args[0] if name.endswith("_") else kwargs.get("out")
@@ -231,7 +240,7 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | None:
     """What an operation of torch costs. None if it costs nothing on the device."""
-    name = func._schema.name.partition("::")[2]
+    name = _name(func)
     if name in _FREE:
         return None
     inputs = _tensors((args, [value for key, value in kwargs.items() if key != "out"]))
