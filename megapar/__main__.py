@@ -41,6 +41,7 @@ COMMANDS = {
         "tools.inspect_gradients", "Show the gradients of replicas before and after their sum."
     ),
     "convert": Command("tools.convert_checkpoint", "Convert from and to Hugging Face, from Megatron-LM, to torch."),
+    "new_family": Command("tools.new_family", "Show what a model without a family here needs, and draft a family."),
     "generate": Command("tools.generate", "Continue a text with a trained model."),
     "verify_layouts": Command("tools.verify_layouts", "Compare layouts with one process, parameter by parameter."),
     "plot": Command("tools.plot", "Draw the loss, the load of experts and the timeline of a run."),

@@ -453,7 +453,7 @@ def test_parity_refuses_a_wrong_conversion(wrong: str, tmp_path: Path, monkeypat
         monkeypatch.setitem(names.modules, "layers.*.attention.v", keys)
     else:
         read = convert_checkpoint.from_hugging_face
-        forgetful = lambda raw: replace(read(raw), rope_scaling=RopeScaling())  # noqa: E731
+        forgetful = lambda raw, family: replace(read(raw, family), rope_scaling=RopeScaling())  # noqa: E731
         monkeypatch.setattr(convert_checkpoint, "from_hugging_face", forgetful)
     refused(CheckpointError, HfToNative(source, tmp_path / "native"), "logits differ from those of transformers")
 

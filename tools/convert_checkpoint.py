@@ -53,6 +53,7 @@ from megapar.config.data_spec import Entry
 from megapar.config.files import part_toml
 from megapar.config.messages import first_few
 from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig, flatten
+from megapar.config.plugins import package_of
 from megapar.data.prepared import read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError
@@ -88,6 +89,8 @@ class HfToNative:
     """Folder with config.json and model.safetensors, or its shards and their index."""
     dst: Annotated[Path, tyro.conf.Positional]
     """Folder of the checkpoint; must not exist."""
+    family: str = ""
+    """The family to read config.json by, such as MODULE:NAME of your own; by default the one with its model_type."""
     verify: bool = True
     """Compare logits with transformers, which loads the whole model twice; --no-verify needs memory for a tensor."""
     shard_bytes: int = SHARD_BYTES
@@ -180,14 +183,14 @@ def hf_to_native(options: HfToNative) -> None:
     """
     check_transformers(options.verify)
     raw = read_json(options.src / HF_CONFIG)
-    config = whole_config(from_hugging_face(raw))
-    for line in warnings_of(raw):
+    config = whole_config(from_hugging_face(raw, options.family))
+    for line in warnings_of(raw, options.family):
         print(f"warning: {line}", file=sys.stderr)
     names = names_of(config.model)
     buffers = buffer_shapes(config.model)
     shapes = native_shapes(config.model) | buffers
     wanted = hf_recipes(config.model)
-    ignored = left_out(raw)
+    ignored = left_out(raw, options.family)
     prefixes = PREFIXES if is_multimodal(raw) else {}
     weights = Weights(options.src, lambda name: canonical_name(name, names, ignored, prefixes), names.stacked)
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
@@ -353,7 +356,7 @@ def described_by(config: Config, options: NativeToHf) -> Path | None:
     """
     for folder in (options.like, options.src):
         if folder is not None and (folder == options.like or (folder / HF_CONFIG).is_file()):
-            theirs = whole_config(from_hugging_face(read_json(folder / HF_CONFIG))).model
+            theirs = described_model(folder / HF_CONFIG, config.model)
             if computed(theirs) != computed(config.model):
                 raise ConfigError(f"{folder / HF_CONFIG}: describes another model than the checkpoint's: {theirs}")
             return folder
@@ -366,10 +369,16 @@ def _describes(path: Path, model: ModelConfig) -> bool:
     if not path.is_file():
         return False
     try:
-        theirs = whole_config(from_hugging_face(read_json(path))).model
+        theirs = described_model(path, model)
     except ConfigError:
         return False
     return computed(theirs) == computed(model)
+
+
+def described_model(path: Path, model: ModelConfig) -> ModelConfig:
+    """The model of a config.json, read by the family of `model` if that is outside of this repository."""
+    family = model.family if package_of(model.family) else ""
+    return whole_config(from_hugging_face(read_json(path), family)).model
 
 
 def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:

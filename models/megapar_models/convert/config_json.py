@@ -5,7 +5,7 @@ refused by name if it would change the result and our models do not have it.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -28,6 +28,11 @@ def names_of(model: ModelConfig) -> HuggingFace:
     return names
 
 
+def is_derived(name: str) -> bool:
+    """Whether a stored tensor follows from the options, and is no weight."""
+    return _DERIVED.search(name) is not None
+
+
 def canonical_name(
     name: str, names: HuggingFace, ignored: tuple[str, ...] = (), prefixes: Mapping[str, str] = MappingProxyType({})
 ) -> str | None:
@@ -35,7 +40,7 @@ def canonical_name(
 
     `ignored` are beginnings of the names of other tensors (`left_out`), and `prefixes` those of multimodal files.
     """
-    if _DERIVED.search(name) or name.startswith(ignored):
+    if is_derived(name) or name.startswith(ignored):
         return None
     for theirs, ours in prefixes.items():
         if name.startswith(theirs):
@@ -72,7 +77,7 @@ WITHOUT_EFFECT = frozenset(
 
 
 # Fields with one value in every causal language model.
-_FIXED: Mapping[str, Any] = {
+FIXED: Mapping[str, Any] = {
     **dict.fromkeys(("is_encoder_decoder", "is_decoder", "add_cross_attention"), False),
     "cross_attention_hidden_size": None,
     "pruned_heads": {},
@@ -97,16 +102,38 @@ class _Read(Mapping[str, Any]):
         return len(self._raw)
 
 
-def from_hugging_face(file: Mapping[str, Any]) -> ModelConfig:
-    """The model of a config.json.
+def from_hugging_face(file: Mapping[str, Any], family: str = "") -> ModelConfig:
+    """The model of a config.json, read by `family`: a name, or MODULE:NAME. Without it the model_type decides.
 
     Raises ConfigError with every unsupported field, and with every field that nobody reads, unless it is listed as
     without effect.
     """
     file = language_model(file)
-    type_name = file.get("model_type")
-    family, names = _of_type(type_name)
-    model_type = names.model_types[str(type_name)]
+    family, names = _of_type(file.get("model_type"), family)
+    values, problems, unread = _examined(file, family, names)
+    if problems or unread:
+        raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems or _lines(file, unread)))
+    options = find(family).options
+    return options(family=family, **typed(values, options))
+
+
+def differences(file: Mapping[str, Any], family: str, model_type: str) -> list[str]:
+    """What keeps a config.json from being one of this model_type of `family`; its own model_type is no matter."""
+    names = find(family).hugging_face
+    assert names is not None
+    file = {**file, "model_type": model_type}
+    _, problems, unread = _examined(file, family, names)
+    return [*problems, *_lines(file, unread)]
+
+
+def _lines(file: Mapping[str, Any], unread: Iterable[str]) -> list[str]:
+    return [f"{field}={file[field]!r} is not known, and may change the model" for field in unread]
+
+
+def _examined(file: Mapping[str, Any], family: str, names: HuggingFace) -> tuple[dict[str, Any], list[str], list[str]]:
+    """The values of our options in a config.json, its problems, and the fields that nobody read."""
+    type_name = str(file["model_type"])
+    model_type = names.model_types[type_name]
     raw = _Read(file)
     problems = list(_unsupported(raw, model_type.fixed))
     values: dict[str, Any] = {}
@@ -118,25 +145,21 @@ def from_hugging_face(file: Mapping[str, Any]) -> ModelConfig:
             problems.append(f"{theirs}={value!r} is not supported; {', '.join(names.activations)} are")
         elif value is not None:
             values[ours] = names.activations[value] if ours == "hidden_act" else value
-    more, wrong = names.read(raw, str(type_name))
+    more, wrong = names.read(raw, type_name)
     values |= more
-    problems += [*wrong, *wrong_types(values, FAMILIES[family].options)]
+    problems += [*wrong, *wrong_types(values, find(family).options)]
     if not problems:  # `judge` may rely on fields that are there and have the right types
-        problems += names.judge(raw, str(type_name))
+        problems += names.judge(raw, type_name)
         names.warnings(raw)
         names.ignored(raw)
-        unread = file.keys() - raw.fields - WITHOUT_EFFECT - {"model_type"} - set(names.without_effect)
-        problems += [f"{field}={file[field]!r} is not known, and may change the model" for field in sorted(unread)]
-    if problems:
-        raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems))
-    options = FAMILIES[family].options
-    return options(family=family, **typed(values, options))
+    known = {*raw.fields, *WITHOUT_EFFECT, "model_type", *names.without_effect}
+    return values, problems, sorted(file.keys() - known)
 
 
-def warnings_of(raw: Mapping[str, Any]) -> list[str]:
+def warnings_of(raw: Mapping[str, Any], family: str = "") -> list[str]:
     """Lines about fields of a supported config.json without an option of ours and without effect on the result."""
     raw = language_model(raw)
-    return _of_type(raw.get("model_type"))[1].warnings(raw)
+    return _of_type(raw.get("model_type"), family)[1].warnings(raw)
 
 
 def is_multimodal(raw: Mapping[str, Any]) -> bool:
@@ -144,29 +167,32 @@ def is_multimodal(raw: Mapping[str, Any]) -> bool:
     return raw.get("model_type") in MULTIMODAL
 
 
-def left_out(raw: Mapping[str, Any]) -> tuple[str, ...]:
+def left_out(raw: Mapping[str, Any], family: str = "") -> tuple[str, ...]:
     """Beginnings of the names of tensors of other parts than the language model."""
     text = language_model(raw)
-    ignored = tuple(_of_type(text.get("model_type"))[1].ignored(text))
+    ignored = tuple(_of_type(text.get("model_type"), family)[1].ignored(text))
     return (*ignored, *OTHER_PARTS) if is_multimodal(raw) else ignored
 
 
-def _of_type(type_name: object) -> tuple[str, HuggingFace]:
-    """The family of this `model_type`, and its names. Raises ConfigError if there is none."""
-    known = [*MULTIMODAL]
-    for family, description in FAMILIES.items():
+def _of_type(type_name: object, family: str) -> tuple[str, HuggingFace]:
+    """The family of this `model_type`, and its names: `family`, if it is not "". Raises ConfigError if it lacks it."""
+    known = [] if family else [*MULTIMODAL]
+    for name, description in {family: find(family)}.items() if family else FAMILIES.items():
         names = description.hugging_face
         if names is None:
             continue
         if type_name in names.model_types:
-            return family, names
+            return name, names
         known += names.model_types
+    if family:
+        has = f"it has {', '.join(known)}" if known else "it has no names at Hugging Face (Family.hugging_face)"
+        raise ConfigError(f"config.json: model_type={type_name!r} is not one of family {family}; {has}")
     raise ConfigError(f"config.json: model_type={type_name!r} is not supported; {', '.join(known)} are")
 
 
 def _unsupported(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each field with a value our models do not compute. A missing field is right."""
-    for field, value in {**_FIXED, **fixed}.items():
+    for field, value in {**FIXED, **fixed}.items():
         if raw.get(field, value) != value:
             yield f"{field}={raw[field]!r} is not supported; {value!r} is"
     quantized = raw.get("quantization_config")

@@ -67,6 +67,19 @@ def unstacked(name: str, stored: Stored, stacked: Mapping[str, Sequence[str]]) -
     return matrices
 
 
+def header_of(path: Path) -> dict[str, tuple[str, Sizes]]:
+    """safetensors' dtype and the shape of each tensor in a file. No tensor is read. Raises CheckpointError."""
+    infos = {}
+    try:
+        with safe_open(path, "pt") as opened:
+            for key in opened.keys():  # noqa: SIM118
+                part = opened.get_slice(key)
+                infos[key] = (part.get_dtype(), tuple(part.get_shape()))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path}: not readable as safetensors ({error})") from error
+    return infos
+
+
 class Weights:
     """The safetensors files of a Hugging Face folder. A tensor is mapped from its file when it is asked for.
 
@@ -132,15 +145,7 @@ class Weights:
                 raise CheckpointError(f"{path}: missing, though {INDEX} names it: copy or download this shard again")
             pickled = " (.bin files are pickles, which are never read)" if list(self.folder.glob("*.bin")) else ""
             raise CheckpointError(f"{path}: missing; save the model with safetensors{pickled}")
-        infos = {}
-        try:
-            with safe_open(path, "pt") as opened:
-                for key in opened.keys():  # noqa: SIM118
-                    part = opened.get_slice(key)
-                    infos[key] = (part.get_dtype(), tuple(part.get_shape()))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{path}: not readable as safetensors ({error})") from error
-        return infos
+        return header_of(path)
 
     def _understood(
         self, found: Mapping[str, tuple[str, str, Sizes]], canonical: Callable[[str], str | None]

@@ -143,7 +143,7 @@ def judge(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
     head_dim = raw.get("head_dim")
     if head_dim not in (None, raw.get("qk_rope_head_dim", 64)):
         yield f"head_dim={head_dim!r} is not supported unless it is qk_rope_head_dim"
-    width = raw.get("qk_nope_head_dim", 128) + raw.get("qk_rope_head_dim", 64)
+    width = (raw.get("qk_nope_head_dim") or 128) + (raw.get("qk_rope_head_dim") or 64)
     if raw.get("qk_head_dim", width) != width and model_type != "glm4_moe_lite":
         yield "qk_head_dim is not supported unless it is qk_nope_head_dim + qk_rope_head_dim"
 

@@ -1,0 +1,173 @@
+"""What fields of any config.json ask for, and what names of tensors hold, as rules of ours: data for `sketch`.
+
+Config classes of transformers spell the same thing in several ways. A field that is not here is unknown.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+# Our options, and the fields that say the same.
+SIZES: Mapping[str, tuple[str, ...]] = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads"),
+    "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
+    "head_dim": ("head_dim",),
+    "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
+    "vocab_size": ("vocab_size",),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "rms_norm_eps": (
+        *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon"),
+    ),
+    "hidden_act": ("hidden_act", "hidden_activation", "activation_function"),
+    "tie_word_embeddings": ("tie_word_embeddings",),
+    "initializer_range": ("initializer_range", "init_std"),
+}
+# Where null or no field follows from others.
+OPTIONAL = ("num_key_value_heads", "head_dim", "initializer_range", "intermediate_size")
+
+NEEDED = ("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings")  # if they are there
+
+# Activations by their names at Hugging Face: the value of model.hidden_act, and those of `LayerKind.activation` alone.
+ACTIVATIONS = {"silu": "silu", "swish": "silu", "relu2": "relu2"}
+ACTIVATIONS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu_pytorch_tanh")
+OF_LAYER_ALONE = ("gelu", "relu")
+
+
+class Knob(NamedTuple):
+    """Rules that a field sets: a part of `LayerKind`, `Ends` or `LogitRule`, and the code of its value.
+
+    {} in the code is the option. `neutral` is the value with which the field changes nothing.
+    """
+
+    rules: tuple[str, ...]
+    words: str
+    neutral: bool | float
+    code: str = "{}"
+
+
+_BIASES = ("LayerKind.qkv_bias", "LayerKind.out_bias", "LayerKind.mlp_bias")
+KNOBS: Mapping[str, Knob] = {
+    "attention_bias": Knob(_BIASES[:2], "biases of attention", False),
+    **dict.fromkeys(("qkv_bias", "use_qkv_bias"), Knob(_BIASES[:1], "biases of queries, keys and values", False)),
+    "attention_out_bias": Knob(_BIASES[1:2], "a bias of attention's output", False),
+    "mlp_bias": Knob(_BIASES[2:], "biases of the MLP", False),
+    **dict.fromkeys(("use_bias", "bias", "enable_bias"), Knob(_BIASES, "biases of attention and MLP", False)),
+    **dict.fromkeys(
+        ("use_qk_norm", "qk_layernorm", "qk_norm"), Knob(("LayerKind.qk_norm",), "norms of queries and keys", False)
+    ),
+    **dict.fromkeys(
+        ("use_parallel_residual", "parallel_attn"),
+        Knob(("LayerKind.parallel",), "attention and MLP read the same residual stream", False),
+    ),
+    "lm_head_bias": Knob(("Ends.head_bias",), "a bias of logits", False),
+    "attention_multiplier": Knob(("LayerKind.attention_scale",), "a factor of scores", 0.0),
+    "query_pre_attn_scalar": Knob(("LayerKind.attention_scale",), "a factor of scores", 0.0, "{}**-0.5"),
+    "attn_logit_softcapping": Knob(("LayerKind.score_cap",), "capped scores", 0.0),
+    "residual_multiplier": Knob(("LayerKind.residual_multiplier",), "a factor of both branches", 1.0),
+    "embedding_multiplier": Knob(("Ends.embedding_multiplier",), "a factor of embeddings", 1.0),
+    "scale_emb": Knob(("Ends.embedding_multiplier",), "a factor of embeddings", 1.0),
+    "logit_scale": Knob(("LogitRule.multiplier",), "a factor of logits", 1.0),
+    "logits_scaling": Knob(("LogitRule.multiplier",), "a divisor of logits", 1.0, "1 / {}"),
+    "final_logit_softcapping": Knob(("LogitRule.cap",), "capped logits", 0.0),
+}
+ROTARY = ("rope_theta", "rope_scaling", "rope_parameters", "rotary_emb_base")
+ROTARY_PART = ("partial_rotary_factor", "rotary_pct")
+# Numbers that may be null, each with the least. Families rely on it.
+COUNTS = {"sliding_window": 1, "sliding_window_pattern": 1, "max_window_layers": 0, "num_nextn_predict_layers": 0}
+WINDOWS = ("sliding_window", "layer_types", "use_sliding_window")
+
+# Fields for rules that we have, and whose options a draft does not write: the words, and a family that has them.
+BY_HAND: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(("num_experts", "num_local_experts"), ("a mixture of experts", "mixtral")),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token"), ("experts of a token", "mixtral")),
+    **dict.fromkeys(("moe_num_experts", "moe_k", "moe_topk"), ("a mixture of experts", "mixtral")),
+    **dict.fromkeys(("moe_intermediate_size", "norm_topk_prob"), ("how experts are made and weighted", "qwen3_moe")),
+    **dict.fromkeys(("mlp_only_layers", "decoder_sparse_step"), ("layers without experts", "qwen3_moe")),
+    **dict.fromkeys(("n_routed_experts", "n_group", "topk_group"), ("routing in groups", "deepseek")),
+    **dict.fromkeys(("scoring_func", "topk_method", "routed_scaling_factor"), ("how experts are chosen", "deepseek")),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "mlp_layer_types"), ("dense layers", "deepseek")),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts"), ("an expert for every token", "deepseek")),
+    **dict.fromkeys(("shared_expert_intermediate_size",), ("an expert for every token", "deepseek")),
+    "shared_intermediate_size": ("an expert for every token", "granitemoe"),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "v_head_dim"), ("multi-head latent attention", "deepseek")),
+    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim"), ("multi-head latent attention", "deepseek")),
+    "qk_head_dim": ("multi-head latent attention", "deepseek"),
+    "rope_interleave": ("rotary pairs beside each other", "deepseek"),
+    **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), ("layers without positions", "smollm3")),
+    "rope_local_base_freq": ("a rotary table for layers with a window", "gemma2"),
+    "sliding_window_pattern": ("which layers have a window", "cohere"),
+    **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), ("a bound of the activation", "gpt_oss")),
+    "num_nextn_predict_layers": ("layers that predict further tokens; `ignored` leaves them out", "glm4_moe"),
+    "output_router_logits": ("a loss that balances experts", "mixtral"),
+    **dict.fromkeys(("router_jitter_noise", "input_jitter_noise"), ("noise on a router's input", "mixtral")),
+    "rotary_dim": ("a number of rotated dimensions of a head", "glm"),
+    "multi_query": ("one head of keys and values", "llama"),
+    "activation": ("an activation", "starcoder2"),
+}
+# Beginnings of fields for what no rule here computes.
+MISSING: Mapping[str, str] = {
+    **dict.fromkeys(("mamba_", "ssm_", "state_size", "time_step_", "conv_", "dt_rank"), "a state-space mixer"),
+    **dict.fromkeys(("expand", "mixer_rms_eps", "use_mamba", "n_groups"), "a state-space mixer"),
+    **dict.fromkeys(("linear_", "full_attn_", "short_conv"), "linear attention"),
+    **dict.fromkeys(("attn_layer_", "layers_block_type", "hybrid_"), "layers of two kinds of mixers"),
+    **dict.fromkeys(("index_", "attention_chunk_size"), "attention to chosen keys"),
+    **dict.fromkeys(("alibi", "position_buckets"), "positions by a bias of scores"),
+    **dict.fromkeys(("num_kv_shared_layers", "attention_k_eq_v"), "keys and values of another layer"),
+    **dict.fromkeys(("hidden_size_per_layer_input", "per_layer_config"), "sizes or embeddings by layer"),
+    **dict.fromkeys(("clip_qkv", "attn_config", "ffn_config"), "options in an object, or a clip of queries and keys"),
+    **dict.fromkeys(("zero_expert_", "moe_latent_size"), "experts of other kinds"),
+    **dict.fromkeys(("attn_temperature_tuning", "floor_scale", "attn_scale"), "Llama 4's temperature of scores"),
+    **dict.fromkeys(
+        ("attention_value_scale", "attention_in_multiplier", "attention_out_multiplier"), "further factors"
+    ),
+    **dict.fromkeys(("key_multiplier", "mlp_multipliers", "lm_head_multiplier"), "further factors"),
+    **dict.fromkeys(("mlp_alpha_factor", "mlp_beta_factor"), "further factors"),
+    "use_bidirectional_attention": "attention to later tokens",
+    "apply_residual_connection_post_layernorm": "a residual stream behind the norm",
+    "relative_attention": "positions by a bias of scores",
+}
+# Beginnings of tensors outside of layers that no rule here has.
+OTHER_ENDS = {
+    **dict.fromkeys(
+        ("wpe", "embed_positions", "position_embeddings"), "learned positions, which family gpt has and no rule"
+    ),
+    **dict.fromkeys(("project_in", "project_out"), "embeddings of another width than the layers"),
+    **dict.fromkeys(("word_embeddings_layernorm",), "a norm of embeddings"),
+}
+
+# Our modules of a layer, and their last names in files. Several of ours in one of theirs are divided by spaces.
+ATTENTION: Mapping[str, tuple[str, ...]] = {
+    "q": ("q_proj", "wq"),
+    "k": ("k_proj", "wk"),
+    "v": ("v_proj", "wv"),
+    "o": ("o_proj", "out_proj", "dense", "c_proj", "wo"),
+    "q k v": ("qkv_proj", "query_key_value", "c_attn", "Wqkv"),
+    "q_norm": ("q_norm", "q_layernorm", "query_layernorm"),
+    "k_norm": ("k_norm", "k_layernorm", "key_layernorm"),
+}
+MLP: Mapping[str, tuple[str, ...]] = {
+    "gate": ("gate_proj", "w1"),
+    "up": ("up_proj", "w3", "fc1", "fc_in", "c_fc", "dense_h_to_4h"),
+    "down": ("down_proj", "w2", "fc2", "fc_out", "c_proj", "dense_4h_to_h"),
+    "gate up": ("gate_up_proj",),
+}
+# Whether their q, k and v lie below each other in a matrix of all three, or head by head, cannot be told of these.
+GROUPED = ("query_key_value", "c_attn", "Wqkv")
+NORMS: Mapping[str, tuple[str, ...]] = {
+    "attention_norm": ("input_layernorm", "ln_1", "norm_1", "self_attn_layer_norm", "attention_layernorm"),
+    "mlp_norm": (
+        *("pre_feedforward_layernorm", "pre_mlp_layernorm", "feedforward_layernorm", "ln_2", "norm_2"),
+        "final_layer_norm",  # OPT's; it is in each layer
+    ),
+    "attention_output_norm": ("post_self_attn_layernorm",),
+    "mlp_output_norm": ("post_feedforward_layernorm", "post_mlp_layernorm"),
+}
+# In most files the norm before the MLP. Where that has another name, or attention has none before it, the norm behind
+# attention.
+AMBIGUOUS_NORM = "post_attention_layernorm"
+ENDS: Mapping[str, tuple[str, ...]] = {
+    "embedding": ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"),
+    "norm": ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f"),
+    "head": ("lm_head", "embed_out"),
+}
