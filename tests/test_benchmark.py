@@ -16,10 +16,10 @@ from tests.support import options
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import benchmark
-from benchmarks import counting, cpu_profile, layouts, schedules, step_times
+from benchmarks import counting, cpu_profile, families, layouts, schedules, step_times
 from benchmarks.contenders import LAYOUTS
 from benchmarks.peers import Result
-from benchmarks.ranks import run_ranks
+from benchmarks.ranks import BenchmarkError, run_ranks
 
 # Pipelines in V have two stages on each of two ranks, so four layers and four micro-batches.
 SIZES: dict[str, Any] = {"hidden": (128,), "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
@@ -124,6 +124,27 @@ def test_costs_and_turns() -> None:
 def test_what_a_contender_cannot_train_is_refused(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"^{words}"):
         layouts.check_options(layouts.Options(**{**SIZES, **options}))
+
+
+def test_families_are_timed_beside_transformers(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row for each attention of transformers, and no figure if the gradients are of another function."""
+    pytest.importorskip("transformers")
+    monkeypatch.setattr(families, "LENGTH", 16)
+    file = tmp_path / "out.json"
+    families.main(families.Options(models=("deepseek_v3",), precisions=("fp32",), rounds=2, json=file))
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["beside"] for row in rows] == ["transformers, sdpa", "transformers, eager"]
+    for row in rows:
+        assert row["speed"]["min"] <= row["speed"]["median"] <= row["speed"]["max"]
+        assert f"{row['speed']['median']:.2f}x" in capsys.readouterr().out or row is not rows[0]
+    found = families.contenders("gpt_oss", "fp32")
+    families.check(found, "fp32")
+    with torch.no_grad():
+        found["megapar"].model.get_parameter("layers.0.attention.sinks").add_(0.1)
+    with pytest.raises(BenchmarkError, match="loss: megapar"):
+        families.check(found, "fp32")
 
 
 @pytest.mark.slow

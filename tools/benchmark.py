@@ -7,6 +7,7 @@ delivery     batches from data sets of any size
 schedules    pipeline schedules on ranks that sleep, beside their simulation
 times        predicted step times beside measured ones, on this CPU
 profile      CPU time of a training step by kind of operation, beside plain PyTorch
+families     other families than Llama beside transformers, on a CPU
 gpu          training models of billions of weights on one GPU
 kernels      every fused kernel on one GPU
 """
@@ -27,6 +28,7 @@ MODULES = {
     "schedules": "benchmarks.schedules",
     "times": "benchmarks.step_times",
     "profile": "benchmarks.cpu_profile",
+    "families": "benchmarks.families",
     "gpu": "benchmarks.gpu",
     "kernels": "benchmarks.kernels.run",
 }

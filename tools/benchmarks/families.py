@@ -1,0 +1,172 @@
+"""Forward and backward of small models of other families than Llama, beside transformers with its attention sdpa and
+eager, in one process of one thread.
+
+transformers makes a model with random weights, and its files are converted. All contenders take turns on the same
+batch. The benchmark fails if their losses or the norms of their gradients differ.
+"""
+
+import importlib
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from megapar_models.convert.saved import load_model
+from torch import Tensor, nn
+
+from benchmarks.counting import Cost, cost, in_turn, ratio, spread
+from benchmarks.ranks import BenchmarkError
+from benchmarks.report import Report, table
+from megapar.batch import MicroBatch
+from megapar.train.provenance import provenance
+
+CONVERT = Path(__file__).parents[1] / "convert_checkpoint.py"
+VOCABULARY, SAMPLES, LENGTH = 4096, 2, 512
+SIZES: Mapping[str, Any] = {
+    **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
+    **{"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "pad_token_id": None, "use_cache": False},
+}
+EXPERTS: Mapping[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 512}
+# A model_type each, with what makes it itself: windows, sinks, latents, experts.
+MODELS: Mapping[str, Mapping[str, Any]] = {
+    "gemma3_text": {
+        **{**SIZES, "intermediate_size": 2048, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 128},
+        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "gpt_oss": {**SIZES, "intermediate_size": 512, "head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "deepseek_v3": {
+        **{**SIZES, **EXPERTS, "num_key_value_heads": 8, "intermediate_size": 2048, "n_routed_experts": 8},
+        **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
+        **{"q_lora_rank": 192, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
+    },
+}
+# transformers computes gpt_oss's sinks by eager attention alone on a CPU.
+ATTENTIONS = {"gemma3_text": ("sdpa", "eager"), "gpt_oss": ("eager",), "deepseek_v3": ("sdpa", "eager")}
+# How far loss and norm of gradients may differ, relative.
+TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure small models of families beside transformers."""
+
+    models: tuple[Literal["gemma3_text", "gpt_oss", "deepseek_v3"], ...] = ("gemma3_text", "gpt_oss", "deepseek_v3")
+    """The model types."""
+    precisions: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
+    """The dtypes of weights and activations."""
+    rounds: int = 9
+    """Rounds that count, after one that warms up."""
+    json: Path | None = None
+    """Write all numbers to this file."""
+
+
+@dataclass
+class Contender:
+    """A model, and how its loss is computed: the sum of cross entropies over all tokens of the batch."""
+
+    model: nn.Module
+    loss: Callable[[], Tensor]
+
+    def run(self) -> float:
+        """Forward and backward."""
+        self.model.zero_grad(set_to_none=True)
+        loss = self.loss()
+        loss.backward()
+        return loss.item()
+
+    def gradient_norm(self) -> float:
+        """In fp64: on a CPU torch sums the squares of a large fp32 tensor to four digits."""
+        gradients = [param.grad.double() for param in self.model.parameters() if param.grad is not None]
+        return torch.stack([gradient.norm() for gradient in gradients]).norm().item()
+
+
+def their_loss(model: nn.Module, inputs_bs: Tensor, targets_bs: Tensor) -> Tensor:
+    # With 1 as the number of targets the loss is the sum. Targets given as shift_labels are taken as they are.
+    loss: Tensor = model(inputs_bs, labels=targets_bs, shift_labels=targets_bs, num_items_in_batch=1).loss
+    return loss
+
+
+def contenders(model_type: str, precision: Literal["fp32", "bf16"]) -> dict[str, Contender]:
+    """megapar, and transformers with each of its attentions that the model has, with the same weights."""
+    transformers = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    config = transformers.AutoConfig.for_model(model_type, **MODELS[model_type])
+    tokens_bs = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    inputs_bs, targets_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
+    found: dict[str, Contender] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "theirs")
+        command = [sys.executable, CONVERT, "hf-to-native", folder / "theirs", folder / "ours", "--no-verify"]
+        converted = subprocess.run([*map(str, command)], capture_output=True, text=True)
+        if converted.returncode:
+            raise BenchmarkError(f"{model_type}: {converted.stderr.strip()}")
+        _, stage = load_model(folder / "ours", precision=precision)
+        batch = MicroBatch.of_samples(inputs_bs, targets_bs, torch.ones(SAMPLES, LENGTH), torch.arange(SAMPLES))
+        found["megapar"] = Contender(stage, partial(stage, None, batch))  # in evaluation mode: no loss of balance
+        for attention in ATTENTIONS[model_type]:
+            options = {"dtype": DTYPES[precision], "attn_implementation": attention, "local_files_only": True}
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "theirs", **options)
+            found[f"transformers, {attention}"] = Contender(theirs, partial(their_loss, theirs, inputs_bs, targets_bs))
+    return found
+
+
+def check(found: Mapping[str, Contender], precision: str) -> None:
+    """Raise BenchmarkError unless all contenders compute the same."""
+    numbers = {name: (one.run(), one.gradient_norm()) for name, one in found.items()}
+    for name, theirs in numbers.items():
+        for what, ours, other in zip(("loss", "gradient norm"), numbers["megapar"], theirs, strict=True):
+            if not abs(ours - other) <= TOLERANCE[precision] * abs(other):
+                raise BenchmarkError(f"{what}: megapar {ours}, {name} {other}, {precision}")
+
+
+def measure(model_type: str, options: Options, precision: Literal["fp32", "bf16"]) -> dict[str, list[Cost]]:
+    """The costs of each contender, by round."""
+    found = contenders(model_type, precision)
+    check(found, precision)
+    rounds: dict[str, list[Cost]] = {name: [] for name in found}
+    for number in range(options.rounds + 1):
+        for name in in_turn(found, number):
+            rounds[name].append(cost(found[name].run)[0])
+    return {name: costs[1:] for name, costs in rounds.items()}
+
+
+def compared(costs: Mapping[str, list[Cost]]) -> dict[str, dict[str, dict[str, float]]]:
+    """For each contender but megapar: its time over megapar's and the seconds of both, medians and ranges of rounds."""
+    walls = {name: [one.wall for one in found] for name, found in costs.items()}
+    cpus = {name: [one.cpu for one in found] for name, found in costs.items()}
+    return {
+        name: {
+            "speed": ratio(walls[name], walls["megapar"]),
+            "cpu": ratio(cpus[name], cpus["megapar"]),
+            "seconds": spread(walls["megapar"]),
+            "their_seconds": spread(walls[name]),
+        }
+        for name in walls
+        if name != "megapar"
+    }
+
+
+def main(options: Options) -> None:
+    """Measure, print the table, write the JSON file."""
+    torch.set_num_threads(1)
+    circumstances = provenance(torch.device("cpu"))
+    rows: list[dict[str, Any]] = []
+    lines = []
+    for model_type, precision in product(options.models, options.precisions):
+        for name, figures in compared(measure(model_type, options, precision)).items():
+            rows.append({"model_type": model_type, "precision": precision, "beside": name, **figures})
+            speed, cpu = figures["speed"], figures["cpu"]["median"]
+            times = (f"{1e3 * figures[key]['median']:,.0f}" for key in ("seconds", "their_seconds"))
+            cells = (f"{speed['median']:.2f}x", f"{speed['min']:.2f}-{speed['max']:.2f}", f"{cpu:.2f}x", *times)
+            lines.append((model_type, precision, name, *cells))
+    words, numbers = ["model", "dtype", "beside"], ["speed", "range", "CPU time", "ms, ours", "theirs"]
+    Report(options, circumstances).finish({"rows": rows}, table(lines, words, numbers, sections=2))
