@@ -119,8 +119,8 @@ def test_readme_commands(tmp_path: Path) -> None:
         assert losses == pytest.approx(promised, abs=1e-3)
 
 
-LIBRARY_PAGE, TUTORIAL = ROOT / "docs/library.md", ROOT / "docs/tutorial.md"
-WITH_TESTS_OF_THEIR_OWN = (ROOT / "README.md", LIBRARY_PAGE, TUTORIAL)
+LIBRARY_PAGE, TUTORIAL, NEW_FAMILY = (ROOT / f"docs/{name}.md" for name in ("library", "tutorial", "new-family"))
+WITH_TESTS_OF_THEIR_OWN = (ROOT / "README.md", LIBRARY_PAGE, TUTORIAL, NEW_FAMILY)
 OTHERS_WITH_COMMANDS = [path for path in DOCUMENTS if path not in WITH_TESTS_OF_THEIR_OWN and fenced_commands(path)]
 
 
@@ -171,6 +171,40 @@ def test_the_tutorial_ends_in_what_transformers_loads(tmp_path: Path, monkeypatc
     assert out.getvalue() == generated
 
 
+@pytest.mark.slow
+def test_a_family_is_built_as_the_page_says(tmp_path: Path) -> None:
+    """Its file lies outside of the repository. The draft does as well, and a wrong rule is refused as the page says."""
+    pytest.importorskip("transformers")
+    assert NEW_FAMILY.read_text().count("\n") <= 150
+    script, rules, names = fenced(NEW_FAMILY, "python")
+    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "my_stablelm.py").write_text(f"{rules}\n\n{names}")
+    printed = run_commands(NEW_FAMILY, tmp_path)
+    (asked,) = fenced(NEW_FAMILY, "text")
+    report = next(out for command, out in printed.items() if "new_family.py" in command)
+    assert {*asked.splitlines()} <= {*report.splitlines()}
+    assert "nothing is missing" in report
+    assert "5 layouts compute what one process computes" in "".join(printed.values())
+    assert "started from the weights of native" in "".join(printed.values())
+    # Other families in place of the page's.
+    wrong = rules.replace("partial_rotary(model)", "Rotary.of(model)").replace(
+        "from megapar_models.stage", "from megapar_models.rotary import Rotary\nfrom megapar_models.stage"
+    )
+    assert wrong.count("Rotary.of(model)") == 1
+    (tmp_path / "drafts/wrong.py").write_text(f"{wrong}\n\n{names}")
+    command = next(command for command in printed if "hf-to-native" in command).replace("PYTHONPATH=.", "")
+    environment = {**os.environ, "PYTHONPATH": "drafts", "OMP_NUM_THREADS": "1"}
+    for module, code, said in (("stablelm", 0, ""), ("wrong", 4, "logits differ from those of transformers")):
+        words = shlex.split(command.replace("my_stablelm:", f"{module}:").replace(" native ", f" {module}_native "))
+        run = subprocess.run(
+            [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert run.returncode == code, run.stderr
+        assert said in run.stderr
+        assert (tmp_path / f"{module}_native").exists() == (code == 0)
+    assert "`logits differ from those of transformers`" in NEW_FAMILY.read_text()
+
+
 def test_extras_that_documents_name_exist() -> None:
     text = "".join(path.read_text() for path in DOCUMENTS)
     named = {name for group in re.findall(r"\.\[([a-z,]+)\]", text) for name in group.split(",")}
@@ -186,6 +220,7 @@ def test_options_that_documents_name_exist() -> None:
     options |= {path.rpartition(".")[0] for path in options}
     sections = {path.partition(".")[0] for path in options if "." in path}
     options |= {row.name for rows in TABLE.values() for row in rows}  # torchtitan has a section `checkpoint` too
+    options.add("model.use_qkv_bias")  # of the family that docs/new-family.md builds
     wrong = []
     for document in DOCUMENTS:
         for section, key in re.findall(r"[`\s](?:--)?([a-z]+)\.([a-z_]+)\b(?![.(/])", document.read_text()):
@@ -322,8 +357,8 @@ def test_nothing_on_the_architecture_picture_covers_anything_else(draw: Callable
 
 
 def test_python_of_the_documents_runs(tmp_path: Path) -> None:
-    loop = (ROOT / "pretrain_scripts/own_loop.py").read_text()  # it has a test of its own, as the tutorial has
-    pages = [path for path in DOCUMENTS if path != TUTORIAL]
+    loop = (ROOT / "pretrain_scripts/own_loop.py").read_text()  # it has a test of its own, as two pages have
+    pages = [path for path in DOCUMENTS if path not in (TUTORIAL, NEW_FAMILY)]
     blocks = [(path, block) for path in pages for block in fenced(path, "python") if block != loop]
     assert blocks
     for document, block in blocks:

@@ -16,22 +16,15 @@ from safetensors.torch import save_file
 from megapar.errors import ConfigError
 from tests.support.drafts import importable, outcome_of_draft, sketch_of, written
 from tests.support.hugging_face import assert_same_tensors
-from tests.support.published import transformers_model
-from tests.support.survey import SURVEYED, small_fields
+from tests.support.survey import SURVEYED, save_noisy
 from tests.support.sweeps import slow_but
 from tools import new_family
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 
 
 def saved(folder: Path, model_type: str, fields: Mapping[str, Any] | None = None) -> Path:
-    """A small model of transformers with noise on every tensor, also those that it starts at 0 or 1."""
-    model = transformers_model(model_type, {**small_fields(model_type), **(fields or {})})
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for param in model.parameters():
-            noise = torch.randn(param.shape, generator=generator) * 0.15
-            param.copy_(noise + param if param.ndim == 1 else noise)
-    model.save_pretrained(folder)
+    """The folder of a small model of transformers."""
+    save_noisy(folder, model_type, fields)
     return folder
 
 
@@ -62,8 +55,11 @@ def test_it_says_which_rules_are_asked_for(
         "LayerKind.rotary: rotary positions of a part of each head (rope_parameters={'partial_rotary_factor': " in out
     )
     assert "LayerKind.qkv_bias: biases of queries, keys and values (use_qkv_bias=True)" in out
-    assert "LayerKind.qkv_bias: model.layers.*.self_attn.q_proj.bias" in out
     assert "a person must decide" not in out
+
+
+def test_biases_without_a_field_are_seen_in_the_tensors(tmp_path: Path) -> None:
+    assert "LayerKind.qkv_bias: model.layers.*.self_attn.q_proj.bias" in sketch_of(saved(tmp_path, "qwen2")).asks
 
 
 def test_it_says_what_is_missing_and_what_nobody_knows(

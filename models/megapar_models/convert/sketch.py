@@ -362,7 +362,8 @@ def _read_biases(found: Sketch, kinds: Mapping[str, Mapping[str, Any]]) -> None:
         found.kind.pop(rule, None)
         if "bias" in kinds.get(module, {}):
             found.kind[rule] = "True"
-            found.asks.append(f"LayerKind.{rule}: {found.modules[module]}.bias")
+            if not any(f"LayerKind.{rule}" in line for line in found.asks):
+                found.asks.append(f"LayerKind.{rule}: {found.modules[module]}.bias")
     if "bias" in kinds.get("head", {}):
         found.ends["head_bias"] = "True"
         found.asks.append("Ends.head_bias: a bias of logits")
