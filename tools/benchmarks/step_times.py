@@ -6,7 +6,6 @@ other work on the machine only ever slows a run.
 """
 
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -76,8 +75,7 @@ def run(flags: Sequence[str], machine: Path, folder: Path) -> Times:
     command = [sys.executable, str(PRETRAIN), *SIZES, *flags, "--train.steps", str(STEPS + 1), "--gpu", str(machine)]
     command += ["--launch.device", "cpu", "--checkpoint.every", "0", "--run_dir", str(folder)]
     # A core for each rank, as in the calibration.
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True)
+    ended = subprocess.run(["env", "OMP_NUM_THREADS=1", *command], capture_output=True, text=True)
     if ended.returncode:
         raise MegaparError(f"{' '.join(flags)}: the run failed: {ended.stderr.strip()}")
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
