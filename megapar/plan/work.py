@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import cache
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -192,7 +191,7 @@ class _Watch(TorchDispatchMode):
             result = func(*args, **kwargs)
         operations = self._tape.operations
         # On other devices there are small tensors of the host, such as numbers of rows.
-        if operations is not None and not _is_view(func):
+        if operations is not None and not func.is_view:
             found = _operation(func, args, kwargs, result)
             if found is not None:
                 self._append(operations, found, result)
@@ -214,22 +213,9 @@ class _Watch(TorchDispatchMode):
         operations.append(found)
 
 
-@cache
-def _is_view(func: Any) -> bool:
-    returns = func._schema.returns
-    return bool(returns) and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-
-
-@cache
-def _name(func: Any) -> str:
-    """The name of an operation without its namespace and overload."""
-    name: str = func._schema.name.partition("::")[2]
-    return name
-
-
 def _written_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
     """The tensor of the meta device that a product writes into, so that it need not run. None for other operations."""
-    name = _name(func)
+    name = func.overloadpacket.__name__
     if name not in _PRODUCTS:
         return None
     written = args[0] if name.endswith("_") else kwargs.get("out")
@@ -240,7 +226,7 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
 
 def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | None:
     """What an operation of torch costs. None if it costs nothing on the device."""
-    name = _name(func)
+    name = func.overloadpacket.__name__
     if name in _FREE:
         return None
     inputs = _tensors((args, [value for key, value in kwargs.items() if key != "out"]))

@@ -142,12 +142,19 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
         initializer_range=0.1,
     )
     # Of options with a value for each layer, such as layer_types: those of the first layers.
-    of_layers: dict[str, Any] = {name: value for name, value in vars(model).items() if isinstance(value, tuple)}
-    cut: dict[str, Any] = {name: value[:layers] for name, value in of_layers.items()}
-    small = replace(small, **cut)
+    small = replace(small, **_cut(model, layers))
+    if scaling := getattr(model, "rope_scaling", None):
+        # Factors of wavelengths, one for each rotated pair of dimensions: the first ones.
+        pairs = small.rotary_width // 2  # type: ignore[attr-defined]
+        small = replace(small, rope_scaling=replace(scaling, **_cut(scaling, pairs)))  # type: ignore[call-arg]
     if isinstance(small, MixtureModel):
         small = replace(small, moe=_small_experts(small.moe, layers, width_unit))
     return small
+
+
+def _cut(options: object, length: int) -> dict[str, Any]:
+    """The values of all options that are tuples, with so many entries at most."""
+    return {name: value[:length] for name, value in vars(options).items() if isinstance(value, tuple)}
 
 
 def _small_experts(moe: MoEConfig, layers: int, width_unit: int) -> MoEConfig:
