@@ -40,6 +40,7 @@ from tests.support.sweeps import slow_but
 
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))
+WINDOWS = replace(LLAMA, family="tests.test_width_layers:WINDOWS")
 
 
 class Kept:
@@ -107,7 +108,7 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     slow_but(
-        [1, 2, 3, 6, 10],
+        [1, 2, 3, 6, 10, 13],
         [
             (Layout(LLAMA, tp=2, pp=2, sequence_parallel=True), "fp32"),
             (Layout(ONE_KV_HEAD, pp=2, dp=2, vpp=2, schedule="interleaved"), "fp32"),
@@ -122,12 +123,13 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
             (Layout(ONE_KV_HEAD, cp=4, cp_attention="ring", micro_batch_size=2), "bf16"),
             (Layout(LLAMA, cp=2, pp=2, cp_attention="ulysses", micro_batch_size=2), "fp32"),
             (Layout(GPT, cp=2, dp=2, recompute="selective", micro_batch_size=3), "fp32"),
+            (Layout(WINDOWS, pp=2, dp=2), "fp32"),
         ],
     ),
     ids=[
         *("tp2-pp2-sp", "pp2-dp2-vpp2", "tp2-dp2-selective", "pp4-gpipe-zero0", "dp4", "tp4"),
         *("tp2-pp2-sp-bf16", "dp2-tp2-selective-bf16", "pp4-bf16"),
-        *("cp2-tp2-sp", "cp4-ring-bf16", "cp2-pp2-ulysses", "cp2-dp2-selective"),
+        *("cp2-tp2-sp", "cp4-ring-bf16", "cp2-pp2-ulysses", "cp2-dp2-selective", "windows-pp2"),
     ],
 )
 def test_predicted_bytes_are_those_of_real_ranks(layout: Layout, precision: str) -> None:

@@ -145,6 +145,8 @@ def test_attention_with_a_window_is_one_operation_too() -> None:
     q, k, v = (torch.empty(64, 1, 4, 32, device=META, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
     class Windowed(torch.nn.Module):
+        adds_gradients_in_i = False
+
         def boundary(self, batch: object) -> tuple[()]:
             return ()
 

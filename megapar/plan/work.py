@@ -320,7 +320,7 @@ def _nbytes(x: Tensor) -> int:
     return math.prod(sizes) * x.element_size()
 
 
-class _FusedAttention(TorchFunctionMode):
+class FusedAttention(TorchFunctionMode):
     """Lets attention with a mask be one operation, as on a GPU. The meta device would compute it by explicit scores.
 
     A mask saves no time: the fused kernels compute all scores. Under a causal mask they skip blocks.
@@ -329,12 +329,14 @@ class _FusedAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention and kwargs.get("attn_mask") is not None and args[0].is_meta:
-            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, attn_mask=kwargs["attn_mask"])[0]
+            # The kernels of CPUs and GPUs take scores to add, so a mask of bools becomes one, and this is what is kept.
+            mask = kwargs["attn_mask"].to(args[0].dtype)
+            return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*args, attn_mask=mask)[0]
         return func(*args, **kwargs)
 
 
 def collect(tape: Tape, function: Callable[[], Any]) -> tuple[Any, Operations]:
     """What `function` returns, and what it does on the meta device. `tape` is that of its context."""
-    with tape.collecting() as operations, _Watch(tape), _FusedAttention():
+    with tape.collecting() as operations, _Watch(tape), FusedAttention():
         result = function()
     return result, tuple(operations)

@@ -21,12 +21,11 @@ from megapar.params import spec_of
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import most_live
 from megapar.plan.memory import RankReport
+from megapar.plan.work import META, FusedAttention
 from megapar.train import memory_report
 from megapar.train.kept import DEFERRED, KeptBytes, Key
 from megapar.train.trainable import freeze
 from megapar.train.trainer import assemble
-
-META = torch.device("meta")
 
 
 def built_report(config: Config, rank: int) -> RankReport:
@@ -83,7 +82,8 @@ def forward(stage: PipelineStage, batch: MicroBatch) -> Tensor:
     x = None
     for spec in stage.boundary(batch):
         x = torch.empty(spec.shape, dtype=spec.dtype, device=META, requires_grad=True)
-    output: Tensor = stage(x, batch)
+    with FusedAttention():
+        output: Tensor = stage(x, batch)
     return output
 
 
