@@ -426,7 +426,8 @@ def in_fp32(wanted: Mapping[str, Recipe], buffers: Container[str]) -> set[str]:
 def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
     names = names_of(model)
     shapes = native_shapes(model) | buffer_shapes(model)
-    found = recipes(shapes, names.modules, names.layouts, sizes=model, pairs=names.pairs(model))
+    modules = {**names.modules, **names.modules_of(model)}
+    found = recipes(shapes, modules, names.layouts, sizes=model, pairs=names.pairs(model))
     for pattern, value in names.constants.items():
         for layer in range(model.num_hidden_layers):
             found[pattern.replace("*", str(layer))] = Recipe((), (), value)

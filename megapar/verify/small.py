@@ -145,7 +145,7 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
     small = replace(small, **_cut(model, layers))
     if scaling := getattr(model, "rope_scaling", None):
         # Factors of wavelengths, one for each rotated pair of dimensions: the first ones.
-        pairs = small.rotary_width // 2  # type: ignore[attr-defined]
+        pairs = replace(small, head_dim=head_dim).rotary_width // 2  # type: ignore[attr-defined]
         small = replace(small, rope_scaling=replace(scaling, **_cut(scaling, pairs)))  # type: ignore[call-arg]
     if isinstance(small, MixtureModel):
         small = replace(small, moe=_small_experts(small.moe, layers, width_unit))

@@ -38,6 +38,10 @@ def _no_pairs(_: Any) -> dict[str, Pairs]:
     return {}
 
 
+def _no_modules(_: Any) -> dict[str, str]:
+    return {}
+
+
 def _nothing_ignored(_: Raw) -> tuple[str, ...]:
     return ()
 
@@ -57,6 +61,8 @@ class HuggingFace:
     One of theirs may hold several of ours, or those of all experts: then it has no second *. A key may also be one of
     our tensors, and its value the whole name of theirs.
     """
+    modules_of: Callable[[Any], Mapping[str, str]] = _no_modules
+    """Modules that have other names in the files of some models: those of `modules` for the options of a model."""
     fields: Mapping[str, str]
     """From their fields of config.json to our options."""
     activations: Mapping[str, str]

@@ -18,13 +18,17 @@ from megapar_models.arcee.family import ARCEE
 from megapar_models.cohere.family import COHERE
 from megapar_models.deepseek.family import DEEPSEEK
 from megapar_models.exaone4.family import EXAONE4
+from megapar_models.falcon.family import FALCON
 from megapar_models.family import Family
 from megapar_models.gemma.family import GEMMA
 from megapar_models.gemma2.family import GEMMA2
 from megapar_models.glm.family import GLM
 from megapar_models.glm4_moe.family import GLM4_MOE
 from megapar_models.gpt.family import GPT
+from megapar_models.gpt_bigcode.family import GPT_BIGCODE
+from megapar_models.gpt_neox.family import GPT_NEOX
 from megapar_models.gpt_oss.family import GPT_OSS
+from megapar_models.gptj.family import GPTJ
 from megapar_models.granite.family import GRANITE
 from megapar_models.granitemoe.family import GRANITEMOE
 from megapar_models.helium.family import HELIUM
@@ -36,9 +40,12 @@ from megapar_models.mixtral.family import MIXTRAL
 from megapar_models.nemotron.family import NEMOTRON
 from megapar_models.olmo.family import OLMO
 from megapar_models.olmoe.family import OLMOE
+from megapar_models.opt.family import OPT
+from megapar_models.phi.family import PHI
 from megapar_models.phi3.family import PHI3
 from megapar_models.qwen3_moe.family import QWEN3_MOE
 from megapar_models.smollm3.family import SMOLLM3
+from megapar_models.stablelm.family import STABLELM
 from megapar_models.starcoder2.family import STARCODER2
 
 FAMILIES: dict[str, Family] = {
@@ -67,6 +74,13 @@ FAMILIES: dict[str, Family] = {
     "apertus": APERTUS,
     "hunyuan": HUNYUAN,
     "ministral3": MINISTRAL3,
+    "stablelm": STABLELM,
+    "phi": PHI,
+    "opt": OPT,
+    "gptj": GPTJ,
+    "gpt_neox": GPT_NEOX,
+    "gpt_bigcode": GPT_BIGCODE,
+    "falcon": FALCON,
 }
 
 

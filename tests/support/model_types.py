@@ -142,6 +142,18 @@ SILU = {"hidden_act": "silu"}
 OTHER_ROPE = {"rope_parameters": PLAIN}
 PHI3_REFUSED = {**NO_DROPOUT, "embd_pdrop": 0.1, "resid_pdrop": 0.1, "sliding_window": "5"}
 
+NEOX = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"} | {"layer_norm_eps": 1e-3}
+GPT2 = {
+    **{"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY},
+    **{"initializer_range": 0.1, "layer_norm_epsilon": 1e-3, "bos_token_id": None, "eos_token_id": 0},
+    **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
+}
+WITHOUT_WIDTHS = {name: value for name, value in NEOX.items() if name not in ("intermediate_size", "layer_norm_eps")}
+FALCON = {
+    **WITHOUT_WIDTHS,
+    **{"layer_norm_epsilon": 1e-3, "ffn_hidden_size": 76, "rope_parameters": PLAIN},
+}
+
 GROUPS = ({"n_group": 2, "topk_group": 1}, {"routed_scaling_factor": 1.5})
 
 TYPES: dict[str, ModelTypeCase] = {
@@ -204,12 +216,113 @@ TYPES: dict[str, ModelTypeCase] = {
     # Family gpt
     "gpt2": ModelTypeCase(
         model_type="gpt2",
-        fields={
-            **{"n_embd": 48, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY},
-            **{"initializer_range": 0.1, "layer_norm_epsilon": 1e-3, "bos_token_id": None, "eos_token_id": 0},
-            **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        },
+        fields=GPT2,
         layout={"tp": 2, "pp": 2},
+        unread=("embd_pdrop",),
+    ),
+    # GPT-NeoX's block, and GPT-2's
+    "gpt_neox": ModelTypeCase(
+        model_type="gpt_neox",
+        fields={**NEOX, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("attention_dropout", "hidden_dropout"),
+        changes=(GELU, {"layer_norm_eps": 1e-1}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}),
+        refused={"use_parallel_residual": 1},
+    ),
+    "gpt_neox, one branch after the other": ModelTypeCase(
+        model_type="gpt_neox",
+        fields={
+            **{**NEOX, "use_parallel_residual": False, "attention_bias": False, "tie_word_embeddings": True},
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0},
+        },
+        layout={"pp": 2},
+        unread=("attention_dropout", "hidden_dropout"),
+    ),
+    "phi": ModelTypeCase(
+        model_type="phi",
+        fields={**NEOX, "num_key_value_heads": 2, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("attention_dropout", "resid_pdrop", "embd_pdrop"),
+        changes=(SILU, {"layer_norm_eps": 1e-1}),
+    ),
+    "phi, norms": ModelTypeCase(
+        model_type="phi",
+        fields={**NEOX, "qk_layernorm": True, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        layout={"tp": 2},
+        unread=("attention_dropout", "resid_pdrop", "embd_pdrop"),
+    ),
+    "gptj": ModelTypeCase(
+        model_type="gptj",
+        fields={**GPT2, "rotary_dim": 6, "n_inner": 76, "tie_word_embeddings": False},
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_positions"),
+        changes=({"activation_function": "relu"}, {"layer_norm_epsilon": 1e-1}),
+        refused={"rotary_dim": 0},
+    ),
+    "stablelm": ModelTypeCase(
+        model_type="stablelm",
+        fields={
+            **{**NEOX, "num_key_value_heads": 2, "use_qkv_bias": True},
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5},
+        },
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("attention_dropout", "hidden_dropout"),
+        changes=(GELU, {"layer_norm_eps": 1e-1}),
+        refused={"qk_layernorm": True},
+    ),
+    "stablelm, parallel": ModelTypeCase(
+        model_type="stablelm",
+        fields={
+            **{**NEOX, "num_key_value_heads": 4, "use_parallel_residual": True},
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5},
+        },
+        layout={"pp": 2},
+        unread=("attention_dropout", "hidden_dropout"),
+    ),
+    "falcon": ModelTypeCase(
+        model_type="falcon",
+        fields=FALCON,
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("attention_dropout", "hidden_dropout"),
+        changes=({"rope_parameters": YARN}, {"layer_norm_epsilon": 1e-1}, {"activation": "relu"}),
+        refused={"alibi": True, "num_ln_in_parallel_attn": 2, "bias": 1},
+    ),
+    "falcon, two norms": ModelTypeCase(
+        model_type="falcon",
+        fields={**FALCON, "num_kv_heads": 2, "new_decoder_architecture": True},
+        layout={"tp": 2, "pp": 2},
+        unread=("attention_dropout", "hidden_dropout", "multi_query"),
+        refused={"parallel_attn": False, "num_ln_in_parallel_attn": 3},
+    ),
+    "falcon, whole heads": ModelTypeCase(
+        model_type="falcon",
+        fields={**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False},
+        layout={"tp": 2},
+        unread=("attention_dropout", "hidden_dropout"),
+    ),
+    "opt": ModelTypeCase(
+        model_type="opt",
+        fields={
+            **{name: value for name, value in WITHOUT_WIDTHS.items() if name != "initializer_range"},
+            **{"ffn_dim": 76, "word_embed_proj_dim": 48, "init_std": 0.2, "dropout": 0.0},
+        },
+        unread=("init_std",),
+        layout={"tp": 2, "pp": 2, "sequence_parallel": True},
+        refused={"word_embed_proj_dim": 24, "do_layer_norm_before": False, "enable_bias": False, "layerdrop": 0.1},
+    ),
+    "gpt_bigcode": ModelTypeCase(
+        model_type="gpt_bigcode",
+        # With weights of 0.1 the gradients of q and k are so small that they are rounding.
+        fields={**GPT2, "n_inner": 76, "initializer_range": 0.2},
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("embd_pdrop",),
+        changes=({"activation_function": "relu"}, {"layer_norm_epsilon": 1e-1}),
+        refused={"scale_attn_weights": False},
+    ),
+    "gpt_bigcode, whole heads": ModelTypeCase(
+        model_type="gpt_bigcode",
+        fields={**GPT2, "multi_query": False, "tie_word_embeddings": False, "initializer_range": 0.2},
+        layout={"pp": 2},
         unread=("embd_pdrop",),
     ),
     # Mixtures in the manner of Mixtral

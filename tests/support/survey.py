@@ -70,6 +70,7 @@ OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("minicpm3", "kimi_linear"), _LATENT),
     "hunyuan_v1_dense": {"head_dim": 16},
     "helium": {"head_dim": 12},
+    "gpt_neox": {"num_attention_heads": 3},  # a quarter of a head are pairs
     "nemotron": {"num_key_value_heads": 2},
     "stablelm": {"num_attention_heads": 3, "num_key_value_heads": 1},
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},

@@ -9,10 +9,10 @@ from megapar_models.gpt.model import GPTModel, GPTStage
 from megapar_models.gpt.reference import logits
 from megapar_models.tensor_layouts import Layout
 
-# Hugging Face
+# Hugging Face. GPT-BigCode has the same modules and fields.
 
 # GPT-2's c_attn stacks the weights of q, k and v.
-_MODULES = {
+MODULES = {
     "embedding": "transformer.wte",
     "positions": "transformer.wpe",
     "layers.*.attention_norm": "transformer.h.*.ln_1",
@@ -29,7 +29,7 @@ _MODULES = {
 # Modules of the class Conv1D, whose weights are [in, out]. Those of Linear are [out, in].
 _CONV1D = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
 _LAYOUTS = {f"transformer.h.*.{name}": Layout(transposed=True) for name in _CONV1D}
-_FIELDS = {
+FIELDS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",
     "n_head": "num_attention_heads",
@@ -55,7 +55,7 @@ _DEFAULTS = {
 _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 
 # The number of positions under its old name, the head of classifiers, and an order of operations for fp16.
-_WITHOUT_EFFECT = (
+WITHOUT_EFFECT = (
     *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
     *("summary_type", "summary_use_proj"),
 )
@@ -76,7 +76,8 @@ def _write(model: GPTModel, fields: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], **fields, **_FIXED}
 
 
-def _warnings(raw: Mapping[str, Any]) -> list[str]:
+def warnings_of_dropout(raw: Mapping[str, Any]) -> list[str]:
+    """A line if a config.json has another dropout of embeddings than of the residual stream: ours is one for both."""
     embedding = raw.get("embd_pdrop", 0.1)
     residual = raw.get("resid_pdrop", 0.1)
     if embedding != residual:
@@ -93,15 +94,15 @@ GPT = Family(
     options=GPTModel,
     hugging_face=HuggingFace(
         model_types={"gpt2": ModelType(_DEFAULTS, _FIXED)},
-        modules=_MODULES,
-        fields=_FIELDS,
+        modules=MODULES,
+        fields=FIELDS,
         activations={"gelu_new": "gelu_pytorch_tanh", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "relu2": "relu2"},
         tied={"lm_head.weight": "transformer.wte.weight"},
         layouts=_LAYOUTS,
         base_prefix="transformer.",
         write=_write,
-        warnings=_warnings,
-        without_effect=_WITHOUT_EFFECT,
+        warnings=warnings_of_dropout,
+        without_effect=WITHOUT_EFFECT,
     ),
     megatron=Megatron(
         swiglu=False, normalization="LayerNorm", position_embedding_type="learned_absolute", add_bias_linear=True

@@ -74,13 +74,15 @@ class GPTStage(Stage[GPTModel]):
     """Consecutive GPT-2 layers. The first stage also has the table of learned positions."""
 
     sizes_of_weights = ("model.max_position_embeddings",)
+    first_position = 0
+    """The row of the table for position 0."""
 
     def __init__(self, model: GPTModel, factory: Factory, layers: range, **options: Any):
         super().__init__(model, factory, layers, **options)
         self.positions = None
         if self.first:
             sharding = factory.sharding
-            shape = (model.max_position_embeddings, model.hidden_size)
+            shape = (self.first_position + model.max_position_embeddings, model.hidden_size)
             # Under sequence parallelism each tp rank adds the positions of its part of the sequence. Its gradient of
             # the table is then a partial sum.
             piece = shared_piece("positions.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
@@ -111,7 +113,7 @@ class GPTStage(Stage[GPTModel]):
         x_sbh = super().embed(context)
         p = self.model.hidden_dropout if self.training else 0.0
         positions = batch.positions_s[:, None] if batch.starts is None else batch.document_positions_bs().t()
-        x_sbh = x_sbh + F.embedding(rows_of_rank(positions, sharding), self.positions)
+        x_sbh = x_sbh + F.embedding(rows_of_rank(positions, sharding) + self.first_position, self.positions)
         if not p:
             return x_sbh
         keys = hidden_keys(context, dropout_use(0, DropoutSite.EMBEDDING), sharding)

@@ -1,0 +1,1 @@
+"""The family of StarCoder and SantaCoder: its names at Hugging Face, and presets."""

@@ -1,0 +1,1 @@
+"""The family of GPT-J: its rules, its names at Hugging Face, and presets."""

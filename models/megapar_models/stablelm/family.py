@@ -1,0 +1,53 @@
+"""StableLM 3B and 2: their rules, and their names at Hugging Face (stablelm)."""
+
+from typing import Any
+
+from megapar_models.family import Family, HuggingFace, ModelType, Raw, dropout_warnings
+from megapar_models.gpt_neox.family import FIELDS, demand
+from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, TIED
+from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope
+from megapar_models.rope import factor_warnings
+from megapar_models.stablelm.model import StableLmModel, StableLmStage
+
+# Hugging Face
+
+_DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "tie_word_embeddings": False}
+_DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": 32, "use_qkv_bias": False}
+_DEFAULTS |= {"use_parallel_residual": False}
+_OWN_FIELDS = {"layer_norm_eps": "rms_norm_eps", "num_key_value_heads": "num_key_value_heads"}
+_OWN_FIELDS |= {"use_qkv_bias": "attention_bias", "use_parallel_residual": "parallel_residual"}
+# With norms of q and k (the 12B) every head's norm is a tensor of its own, which no layout puts together.
+_FIXED = {"qk_layernorm": False}
+
+
+def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
+    return read_partial_rope(raw, 10000.0, 0.25)
+
+
+def _write(model: StableLmModel, fields: dict[str, Any]) -> dict[str, Any]:
+    """The config.json of `model`. Raises ConfigError if stablelm does not represent it."""
+    demand(model, "stablelm")
+    return {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"], **fields, **write_partial_rope(model)}
+
+
+def _warnings(raw: Raw) -> list[str]:
+    return [*factor_warnings(raw), *dropout_warnings(raw, "stablelm", "attention_dropout", "hidden_dropout")]
+
+
+STABLELM = Family(
+    name="stablelm",
+    stage=StableLmStage,
+    activations=("silu", "gelu_pytorch_tanh", "relu2"),
+    options=StableLmModel,
+    problems=partial_problems,
+    hugging_face=HuggingFace(
+        model_types={"stablelm": ModelType(_DEFAULTS, _FIXED)},
+        modules=MODULES_BUT_MLP | MLP_MODULES,
+        fields=FIELDS | _OWN_FIELDS,
+        activations=ACTIVATIONS,
+        tied=TIED,
+        read=_read,
+        write=_write,
+        warnings=_warnings,
+    ),
+)
