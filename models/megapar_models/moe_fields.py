@@ -49,10 +49,13 @@ def mixture_warnings(raw: Raw) -> list[str]:
     return lines
 
 
-def refuse_unwritable(model: MixtureModel, model_type: str, fixed: Mapping[str, Any], because: Iterable[str]) -> None:
+def refuse_unwritable(
+    model: MixtureModel, model_type: str, fixed: Mapping[str, Any], because: Iterable[str], *, has_bias: bool = False
+) -> None:
     """Raise ConfigError with every option of model.moe the config.json of `model_type` cannot hold.
 
     `fixed` has further options, each with its only value in transformers' model. `because` are other problems.
+    `has_bias` says whether its routers have a bias that selects experts.
     """
     problems = list(because)
     always: dict[str, Any] = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "n_group": 1}
@@ -61,7 +64,7 @@ def refuse_unwritable(model: MixtureModel, model_type: str, fixed: Mapping[str, 
         found = getattr(model.moe, name)
         if found != value:
             problems.append(f"model.moe.{name}={shown(found)}: {model_type} of transformers has {shown(value)}")
-    if model.moe.balance == "bias":
+    if model.moe.balance == "bias" and not has_bias:
         problems.append(f"model.moe.balance=bias: {model_type} of transformers has no bias that selects experts")
     if problems:
         raise ConfigError("\n".join(problems))

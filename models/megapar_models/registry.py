@@ -17,6 +17,7 @@ from megapar_models.apertus.family import APERTUS
 from megapar_models.arcee.family import ARCEE
 from megapar_models.cohere.family import COHERE
 from megapar_models.deepseek.family import DEEPSEEK
+from megapar_models.ernie4_5_moe.family import ERNIE4_5_MOE
 from megapar_models.exaone4.family import EXAONE4
 from megapar_models.falcon.family import FALCON
 from megapar_models.family import Family
@@ -35,6 +36,7 @@ from megapar_models.helium.family import HELIUM
 from megapar_models.hunyuan.family import HUNYUAN
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA
+from megapar_models.minimax_m2.family import MINIMAX_M2
 from megapar_models.ministral3.family import MINISTRAL3
 from megapar_models.mixtral.family import MIXTRAL
 from megapar_models.nemotron.family import NEMOTRON
@@ -74,6 +76,8 @@ FAMILIES: dict[str, Family] = {
     "apertus": APERTUS,
     "hunyuan": HUNYUAN,
     "ministral3": MINISTRAL3,
+    "ernie4_5_moe": ERNIE4_5_MOE,
+    "minimax_m2": MINIMAX_M2,
     "stablelm": STABLELM,
     "phi": PHI,
     "opt": OPT,

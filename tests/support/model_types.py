@@ -342,6 +342,17 @@ TYPES: dict[str, ModelTypeCase] = {
         unread=("use_sliding_window",),
         changes=({"num_experts_per_tok": 3}, {"norm_topk_prob": True}),
     ),
+    "qwen2_moe": ModelTypeCase(
+        model_type="qwen2_moe",
+        fields={
+            **{**SIZES, "rms_norm_eps": 1e-3, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+            **{"shared_expert_intermediate_size": 28, "mlp_only_layers": [1]},
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        unread=("sliding_window",),
+        changes=({"num_experts_per_tok": 2}, {"norm_topk_prob": True}, EPS, OTHER_ROPE),
+        refused={**NO_DROPOUT, "decoder_sparse_step": 0},
+    ),
     # Gemma
     "gemma": ModelTypeCase(
         model_type="gemma",
@@ -699,5 +710,45 @@ TYPES: dict[str, ModelTypeCase] = {
             *({"routed_scaling_factor": 2.5}, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}),
         ),
         refused={**NO_DROPOUT, "topk_method": "greedy", "hidden_act": "gelu"},
+    ),
+    "dots1": ModelTypeCase(
+        model_type="dots1",
+        fields={**FINE_EXPERTS, "n_routed_experts": 7, "first_k_dense_replace": 1, "norm_topk_prob": True},
+        layout={"tp": 2, "ep": 2, "etp": 1},
+        unread=("sliding_window", "max_window_layers"),
+        changes=({"routed_scaling_factor": 1.5}, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}, OTHER_ROPE),
+        refused={**NO_DROPOUT, "attention_bias": True, "layer_types": MIXED},
+        written_as="glm4_moe",
+    ),
+    "solar_open": ModelTypeCase(
+        model_type="solar_open",
+        fields={
+            **{name: value for name, value in FINE_EXPERTS.items() if name != "intermediate_size"},
+            **{"head_dim": 12, "n_routed_experts": 7, "n_group": 1, "topk_group": 1},
+        },
+        layout={"dp": 2, "ep": 2},
+        changes=({"routed_scaling_factor": 1.5}, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}, OTHER_ROPE),
+        refused={**NO_DROPOUT, "partial_rotary_factor": 0.5},
+        written_as="glm4_moe",
+    ),
+    "minimax_m2": ModelTypeCase(
+        model_type="minimax_m2",
+        fields={
+            **{**RMS, "num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 20},
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.6},
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        changes=({"num_experts_per_tok": 2}, EPS, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}),
+        refused={**NO_DROPOUT, "router_jitter_noise": 0.1},
+    ),
+    "ernie4_5_moe": ModelTypeCase(
+        model_type="ernie4_5_moe",
+        fields={
+            **{**SIZES, "rms_norm_eps": 1e-3, "moe_num_experts": 5, "moe_k": 3, "moe_intermediate_size": 20},
+            "moe_layer_end_index": -1,
+        },
+        layout={"tp": 2, "ep": 2, "etp": 1},
+        changes=({"moe_k": 2}, {"rms_norm_eps": 1e-1}, OTHER_ROPE),
+        refused={"use_bias": True, "moe_layer_interval": 2, "moe_layer_end_index": 1},
     ),
 }

@@ -1,4 +1,8 @@
-"""The family of GLM-4.5: its options, and its names at Hugging Face (glm4_moe). Layers of prediction are left out."""
+"""The family of GLM-4.5, and its names at Hugging Face (glm4_moe). Layers of prediction are left out.
+
+It also reads dots1 (dots.llm1, arXiv 2506.05767) and solar_open (Solar Open 100B): the same model, all of each head
+rotated. They are written as glm4_moe.
+"""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,32 +25,58 @@ from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.glm4_moe.model import Glm4MoeModel, Glm4MoeStage
 from megapar_models.llama.family import MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.moe_fields import mixture_warnings
-from megapar_models.rope import read_rope, scaling_problems, write_rope
+from megapar_models.partial_rotary import read_partial_rope
+from megapar_models.rope import scaling_problems, write_rope
 
 _DEFAULTS = DEFAULTS | {"rms_norm_eps": 1e-5, "attention_bias": False, "use_qk_norm": False, "head_dim": None}
 _DEFAULTS |= {"num_key_value_heads": 8}
-_BEYOND = {"norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_MODEL_TYPES = {
+    "glm4_moe": ModelType(_DEFAULTS, FIXED | SIGMOID),
+    "dots1": ModelType(
+        _DEFAULTS | {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "use_qk_norm": True},
+        FIXED | SIGMOID | {"attention_bias": False, "use_qk_norm": True},
+    ),
+    "solar_open": ModelType(
+        _DEFAULTS | {"head_dim": 128, "intermediate_size": None},  # no layer is without experts
+        FIXED | SIGMOID | {"use_qk_norm": False, "first_k_dense_replace": 0},
+    ),
+}
 _MOE: dict[str, Any] = {"n_routed_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 1408}
 _MOE |= {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
+_NORMED = {"norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1}
+# transformers' defaults of fields beyond `fields`, by model_type: of the model, and of its experts.
+_BEYOND: Mapping[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "glm4_moe": (_NORMED, _MOE),
+    # Its file must have its sizes of experts.
+    "dots1": (
+        {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": None},
+        {"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+    ),
+    "solar_open": (_NORMED | {"first_k_dense_replace": 0}, _MOE | {"moe_intermediate_size": 1280}),
+}
+# transformers' defaults of the share of rotated dimensions, and of the base.
+_SHARES = {"glm4_moe": 0.5, "dots1": 1.0, "solar_open": 1.0}
+_THETAS = {"glm4_moe": 10000.0, "dots1": 10000.0, "solar_open": 1000000.0}
 
 
-def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
+def _read(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list[str]]:
     """Rotary embedding and experts from a config.json; returns option values and problems."""
-    # transformers 5 has the share of rotated dimensions among the fields of the rotary embedding.
-    share = raw.get("partial_rotary_factor", 0.5)
-    stated = {name: raw[name] for name in _ROPE if name in raw}
-    for name in ("rope_parameters", "rope_scaling"):
-        if stated.get(name):
-            share = stated[name].get("partial_rotary_factor", share)
-            kept = {key: value for key, value in stated[name].items() if key != "partial_rotary_factor"}
-            stated[name] = kept
-    values, problems = read_rope(stated, default_theta=10000.0)
-    experts, wrong = read_experts(raw, _BEYOND, _MOE, sigmoid=True)
-    values |= {"partial_rotary_factor": share, "moe": DeepseekExperts(**experts)}
-    return values, [*problems, *wrong]
+    values, problems = read_partial_rope(raw, _THETAS[model_type], _SHARES[model_type])
+    if model_type != "glm4_moe" and values.get("partial_rotary_factor") != 1.0:
+        problems = [*problems, f"partial_rotary_factor is not supported in {model_type}; its model reads it nowhere"]
+    defaults, moe_defaults = _BEYOND[model_type]
+    experts, wrong = read_experts(raw, defaults, moe_defaults, sigmoid=True)
+    return {**values, "moe": DeepseekExperts(**experts)}, [*problems, *wrong]
 
 
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "max_position_embeddings", "original_max_position_embeddings")
+def _judge(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
+    """Yield a problem if layers of dots1 have a window. Its files have none."""
+    if model_type != "dots1":
+        return
+    first = raw.get("max_window_layers", 62)
+    types = raw.get("layer_types") or ["sliding_attention"] * (raw["num_hidden_layers"] > first)
+    if raw.get("sliding_window", 4096) is not None and "sliding_attention" in types:
+        yield "sliding_window, layer_types, max_window_layers: windows of dots1 are not supported; full_attention is"
 
 
 def _write(model: Glm4MoeModel, fields: dict[str, Any]) -> dict[str, Any]:
@@ -77,7 +107,7 @@ GLM4_MOE = Family(
     even_head_dim=True,
     problems=_problems,
     hugging_face=HuggingFace(
-        model_types={"glm4_moe": ModelType(_DEFAULTS, FIXED | SIGMOID)},
+        model_types=_MODEL_TYPES,
         modules=MODULES_BUT_MLP | MLP_MODULES | EXPERT_MODULES,
         stacked=STACKED,
         fields={name: name for name in (*SAME_FIELDS, "attention_bias")} | {"use_qk_norm": "qk_norm"},
@@ -85,6 +115,7 @@ GLM4_MOE = Family(
         tied=TIED,
         ignored=prediction_layers,
         read=_read,
+        judge=_judge,
         write=_write,
         warnings=mixture_warnings,
     ),

@@ -13,16 +13,18 @@ from megapar_models.rope import read_rope, scaling_problems, write_rope
 
 # Hugging Face
 
-_EXPERTS = {
+EXPERTS = {
     "layers.*.mlp.router": "model.layers.*.block_sparse_moe.gate",
     "layers.*.mlp.experts.*.gate": "model.layers.*.block_sparse_moe.experts.*.w1",
     "layers.*.mlp.experts.*.up": "model.layers.*.block_sparse_moe.experts.*.w3",
     "layers.*.mlp.experts.*.down": "model.layers.*.block_sparse_moe.experts.*.w2",
 }
-_STACKED = {
+STACKED = {
     "model.layers.*.block_sparse_moe.experts.gate_up_proj": ("w1", "w3"),
     "model.layers.*.block_sparse_moe.experts.down_proj": ("w2",),
 }
+# What transformers 5 calls mlp, in memory and in files of stacked experts.
+RENAMED = {".mlp.": ".block_sparse_moe."}
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "initializer_range": 0.02}
 _DEFAULTS |= {"num_key_value_heads": 8, "head_dim": None}
 _FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0, "router_jitter_noise": 0.0}
@@ -58,10 +60,9 @@ MIXTRAL = Family(
     problems=scaling_problems,
     hugging_face=HuggingFace(
         model_types={"mixtral": ModelType(_DEFAULTS, _FIXED)},
-        modules=MODULES_BUT_MLP | _EXPERTS,
-        stacked=_STACKED,
-        # What transformers 5 calls mlp, in memory and in files of stacked experts.
-        renamed={".mlp.": ".block_sparse_moe."},
+        modules=MODULES_BUT_MLP | EXPERTS,
+        stacked=STACKED,
+        renamed=RENAMED,
         fields={name: name for name in SAME_FIELDS},
         activations=ACTIVATIONS,
         tied=TIED,

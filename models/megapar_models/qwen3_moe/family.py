@@ -1,4 +1,4 @@
-"""Qwen3's mixtures (arXiv 2505.09388): their options, and their names at Hugging Face (qwen3_moe)."""
+"""Qwen3's and Qwen2's mixtures: their options, and their names at Hugging Face (qwen3_moe and qwen2_moe)."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,11 +14,14 @@ from megapar_models.rope import read_rope, scaling_problems, write_rope
 
 # Hugging Face
 
+_MATRICES = ("gate", "up", "down")
 _EXPERTS = {
     "layers.*.mlp.router": "model.layers.*.mlp.gate",
     "layers.*.mlp.experts.*.gate": "model.layers.*.mlp.experts.*.gate_proj",
     "layers.*.mlp.experts.*.up": "model.layers.*.mlp.experts.*.up_proj",
     "layers.*.mlp.experts.*.down": "model.layers.*.mlp.experts.*.down_proj",
+    **{f"layers.*.mlp.shared.{name}": f"model.layers.*.mlp.shared_expert.{name}_proj" for name in _MATRICES},
+    "layers.*.mlp.shared_gate": "model.layers.*.mlp.shared_expert_gate",
 }
 _STACKED = {
     "model.layers.*.mlp.experts.gate_up_proj": ("gate_proj", "up_proj"),
@@ -26,22 +29,35 @@ _STACKED = {
 }
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
 _DEFAULTS |= {"num_key_value_heads": 4, "head_dim": None}
-_FIXED = {"attention_bias": False, "attention_dropout": 0.0, "partial_rotary_factor": 1.0}
+_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0}
+_MODEL_TYPES = {
+    "qwen3_moe": ModelType(_DEFAULTS, {**_FIXED, "attention_bias": False}),
+    "qwen2_moe": ModelType({**_DEFAULTS, "num_key_value_heads": 16}, _FIXED),
+}
 _MOE = {
     "num_experts": "num_experts",
     "num_local_experts": "num_experts",  # as transformers 5 writes it
     **{name: name for name in ("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob")},
     "router_aux_loss_coef": "router_aux_loss_coef",
 }
-_MOE_DEFAULTS = {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.001}
+_MOE_DEFAULTS: dict[str, Any] = {"num_experts_per_tok": 8, "norm_topk_prob": False, "router_aux_loss_coef": 0.001}
+_SHARED = "shared_expert_intermediate_size"
+_MOE2_DEFAULTS: dict[str, Any] = {**_MOE_DEFAULTS, "num_experts_per_tok": 4, "num_experts": 60}
+_MOE2_DEFAULTS |= {"moe_intermediate_size": 1408, _SHARED: 5632}
 
 
-def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
-    """Rotary embedding, norms and experts from a config.json; returns option values and problems."""
+def _read(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list[str]]:
+    """Rotary embedding, norms, biases and experts from a config.json; returns option values and problems."""
     values, problems = read_rope(raw, default_theta=10000.0)
-    moe, wrong = read_moe(raw, _MOE, _MOE_DEFAULTS)
+    if model_type == "qwen2_moe":
+        moe, wrong = read_moe(raw, _MOE | {_SHARED: _SHARED}, _MOE2_DEFAULTS)
+        moe["shared_expert_gate"] = True
+        values |= {"qk_norm": False, "attention_bias": raw.get("qkv_bias", True)}
+    else:
+        moe, wrong = read_moe(raw, _MOE, _MOE_DEFAULTS)
+        values["qk_norm"] = True
     dense, wrong_layers = _dense_layers(raw)
-    values |= {"qk_norm": True, "moe": Qwen3MoeExperts(mlp_only_layers=dense, **moe)}
+    values["moe"] = Qwen3MoeExperts(mlp_only_layers=dense, **moe)
     return values, [*problems, *wrong, *wrong_layers]
 
 
@@ -63,15 +79,34 @@ def _dense_layers(raw: Mapping[str, Any]) -> tuple[tuple[int, ...], list[str]]:
     return tuple(dense), []
 
 
+def _judge(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
+    yield from refuse_windows(raw, model_type)
+    if {*(raw.get("layer_types") or ())} - {"full_attention"}:
+        yield "layer_types with windows are not supported; full_attention is"
+
+
 def _write(model: Qwen3MoeModel, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of `model`. Raises ConfigError if qwen3_moe does not represent it."""
-    because = [] if model.qk_norm else ["model.qk_norm=false: qwen3_moe of transformers has norms of q and k"]
-    refuse_unwritable(model, "qwen3_moe", {}, because)
+    """The config.json of `model`. Raises ConfigError if neither model_type represents it."""
     moe = model.moe
+    if model.qk_norm:
+        because = ["model.attention_bias=true: qwen3_moe of transformers has none"] if model.attention_bias else []
+        refuse_unwritable(model, "qwen3_moe", {}, because)
+        fields |= {"attention_bias": False}
+        names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    else:
+        shared = {_SHARED: moe.shared_expert_intermediate_size}
+        because = []
+        if not moe.shared_expert_intermediate_size or not moe.shared_expert_gate:
+            because = ["model.moe.shared_expert_gate: qwen2_moe of transformers has a shared expert with a gate"]
+        if model.num_attention_heads * model.head_dim != model.hidden_size:
+            because.append("model.head_dim: heads of qwen2_moe of transformers are together as wide as the model")
+        refuse_unwritable(model, "qwen2_moe", shared, because)
+        fields |= {"qkv_bias": model.attention_bias, **shared}
+        names = {"model_type": "qwen2_moe", "architectures": ["Qwen2MoeForCausalLM"]}
     fields |= {theirs: getattr(moe, ours) for theirs, ours in _MOE.items() if theirs != "num_local_experts"}
     fields |= {"mlp_only_layers": list(moe.mlp_only_layers), "decoder_sparse_step": 1, **write_rope(model)}
-    fields |= {"attention_bias": False, "use_sliding_window": False}
-    return {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], **fields}
+    fields |= {"use_sliding_window": False}
+    return {**names, **fields}
 
 
 def _problems(config: Config, model: Qwen3MoeModel) -> Iterator[str]:
@@ -92,14 +127,14 @@ QWEN3_MOE = Family(
     even_head_dim=True,
     problems=_problems,
     hugging_face=HuggingFace(
-        model_types={"qwen3_moe": ModelType(_DEFAULTS, _FIXED)},
+        model_types=_MODEL_TYPES,
         modules=MODULES_BUT_MLP | MLP_MODULES | _EXPERTS,
         stacked=_STACKED,
         fields={name: name for name in SAME_FIELDS},
         activations=ACTIVATIONS,
         tied=TIED,
         read=_read,
-        judge=refuse_windows,
+        judge=_judge,
         write=_write,
         warnings=mixture_warnings,
         without_effect=("max_window_layers",),  # read by no version of its model

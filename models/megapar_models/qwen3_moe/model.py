@@ -1,7 +1,7 @@
 """Qwen3-MoE (arXiv 2505.09388): Mixtral's layers with norms of q and k, and some layers with a plain MLP.
 
-Its weights are those of Mixtral (megapar_models.mixtral.model). The layers in model.moe.mlp_only_layers have those of
-Llama.
+Qwen2-MoE (arXiv 2407.10671) has biases in place of the norms, and a shared expert with a gate. The weights are those of
+Mixtral (megapar_models.mixtral.model). The layers in model.moe.mlp_only_layers have those of Llama.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,6 +28,8 @@ class Qwen3MoeModel(MixtralModel):
     """Mixture of experts."""
     qk_norm: bool = False
     """RMSNorm over each head's query and key before the rotary embedding."""
+    attention_bias: bool = False
+    """Biases of the query, key and value projections (Qwen2-MoE)."""
 
 
 class Qwen3MoeStage(MixtralStage[Qwen3MoeModel]):
@@ -35,7 +37,7 @@ class Qwen3MoeStage(MixtralStage[Qwen3MoeModel]):
 
     @classmethod
     def layer_kind(cls, model: Qwen3MoeModel, number: int) -> LayerKind:
-        kind = replace(super().layer_kind(model, number), qk_norm=model.qk_norm)
+        kind = replace(super().layer_kind(model, number), qk_norm=model.qk_norm, qkv_bias=model.attention_bias)
         if number in model.moe.mlp_only_layers:
             return replace(kind, mlp="dense", mixture=None)
         return kind
