@@ -141,6 +141,17 @@ def test_attention_counts_what_its_mask_leaves() -> None:
     assert [x.backward for x in work.backward if isinstance(x, Attention)] == [True]
 
 
+@needs_triton
+def test_latent_attention_is_as_wide_as_its_keys() -> None:
+    """The estimate of a search counts as many FLOPs, with values padded to the width of keys and half of all masked."""
+    of = config(1, preset="deepseek-v2-lite")
+    _, work = layer_work(of)
+    model = of.model
+    assert model.key_width == 128 + 64
+    flops = [x.flops for x in work.forward if isinstance(x, Attention)]
+    assert flops == [2 * 2048**2 * model.num_attention_heads * model.key_width]
+
+
 def test_attention_with_a_window_is_one_operation_too() -> None:
     q, k, v = (torch.empty(64, 1, 4, 32, device=META, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 

@@ -95,6 +95,11 @@ class ModelConfig:
         return None
 
     @property
+    def key_width(self) -> int:
+        """The width of a head's query and key. Narrower values are padded to it on a GPU."""
+        return self.head_dim
+
+    @property
     def num_experts(self) -> int:
         """Experts of a layer; 0 in a model without them."""
         if self.experts is None:

@@ -83,11 +83,6 @@ def _router(config: Config, moe: MoEConfig) -> Iterator[str]:
         if moe.num_experts_per_tok > eligible:
             text = f"a token can choose among {eligible} experts; use at most {eligible}"
             yield problem(config, f"model.moe.num_experts_per_tok model.moe.num_experts {groups}", text)
-        elif moe.n_group > 1 and moe.num_experts_per_tok % moe.topk_group:
-            multiples = range(moe.topk_group, eligible + 1, moe.topk_group)
-            text = "a group's score adds its best num_experts_per_tok / topk_group experts, so topk_group must divide"
-            text += f"; use {listed(list(multiples))}"
-            yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
 
 
 def _balance(config: Config, moe: MoEConfig) -> Iterator[str]:

@@ -284,19 +284,19 @@ class Estimator:
         tokens = layout.micro_batch_size * self.config.train.seq_length / layout.cp
         tp = layout.tp
         wide = tokens * model.hidden_size  # elements of the residual stream
-        heads = tokens * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim / tp
+        heads = tokens * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.key_width / tp
         active = model.intermediate_size
         if model.experts and model.num_experts:
             active = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
         inner = tokens * active / tp
         between = wide / tp if layout.sequence_parallel else wide
         moved = self._width * (6 * between + 3 * heads + 5 * inner)
-        scores = 2.0 * tokens * self.config.train.seq_length * model.num_attention_heads * model.head_dim / tp
+        scores = 2.0 * tokens * self.config.train.seq_length * model.num_attention_heads * model.key_width / tp
         products = self._products(layout, tokens)
         sends, sends_back = self._communication(layout, tokens)
         network = self._network(layout)
         timed = partial(duration, hardware=self.hardware, network=network)
-        attention = Attention(scores, model.head_dim, False, 0)
+        attention = Attention(scores, model.key_width, False, 0)
         forward = timed((*products, attention, Kernel(int(moved)), *sends))
         backward = timed((*products, *products, attention._replace(backward=True), Kernel(int(2 * moved)), *sends_back))
         return _Layer(
@@ -356,9 +356,9 @@ class Estimator:
                 else:
                     send(True, "tp", "all_reduce", nbytes)
         if layout.cp > 1:
-            keys = 2 * self._width * tokens * layout.cp * model.num_key_value_heads * model.head_dim / layout.tp
+            keys = 2 * self._width * tokens * layout.cp * model.num_key_value_heads * model.key_width / layout.tp
             if layout.cp_attention == "ulysses":
-                heads = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.head_dim
+                heads = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.key_width
                 send(True, "cp", "all_to_all", self._width * tokens * heads / layout.tp)
             else:
                 send(True, "cp", "all_gather", keys)

@@ -39,6 +39,7 @@ from megapar_models.llama.family import LLAMA
 from megapar_models.minimax_m2.family import MINIMAX_M2
 from megapar_models.ministral3.family import MINISTRAL3
 from megapar_models.mixtral.family import MIXTRAL
+from megapar_models.moe import router_rule
 from megapar_models.nemotron.family import NEMOTRON
 from megapar_models.olmo.family import OLMO
 from megapar_models.olmoe.family import OLMOE
@@ -131,7 +132,9 @@ def _rules(config: Config, kinds: Set[LayerKind] | None = None) -> tuple[ModelRu
 
     def problems(config: Config, model: Any) -> Iterator[str]:
         yield from family.problems(config, model)
-        yield from _attention_problems(config, kinds_of(model) if kinds is None else kinds)
+        own = kinds_of(model) if kinds is None else kinds
+        yield from _attention_problems(config, own)
+        yield from _router_problems(config, own)
 
     return replace(family, problems=problems), virtual_stages(config.parallel.schedule)
 
@@ -151,6 +154,21 @@ def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
         yield problem(config, "parallel.cp parallel.cp_attention", f"{text}use cp_attention ulysses, or cp 1")
     if any(kind.attention_dropout for kind in kinds if kind.window):
         yield problem(config, "model.attention_dropout", f"{text}such attention takes no dropout; use 0.0")
+
+
+def _router_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
+    """A group's score of the sort "share" needs whole shares. Those of DeepSeek add two scores, or take the best."""
+    for kind in kinds:
+        if kind.mixture is None:
+            continue
+        rule = kind.router or router_rule(kind.mixture)
+        if rule.n_group > 1 and rule.group_score == "share" and rule.top_k % rule.topk_group:
+            eligible = kind.mixture.num_experts // rule.n_group * rule.topk_group
+            multiples = list(range(rule.topk_group, eligible + 1, rule.topk_group))
+            text = "a group's score adds its best num_experts_per_tok / topk_group experts, so topk_group must divide"
+            text += f"; use {listed(multiples)}" if multiples else ""
+            yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
+            return
 
 
 def weight_options(config: Config) -> dict[str, Any]:

@@ -654,7 +654,13 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"tp": 2, "pp": 2},
         unread=("num_nextn_predict_layers",),
         changes=(
-            *({"rms_norm_eps": 1e-2}, *GROUPS, {"topk_group": 4}, {"num_experts_per_tok": 2}),
+            *(
+                {"rms_norm_eps": 1e-2},
+                *GROUPS,
+                {"topk_group": 4},
+                {"num_experts_per_tok": 2},
+                {"num_experts_per_tok": 3},
+            ),
             {"norm_topk_prob": False},
             *(
                 {"rope_parameters": {**LATENT_ROPE, **change}}

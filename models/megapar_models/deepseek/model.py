@@ -45,6 +45,11 @@ class DeepseekModel(MixtralModel):
     attention_bias: bool = False
     """Biases on the projections to latents and on the output projection."""
 
+    @property
+    def key_width(self) -> int:
+        """The width of a head's query and key, with both of their parts."""
+        return self.qk_nope_head_dim + self.head_dim
+
 
 class DeepseekStage(MixtralStage[DeepseekModel]):
     """Consecutive layers of DeepSeek-V2 or V3."""
