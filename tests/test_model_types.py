@@ -12,7 +12,7 @@ from megapar.errors import ConfigError
 from tests import families_page
 from tests.support.grid import Layout, check_on_ranks
 from tests.support.model_types import FORMS, TYPES, ModelTypeCase
-from tests.support.published import Published, published_model
+from tests.support.published import Published, config_of, model_of, published_model, refusal
 from tests.support.sweeps import slow_but
 
 ROWS = list(TYPES)
@@ -64,6 +64,21 @@ def test_bf16_is_that_of_transformers(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", rows_but(["llama", "gemma3_text", "deepseek_v3"]))
 def test_every_field_is_read_or_refused(name: str, tmp_path: Path) -> None:
     published(TYPES[name], tmp_path).check_every_field(TYPES[name].unread)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_an_absent_field_is_what_transformers_takes_for_it(name: str) -> None:
+    """Or the line says that it is missing."""
+    case = TYPES[name]
+    raw = config_of(case.model_type, case.fields)
+    for field in sorted(raw.keys() - case.fields.keys() - {"model_type"}):
+        rest = {name: value for name, value in raw.items() if name != field}
+        filled = config_of(case.model_type, {name: rest[name] for name in rest.keys() - {"model_type"}})
+        said = refusal(rest)
+        if "is missing" in said:  # under one of its names
+            continue
+        assert said == refusal(filled), field
+        assert said or model_of(rest) == model_of(filled), field
 
 
 @pytest.mark.parametrize("name", ROWS)

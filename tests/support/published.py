@@ -251,10 +251,16 @@ def random_model(kind: str, fields: Mapping[str, Any]) -> Any:
     return model
 
 
+def config_of(kind: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The config.json that transformers writes for these fields."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    raw: dict[str, Any] = json.loads(transformers.AutoConfig.for_model(kind, **deepcopy(dict(fields))).to_json_string())
+    return raw
+
+
 def published_model(kind: str, fields: Mapping[str, Any]) -> ModelConfig:
     """Our options of the config.json that transformers writes for these fields."""
-    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
-    return model_of(json.loads(transformers.AutoConfig.for_model(kind, **deepcopy(dict(fields))).to_json_string()))
+    return model_of(config_of(kind, fields))
 
 
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
