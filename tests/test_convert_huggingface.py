@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, warnings_of
+from megapar_models.convert.saved import load_model
 from megapar_models.convert.stream import TensorInfo, shards
+from megapar_models.generation import next_logits
 from megapar_models.registry import FAMILIES, validate
 from megapar_models.rotary import Rotary
 from megapar_models.rotary_options import RopeScaling
@@ -43,7 +45,6 @@ from tests.support.options import load
 from tests.support.sweeps import slow_but
 from tools import convert_checkpoint
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
-from tools.generate import load_model, next_logits
 
 TOOL = Path(__file__).parents[1] / "tools" / "convert_checkpoint.py"
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
@@ -195,12 +196,12 @@ def test_training_starts_from_converted_weights_in_any_layout(
 def test_generation_reads_converted_weights(tmp_path: Path) -> None:
     source = save_model(tmp_path / "hf", CASES[7])
     hf_to_native(HfToNative(source, tmp_path / "native", verify=False))
-    config, stage = load_model(tmp_path / "native")
+    _, stage = load_model(tmp_path / "native")
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(source)
     ids = [5, 99, 130, 0, 7]
     expected = theirs(torch.tensor([ids])).logits[0, -1]
-    torch.testing.assert_close(next_logits(stage, ids, config.model.vocab_size), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(next_logits(stage, [ids])[0], expected, rtol=1e-5, atol=1e-5)
 
 
 # What is refused

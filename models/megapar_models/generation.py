@@ -1,0 +1,280 @@
+"""Continues token sequences with a model in one process: a batch of prompts, with a cache of keys and values.
+
+Prompts of unequal lengths stand at the right ends of their rows. What fills a row in front of its prompt is a document
+of its own, which the prompt does not attend to.
+
+Shapes: b prompts, s columns, n query heads, d width of a query and a key, v vocabulary.
+"""
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from megapar_kernels.block_attention import wide
+from torch import Tensor, nn
+
+from megapar.batch import MicroBatch
+from megapar.context_parallel.attention import CoreAttention
+from megapar.context_parallel.dropout import AttentionDropout
+from megapar_models.stage import Stage
+
+Ids = Sequence[int]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the next token is drawn from its logits."""
+
+    temperature: float = 0.8
+    """Divides the logits; 0 always takes the most likely token."""
+    top_k: int = 0
+    """Draw among this many most likely tokens; 0: among all."""
+    top_p: float = 1.0
+    """Draw among the fewest tokens with this probability together (arXiv 1904.09751)."""
+    seed: int = 0
+    """Seed of the sampling. A prompt is continued in the same way alone and in a batch."""
+
+    def problems(self) -> list[str]:
+        """A line for each value that means nothing."""
+        lines = []
+        if self.temperature < 0:
+            lines.append(f"--temperature {self.temperature}: must be at least 0, which takes the most likely token")
+        if self.top_k < 0:
+            lines.append(f"--top_k {self.top_k}: must be at least 0, which draws among all tokens")
+        if not 0 < self.top_p <= 1:
+            lines.append(f"--top_p {self.top_p}: must be above 0 and at most 1, which draws among all tokens")
+        return lines
+
+    def generator(self, sample: int = 0) -> torch.Generator:
+        """The random numbers of one continuation. `sample` tells several of one prompt apart."""
+        seed = self.seed if sample == 0 else int(np.random.SeedSequence([self.seed, sample]).generate_state(1)[0])
+        return torch.Generator().manual_seed(seed)
+
+
+def probabilities(logits_bv: Tensor, sampling: Sampling) -> Tensor:
+    """The probabilities [b, v] to draw the next tokens with, for a temperature above 0."""
+    probs_bv = (logits_bv / sampling.temperature).softmax(-1)
+    if 0 < sampling.top_k < probs_bv.shape[-1]:
+        least = probs_bv.topk(sampling.top_k).values[:, -1:]
+        probs_bv = probs_bv.masked_fill(probs_bv < least, 0.0)
+        probs_bv = probs_bv / probs_bv.sum(-1, keepdim=True)
+    if sampling.top_p < 1:
+        ordered, tokens = probs_bv.sort(descending=True, stable=True)
+        # A token stays if those before it have less than top_p. So the first always stays.
+        dropped = ordered.cumsum(-1) - ordered >= sampling.top_p
+        probs_bv = probs_bv.masked_fill(dropped.scatter(-1, tokens, dropped), 0.0)
+        probs_bv = probs_bv / probs_bv.sum(-1, keepdim=True)
+    return probs_bv
+
+
+def draw(logits_bv: Tensor, sampling: Sampling, generators: Sequence[torch.Generator]) -> list[int]:
+    """The next token of each row, by a generator for each."""
+    if sampling.temperature == 0:
+        return logits_bv.argmax(-1).tolist()
+    rows = zip(probabilities(logits_bv, sampling), generators, strict=True)
+    return [int(torch.multinomial(probs_v, 1, generator=generator)) for probs_v, generator in rows]
+
+
+# Keys and values
+
+
+class _CachedAttention(nn.Module):
+    """Core attention that keeps the keys and values of `capacity` columns, and reads them again for later columns.
+
+    The first call has the columns of the prompts, and each later call one column. Row i begins at column `first_b[i]`.
+    """
+
+    def __init__(self, core: CoreAttention, first_b: Tensor, capacity: int):
+        super().__init__()
+        self.core = core
+        self.first_b = first_b
+        self.capacity = capacity
+        self.length = 0
+
+    def forward(
+        self,
+        q_sbnd: Tensor,
+        k_sbnd: Tensor,
+        v_sbnd: Tensor,
+        batch: MicroBatch,
+        dropout: AttentionDropout | None,
+        sinks_n: Tensor | None = None,
+    ) -> Tensor:
+        """As `CoreAttention`, with the columns of earlier calls."""
+        if self.length == 0:
+            self.keys = k_sbnd.new_empty((self.capacity, *k_sbnd.shape[1:]))
+            self.values = v_sbnd.new_empty((self.capacity, *v_sbnd.shape[1:]))
+        start, self.length = self.length, self.length + len(k_sbnd)
+        self.keys[start : self.length] = k_sbnd
+        self.values[start : self.length] = v_sbnd
+        if start == 0:
+            y: Tensor = self.core(q_sbnd, k_sbnd, v_sbnd, batch, dropout, sinks_n)
+            return y
+        return self._of_newest(q_sbnd[0], sinks_n)
+
+    def _of_newest(self, q_bnd: Tensor, sinks_n: Tensor | None) -> Tensor:
+        """The attention of the newest column, [1, b, n * e]."""
+        keys, values = self.keys[: self.length], self.values[: self.length]
+        if self.core.kv_index is not None:
+            keys, values = (x.index_select(2, self.core.kv_index) for x in (keys, values))
+        dtype = wide(q_bnd.dtype)
+        samples = len(q_bnd)
+        q_bkrd = q_bnd.unflatten(1, (keys.shape[2], -1)).to(dtype)
+        scores = torch.einsum("bkrd,sbkd->bkrs", q_bkrd, keys.to(dtype)) * self.core.rule.factor(q_bnd)
+        if self.core.rule.cap:
+            scores = self.core.rule.cap * (scores / self.core.rule.cap).tanh()
+        columns = torch.arange(self.length, device=q_bnd.device)
+        unseen_bs = columns < self.first_b[:, None]
+        if self.core.window:
+            unseen_bs = unseen_bs | (columns < self.length - self.core.window)
+        scores = scores.masked_fill(unseen_bs[:, None, None], float("-inf"))
+        if sinks_n is not None:
+            sinks = sinks_n.to(dtype).view(1, keys.shape[2], -1, 1).expand(samples, -1, -1, -1)
+            scores = torch.cat((scores, sinks), dim=-1)
+        weights = scores.softmax(-1)[..., : self.length]
+        y = torch.einsum("bkrs,sbke->bkre", weights, values.to(dtype)).to(q_bnd.dtype)
+        return y.flatten(1)[None]
+
+
+@contextmanager
+def _caches(stage: Stage, first_b: Tensor, capacity: int) -> Iterator[None]:
+    """While it is open, every core attention of the stage keeps its keys and values."""
+    found = []
+    for module in list(stage.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, CoreAttention):
+                found.append((module, name, child))
+    for module, name, core in found:
+        setattr(module, name, _CachedAttention(core, first_b, capacity))
+    try:
+        yield
+    finally:
+        for module, name, core in found:
+            setattr(module, name, core)
+
+
+def why_no_cache(stage: Stage, prompts: Sequence[Ids], tokens: int) -> str:
+    """Why keys and values cannot be kept while `tokens` are added; "" if they can."""
+    for number, layer in stage.layers.items():
+        if not any(isinstance(module, CoreAttention) for module in layer.modules()):
+            return f"the mixer of layer {number} keeps no keys and values"
+    shortest, longest = min(map(len, prompts)), max(map(len, prompts)) + tokens
+    most = stage.model.max_position_embeddings
+    if longest > most:
+        return f"{longest:,} tokens are more than model.max_position_embeddings={most:,}; the model sees the last ones"
+    for rotary in stage.rotary:
+        original = rotary.scaling.original_max_position_embeddings
+        if rotary.scaling.rope_type == "longrope" and shortest <= original < longest:
+            return f"longrope turns keys in another way beyond {original:,} tokens"
+    return ""
+
+
+# Generation
+
+
+def _first_columns(rows: Sequence[Ids], length: int) -> list[int]:
+    return [length - len(row) for row in rows]
+
+
+def _starts(first: Sequence[int], length: int) -> Tensor | None:
+    """The starts of documents in rows of `length` columns, with text from columns `first` on. None: all are full."""
+    if not any(first):
+        return None
+    starts = []
+    for row, column in enumerate(first):
+        starts += [row * length, row * length + column] if column else [row * length]
+    return torch.tensor([*starts, len(first) * length], dtype=torch.int32)
+
+
+def _columns(tokens_bs: Tensor, first: Sequence[int], length: int) -> MicroBatch:
+    """The last columns of rows of `length` columns."""
+    zero_b = torch.zeros(len(tokens_bs), dtype=torch.int64)
+    positions_s = torch.arange(length - tokens_bs.shape[1], length)
+    weights_bs = torch.zeros(tokens_bs.shape)
+    return MicroBatch(tokens_bs, tokens_bs, weights_bs, zero_b, positions_s, length, _starts(first, length))
+
+
+def _logits_of_last(stage: Stage, batch: MicroBatch) -> Tensor:
+    """The logits [b, v], fp32, of the token after the last column, without the columns that pad the vocabulary."""
+    return stage.logits(stage.hidden_states(None, batch)[-1:])[0, :, : stage.model.vocab_size].float()
+
+
+def next_logits(stage: Stage, rows: Sequence[Ids]) -> Tensor:
+    """The logits [b, v], fp32, of the token after each row."""
+    length = max(map(len, rows))
+    first = _first_columns(rows, length)
+    tokens_bs = torch.tensor([[0] * column + [*row] for column, row in zip(first, rows, strict=True)])
+    return _logits_of_last(stage, _columns(tokens_bs, first, length))
+
+
+class Decoder:
+    """Logits after rows that grow by one token each at a time, with a cache of keys and values (`decoding`)."""
+
+    def __init__(self, stage: Stage, rows: Sequence[Ids]):
+        self._stage = stage
+        self._length = max(map(len, rows))
+        self._first = _first_columns(rows, self._length)
+        self.logits_bv = next_logits(stage, rows)
+        """The logits of the token after each row."""
+
+    def append(self, tokens: Ids) -> None:
+        """Add a token to each row."""
+        self._length += 1
+        batch = _columns(torch.tensor(tokens)[:, None], self._first, self._length)
+        self.logits_bv = _logits_of_last(self._stage, batch)
+
+
+@contextmanager
+def decoding(stage: Stage, rows: Sequence[Ids], tokens: int) -> Iterator[Decoder]:
+    """A decoder of `rows`, for up to `tokens` further columns. Meanwhile the stage computes nothing else."""
+    length = max(map(len, rows))
+    with torch.no_grad(), _caches(stage, torch.tensor(_first_columns(rows, length)), length + tokens):
+        yield Decoder(stage, rows)
+
+
+@torch.no_grad()
+def generate(
+    stage: Stage, prompts: Sequence[Ids], tokens: int, eod: int, sampling: Sampling, samples: int = 1
+) -> list[list[int]]:
+    """The ids of each prompt with its continuation: `samples` of the first prompt, then of the second, and so on.
+
+    A continuation ends before the token `eod`, or after `tokens` tokens. The model sees the last
+    `max_position_embeddings` tokens.
+    """
+    rows = [list(prompt) for prompt in prompts for _ in range(samples)]
+    generators = [sampling.generator(number % samples) for number in range(len(rows))]
+    if why_no_cache(stage, prompts, tokens):
+        logits = _logits_by_whole_rows(stage, rows)
+    else:
+        logits = _logits_by_cache(stage, rows, tokens)
+    going = [True] * len(rows)
+    with closing(logits):
+        for _ in range(tokens):
+            for number, token in enumerate(draw(next(logits), sampling, generators)):
+                going[number] &= token != eod
+                # Rows that have ended go on, for the others, and are cut below.
+                rows[number].append(token)
+            if not any(going):
+                break
+    return [_cut(row, len(prompts[number // samples]), eod) for number, row in enumerate(rows)]
+
+
+def _cut(row: list[int], start: int, eod: int) -> list[int]:
+    """The row up to the first `eod` from `start` on."""
+    return row[: row.index(eod, start)] if eod in row[start:] else row
+
+
+def _logits_by_whole_rows(stage: Stage, rows: list[list[int]]) -> Generator[Tensor]:
+    """The logits after the rows, again and again while they grow."""
+    while True:
+        yield next_logits(stage, [row[-stage.model.max_position_embeddings :] for row in rows])
+
+
+def _logits_by_cache(stage: Stage, rows: list[list[int]], tokens: int) -> Generator[Tensor]:
+    """As `_logits_by_whole_rows`, with a cache."""
+    with decoding(stage, rows, tokens) as decoder:
+        while True:
+            yield decoder.logits_bv
+            decoder.append([row[-1] for row in rows])
