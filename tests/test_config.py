@@ -397,7 +397,7 @@ def test_each_option_of_the_model_is_classified():
     assert named == {
         *("family", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("intermediate_size", "vocab_size", "hidden_act", "attention_bias", "qk_norm", "tie_word_embeddings"),
-        *("attention_out_bias", "mlp_bias", "use_bias", "output_norms", "norms"),
+        *("attention_out_bias", "mlp_bias", "use_bias", "output_norms", "norms", "head_bias", "parallel_residual"),
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe.first_k_dense_replace"),
         *("moe.num_experts", "moe.moe_intermediate_size", "moe.mlp_only_layers", "moe.balance"),
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe.first_k_dense_replace"),

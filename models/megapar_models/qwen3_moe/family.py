@@ -88,15 +88,17 @@ def _judge(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
 def _write(model: Qwen3MoeModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if neither model_type represents it."""
     moe = model.moe
-    if model.qk_norm:
-        because = ["model.attention_bias=true: qwen3_moe of transformers has none"] if model.attention_bias else []
+    if model.qk_norm or not moe.shared_expert_intermediate_size:
+        because = [] if model.qk_norm else ["model.qk_norm=false: qwen3_moe of transformers has norms of q and k"]
+        if model.attention_bias:
+            because.append("model.attention_bias=true: qwen3_moe of transformers has no biases")
         refuse_unwritable(model, "qwen3_moe", {}, because)
         fields |= {"attention_bias": False}
         names = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
     else:
         shared = {_SHARED: moe.shared_expert_intermediate_size}
         because = []
-        if not moe.shared_expert_intermediate_size or not moe.shared_expert_gate:
+        if not moe.shared_expert_gate:
             because = ["model.moe.shared_expert_gate: qwen2_moe of transformers has a shared expert with a gate"]
         if model.num_attention_heads * model.head_dim != model.hidden_size:
             because.append("model.head_dim: heads of qwen2_moe of transformers are together as wide as the model")
