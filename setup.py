@@ -56,6 +56,7 @@ setup(
         "safetensors>=0.4",  # checkpoints that hold tensors and cannot hold code
         "sentencepiece>=0.2",  # the tokenizer that the quickstart trains
         "tyro>=1.0",  # dataclasses to a command line with --help
+        "jinja2>=3.1",  # chat templates, which are Hugging Face's, in its sandbox; torch needs it too
         "rich>=13",  # progress and log lines
         "tensorboard>=2.15",  # loss curves while a run is going
         "matplotlib>=3.8",  # loss curve and pipeline timeline as PNG

@@ -3,6 +3,7 @@
 Input files are .jsonl with a text in each line, plain text (.txt, .md, .py), both also as .gz and .zst, and .parquet. A
 killed run continues when it is started again. Further commands, each with its own --help:
 
+  chat     conversations, rendered by a chat template, with a weight for each token
   merge    one pair out of several
   split    a pair into train, validation and test, by documents
   verify   a pair against its sizes, pointers and sidecar; with --full every token
@@ -12,16 +13,22 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from megapar.data.chat import Turns, load_template
+from megapar.data.chat_data import ChatCounts, describe, examples, marked, write_examples
+from megapar.data.conversations import read_conversations
 from megapar.data.corpus import find_files
 from megapar.data.prepared import merge_prepared, split, verify
 from megapar.data.preprocess import Counts, Recipe, preprocess
+from megapar.data.tokenizer import load_tokenizer
 from megapar.launch.reporting import reported
 
 
@@ -100,7 +107,55 @@ class Verify:
             print(f"{prefix}: {len(dataset):,} documents, {len(dataset.tokens):,} {dataset.dtype.name} tokens: sound")
 
 
-COMMANDS: dict[str, type[Tokenize | Merge | Split | Verify]] = {"merge": Merge, "split": Split, "verify": Verify}
+@dataclass
+class Chat:
+    """Turn conversations into tokens, of which those of the assistant are trained.
+
+    Lines of .jsonl or rows of .parquet have messages, ShareGPT's conversations, instruction with output, or prompt with
+    completion.
+    """
+
+    input: tuple[Path, ...]
+    """Files, or folders of files, in the order of their conversations."""
+    output: Path
+    """Prefix of the .bin, .idx, .weights and .json files to write."""
+    tokenizer: str
+    """As data.tokenizer names it. Of hf: tokenizers special tokens in the text become their ids."""
+    template: str = ""
+    """A file with a chat template, or chatml; by default the one beside the tokenizer."""
+    turns: Turns = "all"
+    """Which turns of the assistant are trained."""
+    max_length: int = 0
+    """The most tokens of a conversation, such as train.seq_length; 0: any number."""
+    too_long: Literal["refuse", "skip"] = "refuse"
+    """What happens to a longer conversation."""
+    show: int = 0
+    """Print so many examples, their trained tokens marked, and write nothing."""
+
+    def run(self) -> None:
+        files = find_files(self.input)
+        tokenizer = load_tokenizer(self.tokenizer, parse_special=self.tokenizer.startswith("hf:"))
+        template = load_template(self.template, self.tokenizer)
+        counts = ChatCounts()
+        rules = (self.turns, self.max_length, self.too_long, counts)
+        found = examples(read_conversations(files), tokenizer, template, *rules)
+        if self.show:
+            console = Console(highlight=False)
+            for example in islice(found, self.show):
+                share = f"{example.weights.sum():,} of {len(example.tokens):,} tokens are trained"
+                console.print(f"{example.place}: {share}", style="bold", markup=False)
+                console.print(marked(example, tokenizer, lambda text: f"\u2192{text}\u2190"), markup=False)
+            return
+        made = partial(describe, files, self.tokenizer, tokenizer, template, self.turns, counts)
+        write_examples(found, self.output, tokenizer, made)
+        parts = [f"{counts.examples:,} conversations", f"{counts.tokens:,} tokens"]
+        parts.append(f"{counts.trained_tokens:,} of them trained ({counts.trained_share:.1%})")
+        parts += [f"{count:,} left out: {reason}" for reason, count in counts.left_out.items()]
+        print(f"{self.output}.bin: {', '.join(parts)}")
+
+
+Command = Tokenize | Chat | Merge | Split | Verify
+COMMANDS: dict[str, type[Command]] = {"chat": Chat, "merge": Merge, "split": Split, "verify": Verify}
 
 
 def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
@@ -124,7 +179,7 @@ def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
 
 
 def main() -> None:
-    command_class: type[Tokenize | Merge | Split | Verify] = Tokenize
+    command_class: type[Command] = Tokenize
     words = sys.argv[1:]
     if words and words[0] in COMMANDS:
         command_class = COMMANDS[words.pop(0)]

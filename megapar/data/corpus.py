@@ -152,7 +152,7 @@ def _spans(path: Path, reading: Reading, shard_bytes: int) -> Iterator[Span]:
     """Yield the spans of a file, each of at most about `shard_bytes` if the file can be cut."""
     size = path.stat().st_size
     if path.name.endswith(_ROWS):
-        groups = _open_parquet(path).num_row_groups
+        groups = open_parquet(path).num_row_groups
         step = max(groups * shard_bytes // max(size, 1), 1)
         for start in range(0, groups, step):
             stop = min(start + step, groups)
@@ -247,7 +247,7 @@ class SpanReader:
         import pyarrow.compute
 
         span = self.span
-        file = _open_parquet(span.path)
+        file = open_parquet(span.path)
         column, *inner = _parquet_path(span.path, file.schema_arrow, self.reading.text_field)
         with _reading(span.path):
             for group in range(span.start, span.stop):
@@ -403,7 +403,7 @@ _DECOMPRESSORS: dict[str, Callable[[Path, IO[bytes]], IO[bytes]]] = {
 }
 
 
-def _open_parquet(path: Path) -> Any:
+def open_parquet(path: Path) -> Any:
     """Return pyarrow's ParquetFile. Raises ConfigError without pyarrow, DataError if the file is damaged."""
     try:
         from pyarrow.parquet import ParquetFile

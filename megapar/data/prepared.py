@@ -7,8 +7,9 @@ sources and counts. It also holds hashes of the pair's two files. Training does 
 import hashlib
 import json
 import math
+import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from megapar.config.messages import counted
 from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
-from megapar.errors import ConfigError, DataError, reason_of
+from megapar.errors import ConfigError, DataError, reason_of, storing
 from megapar.system.atomic_files import write_json
 from megapar.system.regular_files import read_regular
 
@@ -26,6 +27,8 @@ _BLOCK = 1 << 20  # bytes hashed, tokens checked, or documents checked at a time
 _GATHERED = 1 << 10  # documents fetched at a time
 _HASHES = 1 << 24  # hashes compared at a time in a search for duplicates; they take 400 MB of memory
 PARTS = ("train", "validation", "test")
+CHAT = "chat"
+"""The key of a sidecar that says how conversations became tokens."""
 
 
 def join(
@@ -105,12 +108,18 @@ def sidecar_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
+def weights_path(prefix: str | Path) -> Path:
+    """The file beside a pair of conversations: for each token a byte, 1 if it is trained as a target, else 0."""
+    return Path(f"{prefix}.weights")
+
+
 def write_sidecar(prefix: str | Path, description: dict[str, Any]) -> None:
     """Write the sidecar of the pair `prefix`: `description` and the SHA-256 of the pair's files.
 
     The pair must be complete, since its files are read here.
     """
-    hashes = {name: sha256(Path(f"{prefix}.{name}")) for name in ("bin", "idx")}
+    names = ("bin", "idx", "weights") if CHAT in description else ("bin", "idx")
+    hashes = {name: sha256(Path(f"{prefix}.{name}")) for name in names}
     write_json(sidecar_path(prefix), description | {"sha256": hashes})
 
 
@@ -158,16 +167,54 @@ def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:
                     f"{prefix} was made with {name} {sidecar[name]}, {prefixes[0]} with {sidecars[0][name]}: "
                     "merge files of one tokenizer"
                 )
+    chats = [sidecar.get(CHAT) for sidecar in sidecars]
+    if any(_rules(chat) != _rules(chats[0]) for chat in chats):
+        raise DataError(f"{' '.join(map(str, prefixes))}: merge conversations of one template and one choice of turns")
     # The old sidecar goes before the pair changes: a kill in between must not leave it beside another pair.
     sidecar_path(output).unlink(missing_ok=True)
     merge(prefixes, output)
     dataset = IndexedDataset(output)
     if sidecars:
+        if chats[0]:
+            write_weights(output, (read_weights(prefix, len(IndexedDataset(prefix).tokens)) for prefix in prefixes))
         counts = {"documents": len(dataset), "tokens": len(dataset.tokens), "merged": list(map(str, prefixes))}
-        same = {name: sidecars[0][name] for name in ("tokenizer", "append_eod")}
+        same = {name: sidecars[0][name] for name in ("tokenizer", "append_eod", CHAT) if name in sidecars[0]}
         sources = [source for sidecar in sidecars for source in sidecar["sources"]]
         write_sidecar(output, counts | same | {"sources": sources})
     return dataset
+
+
+def _rules(chat: Any) -> Any:
+    """What of a sidecar's entry decides the tokens of a conversation."""
+    return {name: chat.get(name) for name in ("template_sha256", "turns")} if isinstance(chat, dict) else None
+
+
+def write_weights(prefix: str | Path, weights: Iterable[NDArray[np.uint8]]) -> None:
+    """Write the weights of all tokens of a pair, block by block."""
+    path = weights_path(prefix)
+    partial = path.with_name(f".{path.name}.partial")
+    with storing(path):
+        with partial.open("wb") as file:
+            for block in weights:
+                file.write(block.astype(np.uint8, copy=False).tobytes())
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+
+def read_weights(prefix: str | Path, tokens: int) -> NDArray[np.uint8]:
+    """The weights of the `tokens` tokens of a pair, through a memory map.
+
+    Raises DataError if the file is missing, or has another number of bytes.
+    """
+    path = weights_path(prefix)
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: {reason_of(error)}; {sidecar_path(prefix)} says that the pair has weights") from error
+    if size != tokens:
+        raise DataError(f"{path}: has {size:,} bytes, and the pair has {tokens:,} tokens: not of one preparation")
+    return np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
 
 
 def _without_location(value: Any) -> Any:
@@ -200,7 +247,10 @@ def split(prefix: Path, output: Path, fractions: Sequence[float]) -> dict[str, I
             writer.extend(dataset, first, last)
         made[name] = IndexedDataset(part)
         if sidecar:
-            same = {name: sidecar[name] for name in ("tokenizer", "append_eod", "sources")}
+            same = {name: sidecar[name] for name in ("tokenizer", "append_eod", "sources", CHAT) if name in sidecar}
+            if CHAT in sidecar:
+                weights = read_weights(prefix, len(dataset.tokens))
+                write_weights(part, [weights[dataset.document_start(first) : dataset.document_start(last)]])
             counts = {"documents": last - first, "tokens": len(made[name].tokens)}
             write_sidecar(part, counts | {"part": f"documents {first} to {last - 1} of {prefix}"} | same)
     return made

@@ -150,6 +150,15 @@ class HuggingFaceTokenizer:
         # text, so that the library uses one thread.
         return _array(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
+    def decode_with_ends(self, ids: list[int]) -> str:
+        """As `decode`, with the texts of tokens that end documents."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def encode_with_spans(self, text: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        """The ids of a text, and for each the letters [start, stop) that it stands for, [ids, 2]."""
+        found = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        return _array(found.ids), np.array(found.offsets, np.int64).reshape(-1, 2)
+
     def decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode([i for i in ids if i != self.eod], skip_special_tokens=False)
 

@@ -1,0 +1,284 @@
+"""Conversations become tokens by chat templates, and the trained ones are the assistant's, with what ends a turn.
+
+Slugs such as SF3 are bugs that others shipped (docs/faults.md).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
+from megapar.data.chat_data import ChatCounts, example_of, examples, marked
+from megapar.data.conversations import Conversation, messages_of, read_conversations
+from megapar.data.indexed import IndexedDataset
+from megapar.data.prepared import merge_prepared, read_sidecar, read_weights, split, verify
+from megapar.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
+from megapar.errors import ConfigError, DataError
+from tools import preprocess_data
+
+FOLDER = Path(__file__).parent / "support/chat_templates"
+SPECIAL = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>")
+SPECIAL += ("<start_of_turn>", "<end_of_turn>", "<|endoftext|>")
+VARIABLES = {"bos_token": "<s>", "eos_token": "</s>"}
+ASKED = [
+    {"role": "user", "content": "How are you, Zoë?"},
+    {"role": "assistant", "content": "Fine — and you? 🙂"},
+    {"role": "user", "content": "1+1"},
+    {"role": "assistant", "content": "two"},
+]
+
+
+def template(name: str) -> ChatTemplate:
+    return ChatTemplate((FOLDER / f"{name}.jinja").read_text(), name, VARIABLES)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
+    """Byte pairs with the special tokens of all templates. Pad and end of text are one token, as in many files."""
+    tokenizers = pytest.importorskip("tokenizers", reason="not run: needs tokenizers, pip install '.[data]'")
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator(["How are you? Fine and you two assistant user model\n\n" * 20], trainer)
+    made.save(str(folder / "tokenizer.json"))
+    names = {"eos_token": "<|im_end|>", "pad_token": "<|im_end|>", "bos_token": {"content": "<s>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names))
+    return HuggingFaceTokenizer(folder / "tokenizer.json", parse_special=True)
+
+
+def trained_text(name: str, messages: list[dict[str, Any]], tokenizer: Any, turns: Any = "all") -> list[str]:
+    """The texts of the trained parts, found through the tokens."""
+    example = example_of(template(name).rendered(messages, turns), tokenizer, "here")
+    shown = marked(example, tokenizer, lambda text: f"\0{text}\1")
+    return [piece.partition("\1")[0] for piece in shown.split("\0")[1:]]
+
+
+@pytest.mark.parametrize(
+    ("name", "end"),
+    [("chatml", "<|im_end|>"), ("chatml_marked", "<|im_end|>"), ("llama3", "<|eot_id|>"), ("gemma", "<end_of_turn>")],
+)
+def test_answers_and_what_ends_a_turn_are_trained_and_nothing_else(
+    name: str, end: str, tokenizer: HuggingFaceTokenizer
+) -> None:
+    """SF3: the end of a turn is trained, also where pad is the same token. SF4: the first token of an answer is."""
+    tokens = tokenizer.encode(end)
+    assert len(tokens) == 1
+    example = example_of(template(name).rendered(ASKED), tokenizer, "here")
+    spans = np.flatnonzero(np.diff(np.concatenate(([0], example.weights, [0]))))
+    found = [example.tokens[start:stop] for start, stop in spans.reshape(-1, 2)]
+    for ids, text in zip(found, ("Fine — and you? 🙂", "two"), strict=True):
+        np.testing.assert_array_equal(ids, tokenizer.encode(text + end))
+    for ours, theirs in zip(trained_text(name, ASKED, ByteTokenizer()), ("Fine — and you? 🙂", "two"), strict=True):
+        assert ours == theirs + end
+
+
+def test_masks_are_those_of_transformers(tokenizer: HuggingFaceTokenizer) -> None:
+    """With generation tags transformers masks by letters. SF2: at the first and the last token too."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    whole = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
+    whole += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
+    ends = [{"role": "assistant", "content": "two"}, {"role": "user", "content": "How"}, ASKED[1] | {"content": "you"}]
+    for source, messages in (
+        ((FOLDER / "chatml_marked.jinja").read_text(), ASKED),
+        (BUILT_IN["chatml"], ASKED),
+        (whole, ends),
+    ):
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, chat_template=source)
+        expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        example = example_of(ChatTemplate(source, "here").rendered(messages), tokenizer, "here")
+        assert example.tokens.tolist() == expected["input_ids"]
+        # A letter of several tokens, such as an emoji, is masked at its first token alone in transformers.
+        masks = np.array([example.weights, expected["assistant_masks"]])
+        assert (masks[0] >= masks[1]).all()
+        assert (masks[0] != masks[1]).sum() <= 3
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "mistral", "thinking"])
+def test_texts_are_those_of_transformers(name: str, tokenizer: HuggingFaceTokenizer) -> None:
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **VARIABLES)
+    theirs.chat_template = template(name).source
+    for prompt in (False, True):
+        found = template(name).text(ASKED, add_generation_prompt=prompt)
+        assert found == theirs.apply_chat_template(ASKED, tokenize=False, add_generation_prompt=prompt)
+
+
+def test_empty_thoughts_are_no_answer(tokenizer: HuggingFaceTokenizer) -> None:
+    """SF5: the template writes an empty block of thoughts where the message has none."""
+    assert trained_text("thinking", ASKED[:2], tokenizer) == ["Fine — and you? 🙂<|im_end|>"]
+    thought = {**ASKED[1], "reasoning_content": "a smile"}
+    assert trained_text("thinking", [ASKED[0], thought], tokenizer) == [
+        "<think>\na smile\n</think>\n\nFine — and you? 🙂<|im_end|>"
+    ]
+    assert trained_text("thinking", ASKED, tokenizer, "last") == ["two<|im_end|>"]
+
+
+def test_a_template_that_cannot_be_masked_is_refused() -> None:
+    """Thoughts of earlier turns are dropped, so a turn depends on what follows."""
+    with pytest.raises(DataError, match=r"thinking cannot be masked: .* up to message 2 changes .* --turns"):
+        template("thinking").rendered(ASKED)
+    upper = ChatTemplate("{% filter upper %}{% generation %}a{% endgeneration %}{% endfilter %}", "upper")
+    with pytest.raises(DataError, match="upper changes what is between generation tags"):
+        upper.rendered(ASKED)
+
+
+@pytest.mark.parametrize(
+    ("row", "texts"),
+    [
+        ({"messages": ASKED}, ["How are you, Zoë?", "Fine — and you? 🙂", "1+1", "two"]),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, ["a", "b"]),
+        ({"instruction": "a", "input": "", "output": "b"}, ["a", "b"]),
+        ({"instruction": "a", "input": "x", "output": "b", "system": "s"}, ["s", "a\n\nx", "b"]),
+        ({"prompt": "a", "completion": "b"}, ["a", "b"]),
+        (
+            {"prompt": ASKED[:1], "completion": ASKED[1:2], "messages": None},
+            ["How are you, Zoë?", "Fine — and you? 🙂"],
+        ),
+        ({"messages": [{"role": "assistant", "content": [{"type": "text", "text": "b"}]}]}, ["b"]),
+    ],
+)
+def test_forms_of_conversations(row: Any, texts: list[str]) -> None:
+    found = messages_of(row)
+    assert [message["content"] for message in found] == texts
+    assert {message["role"] for message in found} <= {"system", "user", "assistant"}
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ([], "is list, not an object"),
+        ({"text": "a"}, "has text; it needs messages"),
+        ({"messages": "a"}, "messages is 'a', not a list"),
+        ({"messages": [{"content": "a"}]}, "a message without role"),
+        ({"messages": [{"role": "user", "content": 3}]}, "a message of user has content='3', not a text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "has parts that are no text"),
+        ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
+        ({"conversations": [{"from": "owl", "value": "a"}]}, "a message from 'owl'"),
+        ({"prompt": 1, "completion": "b"}, "prompt and completion are texts or lists"),
+    ],
+)
+def test_what_is_no_conversation_is_told_with_its_place(row: Any, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"prompt": "a", "completion": "b"}\n\n' + json.dumps(row) + "\n")
+    with pytest.raises(DataError) as caught:
+        list(read_conversations([path]))
+    assert str(caught.value).startswith(f"{path}: line 3: ")
+    assert words in str(caught.value)
+
+
+def test_rows_of_parquet_are_read(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet", reason="not run: needs pyarrow, pip install '.[data]'")
+    pa = pytest.importorskip("pyarrow")
+    rows = [{"messages": ASKED[:2]}, {"messages": [{"role": "user", "content": "a"}, ASKED[3]]}]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    found = list(read_conversations([tmp_path / "a.parquet"]))
+    assert [item.messages for item in found] == [row["messages"] for row in rows]
+    assert found[1].place.endswith("a.parquet: row 2")
+
+
+def only(*conversations: Conversation, max_length: int = 0, too_long: Any = "refuse") -> tuple[list[Any], ChatCounts]:
+    counts = ChatCounts()
+    rules: tuple[Any, ...] = ("all", max_length, too_long, counts)
+    return list(examples(conversations, ByteTokenizer(), template("chatml"), *rules)), counts
+
+
+def test_nothing_trained_and_too_long_are_never_dropped_in_silence() -> None:
+    """SF1: a mask of zeros is refused, and the trained share is counted."""
+    good = Conversation(ASKED, "line 1")
+    _, counts = only(good)
+    assert counts.trained_tokens == len("Fine — and you? 🙂two<|im_end|><|im_end|>".encode())
+    silent = ChatTemplate("{% for m in messages %}{{ m.content }}{% generation %}{% endgeneration %}{% endfor %}", "no")
+    with pytest.raises(DataError, match="line 1: no token would be trained"):
+        list(examples([good], ByteTokenizer(), silent, "all", 0, "refuse", ChatCounts()))
+    with pytest.raises(DataError, match=r"line 1: has \d+ tokens, above --max_length 50; .* --too_long skip"):
+        only(good, max_length=50)
+    short = Conversation([{"role": "assistant", "content": "b"}], "line 2")
+    found, counts = only(good, short, max_length=50, too_long="skip")
+    assert [item.place for item in found] == ["line 2"]
+    assert counts.left_out == {"above 50 tokens": 1}
+
+
+def prepare(folder: Path, rows: list[Any], name: str, *flags: str) -> Path:
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["chat", "--input", str(folder / f"{name}.jsonl"), "--output", str(folder / name), "--tokenizer", "bytes"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["preprocess_data.py", *words, "--template", "chatml", *flags])
+        preprocess_data.main()
+    return folder / name
+
+
+def test_a_pair_has_the_weights_of_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"messages": ASKED}, {"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "dd"}]
+    prefix = prepare(tmp_path, rows, "three")
+    assert "3 conversations, " in capsys.readouterr().out
+    dataset = verify(prefix, full=True)
+    weights = read_weights(prefix, len(dataset.tokens))
+    trained = bytes(np.array(dataset.tokens)[weights == 1].astype(np.uint8)).decode()
+    assert trained == "Fine — and you? 🙂<|im_end|>two<|im_end|>b<|im_end|>dd<|im_end|>"
+    sidecar = read_sidecar(prefix)
+    assert sidecar is not None
+    assert sidecar["chat"]["trained_tokens"] == weights.sum()
+    # Parts and wholes keep the weights of their documents.
+    split(prefix, tmp_path / "part", (2, 1))
+    parts = [tmp_path / "part_train", tmp_path / "part_validation"]
+    merge_prepared(parts, tmp_path / "again")
+    for part in (*parts, tmp_path / "again"):
+        verify(part, full=True)
+    again = IndexedDataset(tmp_path / "again")
+    np.testing.assert_array_equal(again.tokens, dataset.tokens)
+    np.testing.assert_array_equal(read_weights(tmp_path / "again", len(again.tokens)), weights)
+    other = prepare(tmp_path, rows, "last", "--turns", "last")
+    with pytest.raises(DataError, match="merge conversations of one template and one choice of turns"):
+        merge_prepared([prefix, other], tmp_path / "mixed")
+    with (tmp_path / "three.weights").open("r+b") as file:
+        file.write(b"\1")
+    with pytest.raises(DataError, match=r"three.weights: SHA-256"):
+        verify(prefix, full=True)
+
+
+def test_examples_are_shown_and_nothing_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prepare(tmp_path, [{"messages": ASKED}], "one", "--show", "3")
+    shown = capsys.readouterr().out
+    assert "→Fine — and you? 🙂<|im_end|>←" in shown
+    assert "tokens are trained" in shown
+    assert not list(tmp_path.glob("one.[bw]*"))
+
+
+def test_a_conversation_that_cannot_be_trained_leaves_no_pair(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        prepare(tmp_path, [{"prompt": "a", "completion": "b"}, {"prompt": "a"}], "bad")
+    assert [path.name for path in tmp_path.iterdir()] == ["bad.jsonl"]
+
+
+def test_templates_are_found_beside_the_tokenizer(tmp_path: Path) -> None:
+    spec = f"hf:{tmp_path / 'tokenizer.json'}"
+    with pytest.raises(ConfigError, match="has no chat template beside it; --template names a file, or chatml"):
+        load_template("", spec)
+    both = [{"name": "rag", "template": "no"}, {"name": "default", "template": "{{ bos_token }}yes"}]
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": both, "bos_token": {"content": "<s>"}})
+    )
+    assert load_template("", spec).text([]) == "<s>yes"
+    (tmp_path / "chat_template.jinja").write_text("newer{% if %}")
+    with pytest.raises(ConfigError, match="no jinja template"):
+        load_template("", spec)
+    (tmp_path / "chat_template.jinja").write_text("newer")
+    assert load_template("", spec).text([]) == "newer"
+    with pytest.raises(ConfigError, match="nowhere: cannot be read: No such file"):
+        load_template("nowhere", spec)
+
+
+def test_a_hostile_template_reaches_nothing() -> None:
+    for source in ("{{ ''.__class__.__mro__ }}", "{{ messages.append(1) }}", "{{ cycler.__init__.__globals__ }}"):
+        with pytest.raises(DataError, match=r"the template bad (refuses it|fails)"):
+            ChatTemplate(source, "bad").text(list(ASKED))
