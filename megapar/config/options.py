@@ -204,6 +204,9 @@ class TrainConfig:
     """Validation samples of one evaluation, rounded up to whole global batches."""
     z_loss: float = 0.0
     """Weight of log(sum exp(logits))^2 in the loss. It keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
+    loss_mean: Literal["token", "sample"] = "token"
+    """What the loss of conversations is the mean of: trained tokens, or conversations. With sample each conversation
+    counts alike, however many of its tokens are trained."""
     trainable: tuple[str, ...] = ()
     """Patterns of the names of parameters that are trained, such as layers.1?.mlp.*; the others are frozen. Empty: all
     are trained."""

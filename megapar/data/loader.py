@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from megapar.batch import MicroBatch, Targets
 from megapar.data.blend import Blend, Stage
 from megapar.data.order import micro_batch_positions, sample_ids
-from megapar.data.samples import Treatment, micro_batch
+from megapar.data.samples import Samples, Treatment, micro_batch
 from megapar.data.sources import Dataset
 from megapar.errors import DataError
 
@@ -31,17 +31,13 @@ class Mixture:
 
     def read(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens [len(positions), seq_length + num_targets], int64, of the samples at `positions`."""
-        return self.read_documents(positions, with_starts=False)[0]
+        return self.read_documents(positions, with_starts=False).tokens
 
-    def read_documents(
-        self, positions: NDArray[np.int64], *, with_starts: bool
-    ) -> tuple[NDArray[np.int64], list[list[int]]]:
-        """The tokens as `read` does, and the positions within each sample at which documents begin.
-
-        Unless `with_starts`, these positions are [0] for each sample. `positions` must not be empty.
-        """
+    def read_documents(self, positions: NDArray[np.int64], *, with_starts: bool) -> Samples:
+        """The samples at `positions`, which must not be empty. Without `with_starts` each is one document."""
         chosen, turns = self.blend.locate(positions)
         samples: NDArray[np.int64] | None = None
+        weights: NDArray[np.float32] | None = None
         starts: list[list[int]] = [[0]] * len(positions)
         # One read for each source: a source can then ask the system for all of its pieces before it waits.
         for number in np.unique(chosen):
@@ -52,11 +48,16 @@ class Mixture:
             if samples is None:
                 samples = np.empty((len(positions), tokens.shape[1]), np.int64)
             samples[rows] = tokens
+            of_tokens = source.weights(ids)
+            if of_tokens is not None:
+                if weights is None:
+                    weights = np.ones(samples.shape, np.float32)
+                weights[rows] = of_tokens
             if with_starts:
                 for row, starts_of_row in zip(rows, source.starts(ids, tokens), strict=True):
                     starts[row] = starts_of_row
         assert samples is not None, "read needs a position"
-        return samples, starts
+        return Samples(samples, starts, weights)
 
     def _ids(self, source: Dataset, turns: NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids of the samples that `source` gives as its `turns`-th ones, counted from 0 over all epochs."""
@@ -141,12 +142,12 @@ class Loader:
         if not len(positions):
             return []
         # All samples of the step are read at once, so that their pages are fetched together.
-        samples, starts = self.samples.read_documents(positions.ravel(), with_starts=self.treatment.needs_starts)
+        samples = self.samples.read_documents(positions.ravel(), with_starts=self.treatment.needs_starts)
         batches = []
         for number, positions_b in enumerate(positions):
             first = number * self.micro_batch_size
-            rows = slice(first, first + self.micro_batch_size)
-            batch = micro_batch(samples[rows], positions_b, starts[rows], self.treatment, self.num_targets)
+            rows = samples.rows(first, first + self.micro_batch_size)
+            batch = micro_batch(rows, positions_b, self.treatment, self.num_targets)
             batches.append(batch.columns(self.columns))
         return batches
 

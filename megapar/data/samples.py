@@ -27,6 +27,24 @@ class MiddleTokens(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Samples:
+    """Samples as sources give them. `tokens` are [n, seq_length + num_targets].
+
+    `starts` has, for each sample, the positions within it at which documents begin. The first is 0. `weights` are those
+    of the tokens as targets, of the same shape. None: all are 1.
+    """
+
+    tokens: NDArray[np.int64]
+    starts: Sequence[Sequence[int]]
+    weights: NDArray[np.float32] | None = None
+
+    def rows(self, first: int, last: int) -> "Samples":
+        """The samples [first, last)."""
+        weights = None if self.weights is None else self.weights[first:last]
+        return Samples(self.tokens[first:last], self.starts[first:last], weights)
+
+
+@dataclass(frozen=True)
 class Treatment:
     """How the documents of samples are treated.
 
@@ -46,30 +64,28 @@ class Treatment:
 
 
 def micro_batch(
-    samples: NDArray[np.int64],
-    positions: NDArray[np.int64],
-    starts: Sequence[Sequence[int]],
-    treatment: Treatment,
-    num_targets: int = 1,
+    samples: Samples, positions: NDArray[np.int64], treatment: Treatment, num_targets: int = 1
 ) -> MicroBatch:
-    """Return inputs, targets and weights, each [b, seq_length], of `samples` [b, seq_length + num_targets].
+    """Return inputs, targets and weights, each [b, seq_length], of `samples`.
 
     The `num_targets` tokens after each position are its targets. `positions` [b] are the samples' positions in the run.
-    `starts` holds, for each sample, the positions within it at which documents begin.
     """
-    length = samples.shape[1] - num_targets
+    tokens, starts = samples.tokens, samples.starts
+    length = tokens.shape[1] - num_targets
     if treatment.fim_rate and treatment.marks:
         keys = mix64(np.array([treatment.seed], np.uint64)) ^ positions.astype(np.uint64)
-        samples = fill_in_the_middle(samples, starts, keys, treatment.fim_rate, treatment.marks)
+        tokens = fill_in_the_middle(tokens, starts, keys, treatment.fim_rate, treatment.marks)
 
     def targets(ahead: int) -> Targets:
-        weights_bs = weights(starts, length, ahead) if treatment.apart else torch.ones(len(samples), length)
+        weights_bs = weights(starts, length, ahead) if treatment.apart else torch.ones(len(tokens), length)
+        if samples.weights is not None:
+            weights_bs *= torch.from_numpy(samples.weights[:, ahead : ahead + length])
         # The copies are contiguous, and share no memory with the caller's array.
-        return Targets(torch.from_numpy(samples[:, ahead : ahead + length].copy()), weights_bs)
+        return Targets(torch.from_numpy(tokens[:, ahead : ahead + length].copy()), weights_bs)
 
     targets_bs, weights_bs = targets(1)
     return MicroBatch.of_samples(
-        tokens_bs=torch.from_numpy(samples[:, :length].copy()),
+        tokens_bs=torch.from_numpy(tokens[:, :length].copy()),
         targets_bs=targets_bs,
         weights_bs=weights_bs,
         sample_ids_b=torch.from_numpy(positions.copy()),

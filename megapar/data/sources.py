@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from megapar.data.contents import content_hash
 from megapar.data.indexed import IndexedDataset
 from megapar.data.order import mix64, permute
-from megapar.data.prepared import read_sidecar, sidecar_path
+from megapar.data.packs import PackDataset
+from megapar.data.prepared import CHAT, read_sidecar, sidecar_path
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import ConfigError, DataError
 
@@ -39,6 +40,13 @@ class Dataset(Protocol):
         """The positions of the starts of documents within each sample. The first is 0.
 
         `samples` are the tokens of `read(ids)`.
+        """
+        ...
+
+    def weights(self, ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
+        """The weight of each token of the samples `ids` as a target, [len(ids), seq_length + num_targets].
+
+        None: all are 1.
         """
         ...
 
@@ -105,6 +113,9 @@ class ChunkDataset:
             starts_of_samples.append([0, *(start - first for start in inner)])
         return starts_of_samples
 
+    def weights(self, ids: NDArray[np.int64]) -> None:
+        return None
+
     def fingerprints(self) -> Mapping[str, str]:
         found = self.file.fingerprints()
         sidecar = read_sidecar(self.name)
@@ -152,6 +163,9 @@ class SyntheticDataset:
     def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
         return [[0] for _ in ids]
 
+    def weights(self, ids: NDArray[np.int64]) -> None:
+        return None
+
     def fingerprints(self) -> Mapping[str, str]:
         return {}
 
@@ -193,6 +207,9 @@ class StreamDataset:
 
     def starts(self, ids: NDArray[np.int64], samples: NDArray[np.int64]) -> list[list[int]]:
         return [[0, *(np.flatnonzero(sample[:-1] == self.tokenizer.eod) + 1).tolist()] for sample in samples]
+
+    def weights(self, ids: NDArray[np.int64]) -> None:
+        return None
 
     def fingerprints(self) -> Mapping[str, str]:
         return stream_fingerprints(self.name)
@@ -260,11 +277,14 @@ def open_dataset(
 ) -> Dataset:
     """Open the source that an entry of `data.train` or `data.validation` names.
 
-    A source is a .bin/.idx prefix, `hf:...`, or `synthetic`. Only `synthetic` uses `seed`, only `hf:...` uses
-    `tokenizer`, and only a prefix uses `part`. A sample has `num_targets` tokens more than `seq_length`.
+    A source is a .bin/.idx prefix, of text or of conversations, `hf:...`, or `synthetic`. Only `synthetic` uses `seed`,
+    only `hf:...` uses `tokenizer`, and only a prefix uses `part`. A sample has `num_targets` tokens more than
+    `seq_length`.
     """
     if source == "synthetic":
         return SyntheticDataset(seq_length, vocab_size, seed, num_targets=num_targets)
     if source.startswith("hf:"):
         return StreamDataset(source, seq_length, vocab_size, load_tokenizer(tokenizer), num_targets)
-    return ChunkDataset(source, seq_length, vocab_size, part, num_targets)
+    sidecar = read_sidecar(source)
+    made = PackDataset if sidecar and CHAT in sidecar else ChunkDataset
+    return made(source, seq_length, vocab_size, part, num_targets)

@@ -24,6 +24,7 @@ from megapar.data.blend import BLEND_VERSION, Stage
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
 from megapar.data.order import ORDER_VERSION
+from megapar.data.packs import PackDataset
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, open_dataset
@@ -90,6 +91,21 @@ def open_loaders(config: Config, ctx: ParallelContext, num_targets: int = 1) -> 
     return Delivery(training, config.data.workers), sets
 
 
+def _check_conversations(config: Config, source: str) -> None:
+    """Raise DataError for options that would join conversations, or change their order of tokens."""
+    if config.data.documents != "apart":
+        raise DataError(f"{source} has conversations: packs of them need data.documents=apart, or they read each other")
+    if config.data.fim_rate:
+        raise DataError(
+            f"{source} has conversations: data.fim_rate={config.data.fim_rate} would tear their turns apart"
+        )
+
+
+def packs_in_words(loader: Loader) -> list[str]:
+    """A line for each source of packed conversations."""
+    return [source.describe() for source in loader.samples.sources if isinstance(source, PackDataset)]
+
+
 def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
     """Start and end of each share of `data.split`, as fractions of the number of documents."""
     if not split:
@@ -112,6 +128,11 @@ def _open(
         try:
             _check_tokenizer(source, config.data.tokenizer)
             dataset = open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part)
+            if isinstance(dataset, PackDataset):
+                _check_conversations(config, source)
+                dataset.loss_mean = config.train.loss_mean
+            elif config.train.loss_mean == "sample":
+                raise DataError(f"{source} has no conversations, whose means train.loss_mean=sample takes; use token")
             if not tokenizer_is_named(config):
                 # Every id is compared with the vocabulary when it is read. Some are read now: a vocabulary that is too
                 # small ends the run before its first step.

@@ -35,7 +35,7 @@ from megapar.precision import LossScale, model_dtype
 from megapar.random import initialize
 from megapar.stage_set import StageSet
 from megapar.train import checkpoints, not_finite, prediction
-from megapar.train.data import TEST
+from megapar.train.data import TEST, packs_in_words
 from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
 from megapar.train.prediction import Comparison, Prediction
@@ -285,6 +285,8 @@ def train(run: Run) -> str:
         closing(run.train_data) as data,
     ):
         steps = _Steps(run, data, reporter)
+        for line in packs_in_words(data.loader):
+            reporter.say(line)
         if profiler.missed:
             reporter.say(profiler.missed)
         # The second step, because the first one allocates what later ones use again.
