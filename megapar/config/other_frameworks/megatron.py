@@ -306,5 +306,5 @@ FLAGS = (
     lacking("use-pytorch-profiler", NO_PROFILER),
     computed("distributed-timeout-minutes", "launch.timeout_seconds", "minutes x 60"),
     always("distributed-backend", "nccl on GPUs, gloo and shared memory on CPUs"),
-    lacking("sft", "megapar pretrains; it has neither chat templates nor a mask on prompts"),
+    lacking("sft", "data.train names conversations prepared by preprocess_data.py chat; data.documents=apart packs them"),
 )
