@@ -6,16 +6,18 @@ after it in backward. `megapar.tensor_parallel.regions` has those of tensor para
 A pipeline schedule may defer weight gradients: see `megapar.main_grad`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm.pending import Pending
-from megapar.main_grad import DeferredWeightGradient, is_deferred, main_grad_of
+from megapar.low_rank import LowRank
+from megapar.main_grad import DeferredWeightGradient, MainGrad, is_deferred, main_grad_of
 from megapar.products import ConvertedWeight, MatrixProducts
 
 
@@ -59,19 +61,54 @@ class Local:
 LOCAL = Local()
 
 
-def keep_for_backward(ctx: Any, x: Tensor, weight: Tensor, region: object, products: MatrixProducts) -> None:
-    """Keep for the backward of a linear layer what it needs. `x` is the converted input of the layer."""
+class KeptWeight(NamedTuple):
+    """What the backward of a linear layer needs of a weight besides its values."""
+
+    converted: ConvertedWeight
+    main_grad: MainGrad | None
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "KeptWeight":
+        """Read it in forward: under activation checkpointing the tensor that backward unpacks has no attributes."""
+        return cls(ConvertedWeight.of(weight), main_grad_of(weight))
+
+
+class Applied(NamedTuple):
+    """What a layer adds to its output: s B z, see `LowRank`."""
+
+    z: Tensor
+    b: Tensor
+    rule: LowRank
+
+
+def keep_for_backward(
+    ctx: Any,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    region: object,
+    products: MatrixProducts,
+    adapter: Applied | None = None,
+) -> None:
+    """Keep for the backward of a linear layer what it needs. `x` is the converted input of the layer.
+
+    The saved tensors are x, the weights, and with an adapter z and b.
+    """
     # Not the input of the product. Under sequence parallelism, the gathered input would take tp times the memory.
-    ctx.save_for_backward(x, weight)
+    if adapter is None:
+        ctx.save_for_backward(x, *weights)
+    else:
+        ctx.save_for_backward(x, *weights, adapter.z, adapter.b)
+        ctx.rule = adapter.rule
+        ctx.main_grad_b = main_grad_of(adapter.b)
     ctx.region = region
     ctx.products = products
-    # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
-    ctx.converted = ConvertedWeight.of(weight)
-    ctx.main_grad = main_grad_of(weight)
+    ctx.kept = [KeptWeight.of(weight) for weight in weights]
 
 
-def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor, region: InputRegion = LOCAL) -> Tensor | None:
-    """The gradient of the weight, or None if it goes to the main gradient, now or in W.
+def weight_gradient(
+    products: MatrixProducts, main_grad: MainGrad | None, grad_y: Tensor, x: Tensor, region: InputRegion = LOCAL
+) -> Tensor | None:
+    """The gradient of a weight, or None if it goes to `main_grad`, now or in W.
 
     `x` is the input of the product. If the gradient is deferred, `x` may be the input of the layer, which W lets enter
     through `region`.
@@ -79,11 +116,10 @@ def weight_gradient(ctx: Any, grad_y: Tensor, x: Tensor, region: InputRegion = L
     The gradient is one product over all tokens, also where the input gradient is computed in chunks, so that its sums
     have the same order.
     """
-    if ctx.main_grad is None:
-        grad: Tensor = ctx.products.weight_gradient(_as_2d(grad_y), _as_2d(x))
+    if main_grad is None:
+        grad: Tensor = products.weight_gradient(_as_2d(grad_y), _as_2d(x))
         return grad
-    add = partial(_add_product, ctx.products)
-    DeferredWeightGradient(ctx.main_grad, grad_y, x, add, region.enter_async).add_or_defer()
+    DeferredWeightGradient(main_grad, grad_y, x, partial(_add_product, products), region.enter_async).add_or_defer()
     return None
 
 
@@ -94,6 +130,50 @@ def _add_product(products: MatrixProducts, total: Tensor, grad_y: Tensor, x: Ten
 def _as_2d(x: Tensor) -> Tensor:
     """[tokens, features], from [..., features]."""
     return x.reshape(-1, x.shape[-1])
+
+
+Gradients = tuple[Tensor | None, list[Tensor | None], Tensor | None]
+"""Those of a layer's input, of its weights, and of its bias."""
+
+
+def linear_backward(
+    ctx: Any,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    grads_y: Sequence[Tensor],
+    needs_weights: Sequence[bool],
+    needs_bias: bool,
+) -> Gradients:
+    """The backward of a layer with one or more products of the same input: their outputs' gradients are `grads_y`.
+
+    x and the weights are saved tensors. The bias is that of the first product. See `LinearFunction` for the order.
+    """
+    products = ctx.products
+    grad_x = grad_bias = None
+    entering = Pending()  # an empty Pending: its wait returns at once
+    leaving = Pending()
+    region = ctx.region  # through which x has still to enter
+    if any(needs and not is_deferred(kept.main_grad) for needs, kept in zip(needs_weights, ctx.kept, strict=True)):
+        # From here on x is the input of the product, no longer that of the layer. This communication runs during the
+        # product of the input gradient.
+        x, entering = region.enter_async(x)
+        region = LOCAL
+    if ctx.needs_input_grad[0]:
+        for grad_y, weight, kept in zip(grads_y, weights, ctx.kept, strict=True):
+            part = products.input_gradient(grad_y, kept.converted.get(weight, products))
+            grad_x = part if grad_x is None else grad_x.add_(part)
+        entering.wait()
+        # This communication runs during the product of the weight gradient.
+        grad_x, leaving = ctx.region.leave_async(grad_x)
+    entering.wait()  # again, because the input may need no gradient; a second wait does nothing
+    grad_weights = [
+        weight_gradient(products, kept.main_grad, grad_y, x, region) if needs else None
+        for needs, kept, grad_y in zip(needs_weights, ctx.kept, grads_y, strict=True)
+    ]
+    if needs_bias:
+        grad_bias = _as_2d(grads_y[0]).sum(0)
+    leaving.wait()
+    return grad_x, grad_weights, grad_bias
 
 
 class LinearFunction(torch.autograd.Function):
@@ -113,32 +193,53 @@ class LinearFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: InputRegion, products: MatrixProducts
     ) -> Tensor:
         x = products.convert_input(x)
-        keep_for_backward(ctx, x, weight, region, products)
-        return products.forward(region.enter(x), ctx.converted.get(weight, products), bias)
+        keep_for_backward(ctx, x, [weight], region, products)
+        return products.forward(region.enter(x), ctx.kept[0].converted.get(weight, products), bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        _, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_x = grad_weight = grad_bias = None
-        entering = Pending()  # an empty Pending: its wait returns at once
-        leaving = Pending()
-        region = ctx.region  # through which x has still to enter
-        if needs_weight and not is_deferred(ctx.main_grad):
-            # From here on x is the input of the product, no longer that of the layer. This communication runs during
-            # the product of the input gradient.
-            x, entering = region.enter_async(x)
-            region = LOCAL
-        if needs_x:
-            grad_x = ctx.products.input_gradient(grad_y, ctx.converted.get(weight, ctx.products))
-            entering.wait()
-            # This communication runs during the product of the weight gradient.
-            grad_x, leaving = ctx.region.leave_async(grad_x)
-        entering.wait()  # again, because the input may need no gradient; a second wait does nothing
-        if needs_weight:
-            grad_weight = weight_gradient(ctx, grad_y, x, region)
-        if needs_bias:
-            grad_bias = grad_y.reshape(-1, grad_y.shape[-1]).sum(0)
-        leaving.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+        grad_x, grad_weights, grad_bias = linear_backward(ctx, x, [weight], [grad_y], [needs_weight], needs_bias)
+        return grad_x, grad_weights[0], grad_bias, None, None
+
+
+class AdaptedLinear(torch.autograd.Function):
+    """y = region.enter(x) W^T + b + s B z, with z = region.enter(x) A^T: a and b, A and B, are as in `LowRank`.
+
+    x enters once for both products, and its gradient leaves once. Otherwise as `LinearFunction`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        region: InputRegion,
+        products: MatrixProducts,
+        rule: LowRank,
+    ) -> Tensor:
+        x = products.convert_input(x)
+        entered = region.enter(x)
+        of_weight, of_a = KeptWeight.of(weight), KeptWeight.of(a)
+        y = products.forward(entered, of_weight.converted.get(weight, products), bias)
+        z = products.forward(entered, of_a.converted.get(a, products), None)
+        rule.add(y, z, b)
+        keep_for_backward(ctx, x, [weight, a], region, products, Applied(z, b, rule))
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, z, b = ctx.saved_tensors
+        _, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
+        grad_z = ctx.rule.inner_gradient(grad_y, b)
+        grad_x, grad_weights, grad_bias = linear_backward(
+            ctx, x, [weight, a], [grad_y, grad_z], [needs_weight, needs_a], needs_bias
+        )
+        grad_b = ctx.rule.b_gradient(ctx.main_grad_b, grad_y, z, b) if needs_b else None
+        return grad_x, grad_weights[0], grad_bias, grad_weights[1], grad_b, None, None, None

@@ -21,6 +21,9 @@ from megapar.context import Axis
 
 Sizes = tuple[int, ...]
 
+ADAPTER = "adapter"
+"""`ParamSpec.added_by` of the factors of an adapter."""
+
 # Sizes that 16 does not divide cost vector loads, so the vocabulary is padded.
 VOCAB_MULTIPLE = 128
 
@@ -29,11 +32,12 @@ VOCAB_MULTIPLE = 128
 class Init:
     """Initial values of a parameter: the constant `value`, or random numbers.
 
-    `normal` draws from a normal distribution of mean 0 and standard deviation `value`. The numbers depend on the seed,
-    on the name of the tensor and on the row, so they are the same under every parallel layout.
+    `normal` draws from a normal distribution of mean 0 and standard deviation `value`, and `uniform` evenly from -value
+    to value. The numbers depend on the seed, on the name of the tensor and on the row, so they are the same under every
+    parallel layout.
     """
 
-    kind: Literal["normal", "constant"]
+    kind: Literal["normal", "uniform", "constant"]
     value: float
 
 
@@ -125,9 +129,9 @@ class ParamSpec:
     training_state: bool = False
     """Of a buffer: whether training alone needs it. A checkpoint of weights alone does not have it."""
     added_by: str = ""
-    """For a buffer: the option adding it to a model, without `model.`.
+    """What adds the tensor to a model: an option without `model.`, or ADAPTER.
 
-    A run may start from weights of a model made without this option. The buffer then keeps its initial value.
+    A run may start from weights of a model made without it. The tensor then keeps its initial value.
     """
 
     def names_to_select(self) -> list[str]:

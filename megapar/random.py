@@ -26,7 +26,7 @@ def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
 
     Whole rows are drawn and then cut, so the numbers do not depend on the cut.
     """
-    if init.kind != "normal":
+    if init.kind == "constant":
         return torch.full(piece.local_shape, init.value)
     key = int.from_bytes(hashlib.blake2b(piece.name.encode(), digest_size=8).digest(), "little")
     rows, *others = piece.held.slices
@@ -35,14 +35,18 @@ def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
     # One row at a time: a rank needs no memory for the whole tensor. A row has a stream that begins at its counter.
     # One generator is set to it, because a new one for each row would take longer than short rows do.
     bits = np.random.Philox(key=[seed, key])
-    normal = np.random.Generator(bits).standard_normal
+    generator = np.random.Generator(bits)
+    draw = generator.standard_normal if init.kind == "normal" else generator.random
     begin = bits.state
     local = np.empty(piece.local_shape, np.float32)
     for i, row in enumerate(range(rows.start, rows.stop)):
         begin["state"]["counter"][2] = row
         bits.state = begin
-        local[i] = normal(width, np.float32).reshape(row_shape)[tuple(others)]
-    return torch.from_numpy(local).mul_(init.value)
+        local[i] = draw(width, np.float32).reshape(row_shape)[tuple(others)]
+    values = torch.from_numpy(local)
+    if init.kind == "uniform":
+        values.mul_(2).sub_(1)  # drawn from 0 to 1
+    return values.mul_(init.value)
 
 
 def initialize(modules: Iterable[nn.Module], seed: int) -> None:

@@ -24,7 +24,7 @@ FOUNDATION = {
     for name in (
         *("config", "comm", "system", "context", "grid", "device", "params", "main_grad", "products", "linear"),
         *("sharding", "random", "recompute", "precision", "batch", "stage_set", "tally", "recorder", "expert_load"),
-        *("errors", "__version__"),
+        *("errors", "low_rank", "__version__"),
     )
 }
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}

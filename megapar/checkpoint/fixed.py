@@ -9,16 +9,19 @@ from megapar.checkpoint.format import BUFFER, TRAINING_STATE
 from megapar.params import MAIN, ParamSpec, StateSlice, spec_of
 
 
-def fixed_slices(modules: Iterable[nn.Module], *, to_save: bool = False) -> Iterator[StateSlice]:
+def fixed_slices(
+    modules: Iterable[nn.Module], *, to_save: bool = False, parameters: bool = True
+) -> Iterator[StateSlice]:
     """Yield a slice for each frozen parameter of `modules`, and for each buffer with a ParamSpec as its `spec`.
 
-    Each slice covers a whole local tensor, and each tensor occurs once. All replicas hold these tensors.
+    Each slice covers a whole local tensor, and each tensor occurs once. All replicas hold these tensors. Without
+    `parameters` those are left out.
     A slice's tensor is a view, so a load can fill it. With `to_save`, weights are fp32, as a checkpoint stores them.
     Those of a 16-bit model are copies then.
     """
     seen: set[int] = set()
     for module in modules:
-        for param in module.parameters():
+        for param in module.parameters() if parameters else ():
             # Modules may share a parameter, and a checkpoint stores each tensor once.
             if not param.requires_grad and id(param) not in seen:
                 seen.add(id(param))

@@ -29,7 +29,7 @@ import torch
 
 from megapar.checkpoint.manifest import Span, encode, index, seal
 from megapar.errors import CheckpointError
-from megapar.params import ParamSpec, Piece, Sizes
+from megapar.params import MAIN, ParamSpec, Piece, Sizes
 from megapar.system.regular_files import open_regular, read_regular
 
 FORMAT = 1
@@ -38,6 +38,8 @@ MANIFEST = "manifest.json"
 # names its own states, such as moments, and `Manifest.states` has what it declares of them.
 BUFFER = "buffer"  # a tensor that is state but no parameter
 TRAINING_STATE = "training"  # such a tensor that the model itself does not need
+WEIGHTS = (MAIN, BUFFER)  # states that a checkpoint of weights alone has
+BASE = "base"  # the trainer's field that names the base of adapters
 # What AdamW declares, for checkpoints of versions before `Manifest.states`.
 _UNDECLARED = {
     "exp_avg": {"optimizer": "adamw", "initial": 0.0, "nonnegative": False},
@@ -217,6 +219,23 @@ class Manifest:
         """The optimizer of the logical tensor `name`, or "" if the checkpoint has no state of it."""
         found = (declared["optimizer"] for state, declared in self.states.items() if f"{state}.{name}" in self.tensors)
         return next(found, "")
+
+    @property
+    def base(self) -> Any:
+        """What the trainer says of the base of adapters; None if the checkpoint holds all weights of a model."""
+        return self.trainer.get(BASE) or None
+
+    def weights_digest(self) -> str:
+        """A SHA-256 of all weights: names, shapes, and the CRC-32 of each box in the files.
+
+        Equal weights in other boxes, written by another layout, have another digest.
+        """
+        digest = hashlib.sha256()
+        for name, entry in sorted(self.tensors.items()):
+            if name.partition(".")[0] in WEIGHTS:
+                boxes = sorted((chunk.offset, chunk.size, chunk.crc32) for chunk in entry.chunks)
+                digest.update(repr((name, entry.shape, boxes)).encode())
+        return digest.hexdigest()
 
     def header(self) -> dict[str, Any]:
         """All fields but the tensors, as JSON types."""

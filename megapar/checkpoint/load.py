@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megapar.checkpoint.format import (
-    BUFFER,
     MANIFEST,
+    WEIGHTS,
     Check,
     Chunk,
     ForeignCheckpointError,
@@ -42,7 +42,6 @@ from megapar.params import MAIN, Sizes, StateSlice, spec_of
 
 Kind = tuple[str, Sizes]  # dtype and shape of a tensor
 
-WEIGHTS = (MAIN, BUFFER)  # states that a checkpoint of weights alone has
 _MOST_DIFFERENCES = 40  # lines that a message holds
 _MOST_NEARBY = 5  # checkpoints that a message names
 _DOING = "checkpoint not loaded"
@@ -221,6 +220,8 @@ def _load(
         hint = why(manifest)
         if stored <= {*WEIGHTS} and not weights_alone:
             hint = "; it holds weights alone: --checkpoint.init_from starts from them"
+        if manifest.base and weights_alone:
+            hint = "; it holds adapters alone, without the weights of their base"
         head = f"{path} does not fit this run{hint} (checkpoint | run):"
         raise _everywhere(CheckpointError("\n  ".join([head, *_shortened(lines)])))
     try:

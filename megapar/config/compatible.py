@@ -67,6 +67,14 @@ def function_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
     return [f"{path} ({shown(before[path])} | {shown(now[path])})" for path in different]
 
 
+def adapter_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
+    """Parts of a message as those of `function_changes`, for the options of adapters."""
+    before = {**_as_json(flatten(default_config())), **saved}
+    now = _as_json(flatten(config))
+    different = [path for path in now if path.startswith("adapter.") and before[path] != now[path]]
+    return [f"{path} ({shown(before[path])} | {shown(now[path])})" for path in different]
+
+
 def changes(saved: Mapping[str, Any], config: Config) -> list[str]:
     """Lines "option: saved -> now" for the changed options of a resumed run.
 

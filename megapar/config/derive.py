@@ -6,7 +6,7 @@ from typing import Any
 
 from megapar.config.messages import problem
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import Config, MixtureModel, ParallelConfig
+from megapar.config.options import ADAPTERS, Config, MixtureModel, ParallelConfig
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
@@ -42,7 +42,10 @@ def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualSt
     if config.optimizer.zero_stage < 2:  # from 2 on a layer is a bucket
         bucket_mb = bucket_mb or max(64.0, 4.0 * parallel.dp * parallel.cp)
     optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
-    return replace(config, model=model, parallel=parallel, optimizer=optimizer)
+    train = config.train
+    if config.adapter.rank and not train.trainable:
+        train = replace(train, trainable=(ADAPTERS,))
+    return replace(config, model=model, parallel=parallel, train=train, optimizer=optimizer)
 
 
 def smallest_world(parallel: ParallelConfig) -> int:

@@ -6,8 +6,10 @@ imports torch. In TOML, in flags and in messages an option is named by its dotte
 A model family may have options of its own. They are the fields of a subclass of ModelConfig in the family's module.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
+from fnmatch import fnmatchcase
 from typing import Any, Literal, get_type_hints
 
 # Metadata of an option of `model`: what its value decides. Without them it decides the weights (compatible.py).
@@ -209,7 +211,7 @@ class TrainConfig:
     counts alike, however many of its tokens are trained."""
     trainable: tuple[str, ...] = ()
     """Patterns of the names of parameters that are trained, such as layers.1?.mlp.*; the others are frozen. Empty: all
-    are trained."""
+    are trained, and with adapter.rank the adapters alone."""
     memory_report: bool = False
     """Count the bytes that the second step holds, by kind, print them beside those of the plan, and write
     memory.json. Of a mixture write expert_rows too: how often each rank chose each expert in this step."""
@@ -240,6 +242,45 @@ class TrainConfig:
             consumed += size
             left -= 1
         return consumed + left * self.global_batch_size
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters (LoRA, arXiv 2106.09685). The weights of the model are frozen, and a product of two small
+    matrices is added to each: y = W x + s B A x. docs/adapters.md shows them."""
+
+    rank: int = 0
+    """Rows of A and columns of B; 0: no adapter."""
+    alpha: float = 0.0
+    """s is alpha / rank; 0 means rank, and so s = 1."""
+    targets: tuple[str, ...] = ()
+    """Matrices with an adapter, by the last word of their names, such as q k v o gate up down, or by patterns of whole
+    names, such as layers.1?.attention.*; empty: all matrices of the layers, without those of routers."""
+    rslora: bool = False
+    """s is alpha / sqrt(rank) (arXiv 2312.03732)."""
+
+    @property
+    def scale(self) -> float:
+        """s, by which B A x is multiplied."""
+        divisor = math.sqrt(self.rank) if self.rslora else self.rank
+        return (self.alpha or self.rank) / divisor
+
+    def is_target(self, matrix: str) -> bool:
+        """Whether the matrix of this name, such as layers.3.attention.q, has an adapter if there are any."""
+        return not self.targets or any(_names(target, matrix) for target in self.targets)
+
+    def unmatched(self, matrices: Collection[str]) -> list[str]:
+        """The targets that name none of these matrices."""
+        return [target for target in self.targets if not any(_names(target, matrix) for matrix in matrices)]
+
+
+def _names(target: str, matrix: str) -> bool:
+    return matrix.rpartition(".")[2] == target or fnmatchcase(matrix, target)
+
+
+NO_ADAPTER = AdapterConfig()
+ADAPTERS = "*.lora_*"
+"""The pattern of train.trainable that names the factors of all adapters."""
 
 
 @dataclass(frozen=True)
@@ -408,6 +449,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
     run_dir: str = "runs/default"
     """Folder of everything that the run writes: config.toml, metrics.jsonl, checkpoints/, tensorboard/."""
     dry_run: bool = False

@@ -16,7 +16,7 @@ from megapar.config.data_spec import data_problems
 from megapar.config.derive import derive, profiled_steps
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import Config, ModelConfig, ParallelConfig, default_config, flatten
+from megapar.config.options import ADAPTERS, Config, ModelConfig, ParallelConfig, default_config, flatten
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
@@ -66,6 +66,7 @@ def validate(config: Config, world_size: int, rules: ModelRules, stages: Virtual
             *_model(derived, rules),
             *_layout_problems(config, derived, world_size, rules, stages),
             *data_problems(derived),
+            *_adapter(derived),
             *_checkpoint(derived),
             *_log(derived),
         ]
@@ -502,10 +503,24 @@ def _shard_ranks(config: Config) -> Iterator[str]:
             yield problem(config, "optimizer.shard_ranks parallel.ep parallel.etp", text)
 
 
+def _adapter(config: Config) -> Iterator[str]:
+    """Options of `adapter` without effect, and an adapter that is not trained."""
+    adapter = config.adapter
+    if not adapter.rank:
+        defaults = Config().adapter
+        given = [f"adapter.{f.name}" for f in fields(adapter) if getattr(adapter, f.name) != getattr(defaults, f.name)]
+        for option in given:
+            yield problem(config, f"{option} adapter.rank", "there is no adapter; set adapter.rank, such as 16")
+    elif ADAPTERS not in config.train.trainable:
+        text = f"the patterns leave adapters frozen; add '{ADAPTERS}', or leave train.trainable empty"
+        yield problem(config, "train.trainable adapter.rank", text)
+
+
 def _checkpoint(config: Config) -> Iterator[str]:
     """Problems of contradicting or ineffective options of `checkpoint`."""
     options = config.checkpoint
-    if options.init_from != "none" and options.resume not in ("auto", "none"):
+    # The checkpoint of an adapter lacks the weights of its base, which init_from names.
+    if options.init_from != "none" and options.resume not in ("auto", "none") and not config.adapter.rank:
         text = "both name a checkpoint to start from; leave resume at auto, or init_from at none"
         yield problem(config, "checkpoint.init_from checkpoint.resume", text)
     if options.init_from == "none" and not options.strict:

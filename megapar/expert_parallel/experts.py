@@ -8,10 +8,16 @@ ep by number, and each expert is cut over etp as a dense MLP is cut over tp:
     layers.N.mlp.experts.E.{gate,up}.bias       [f]         cut (optional)
     layers.N.mlp.experts.E.down.bias            [h]         on every etp rank (optional)
 
+An adapter adds further ones to a MATRIX [out, in], with r its rank (`megapar.low_rank`). They are cut as the matrix:
+
+    layers.N.mlp.experts.E.MATRIX.lora_a        [r, in]     that of down is cut by input
+    layers.N.mlp.experts.E.MATRIX.lora_b        [out, r]    those of gate and up are cut by output
+
 A rank holds all its gates and ups in one parameter and all its downs in another. Their numbers of experts need not be
 equal on all ranks, and may be 0. Then both parameters have no element, and are in no checkpoint and no buffer.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
@@ -23,8 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.expert_parallel.dispatch import experts_of
+from megapar.low_rank import LoraRule
 from megapar.main_grad import DeferredWeightGradient
-from megapar.params import ZEROS, Init, ParamSpec, Piece, cut, held_by_all, make_piece
+from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, cut, held_by_all, make_piece
 from megapar.products import TORCH_PRODUCTS, ConvertedWeight, MatrixProducts
 from megapar.sharding import Sharding
 
@@ -35,6 +42,7 @@ class Experts(nn.Module):
     `name` is the name of the logical tensors up to the number of the expert, such as layers.3.mlp.experts. `activation`
     maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). With `bias`
     all matrices have biases. `token_share` is an expert's share of the tokens if the load is even, for `ParamSpec`.
+    `adapted` are the matrices with an adapter by `lora`.
     """
 
     def __init__(
@@ -51,6 +59,8 @@ class Experts(nn.Module):
         token_share: Fraction = Fraction(1),
         products: MatrixProducts = TORCH_PRODUCTS,
         bias: bool = False,
+        lora: LoraRule | None = None,
+        adapted: Sequence[str] = (),
     ):
         super().__init__()
         self.token_share = token_share
@@ -69,17 +79,39 @@ class Experts(nn.Module):
         if bias:
             self.gate_up_bias = self._parameter(name, ("gate", "up"), (width,), 0, ZEROS)
             self.down_bias = self._parameter(name, ("down",), (hidden_size,), None, ZEROS)
+        self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
+        self.scale = 0.0
+        if lora is not None:
+            self.scale = lora.scale
+            for matrix in adapted:
+                self._add_factors(name, matrix, lora.rank)
+
+    def _add_factors(self, name: str, matrix: str, rank: int) -> None:
+        """Add the adapters of this matrix. The factor that is not cut has a partial gradient."""
+        is_down = matrix == "down"
+        out_features, in_features = (self.hidden_size, self.width) if is_down else (self.width, self.hidden_size)
+        uniform = Init("uniform", 1 / math.sqrt(in_features))
+        a_cut, b_cut = (1, None) if is_down else (None, 0)
+        self.lora_a[matrix] = self._parameter(name, (matrix,), (rank, in_features), a_cut, uniform, "lora_a")
+        self.lora_b[matrix] = self._parameter(name, (matrix,), (out_features, rank), b_cut, ZEROS, "lora_b")
 
     def _parameter(
-        self, name: str, matrices: Sequence[str], shape: tuple[int, ...], cut_dim: int | None, init: Init
+        self,
+        name: str,
+        matrices: Sequence[str],
+        shape: tuple[int, ...],
+        cut_dim: int | None,
+        init: Init,
+        kind: str = "",
     ) -> nn.Parameter:
-        """The parameter with these matrices, or their biases, of each expert of the rank. Their logical shape is
-        `shape`.
+        """The parameter with these matrices, their biases or factors, of each expert of the rank. Their logical shape
+        is `shape`.
 
-        etp cuts them along `cut_dim`. With None the first rank of etp adds them alone.
+        etp cuts them along `cut_dim`. With None all ranks of etp hold them, and have parts of their gradient.
         """
         sharding = self.sharding
-        kind = "weight" if len(shape) == 2 else "bias"
+        is_factor = kind != ""
+        kind = kind or ("weight" if len(shape) == 2 else "bias")
         numbers: Sequence[int] = self.expert_numbers
         cuts = {} if cut_dim is None else {cut_dim: cut(self.width, sharding.etp)}
         if not numbers:
@@ -95,7 +127,7 @@ class Experts(nn.Module):
         spec = ParamSpec(
             tuple(pieces),
             init,
-            decay=kind == "weight",
+            decay=len(shape) == 2,
             grad_axis=sharding.expert_grad_axis,
             optimizer=sharding.optimizer,
             token_share=self.token_share,
@@ -103,6 +135,7 @@ class Experts(nn.Module):
             selected_with=tuple(
                 f"{name}.{number}.{matrix}.{kind}" for number in range(self.num_experts) for matrix in matrices
             ),
+            added_by=ADAPTER if is_factor else "",
         )
         return sharding.parameter_of(spec, (rows, *pieces[0].local_shape[1:]))
 
@@ -113,15 +146,46 @@ class Experts(nn.Module):
         rank's parts of the sum.
         """
         products = self.products
-        gate_up = _GroupedLinear.apply(rows, self.gate_up, 2 * self.local_width, rows_of_expert, products)
+        width = self.local_width
+        gate_up = _GroupedLinear.apply(rows, self.gate_up, 2 * width, rows_of_expert, products)
+        gate_up = self._adapted("gate", gate_up, rows, slice(0, width), rows_of_expert)
+        gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), rows_of_expert)
         has_bias = self.gate_up_bias is not None and rows_of_expert
         if has_bias:
             gate_up = _GroupedBias.apply(gate_up, self.gate_up_bias, rows_of_expert, True)
-        y = _GroupedLinear.apply(self.activation(gate_up), self.down, self.hidden_size, rows_of_expert, products)
+        inner = self.activation(gate_up)
+        y = _GroupedLinear.apply(inner, self.down, self.hidden_size, rows_of_expert, products)
+        y = self._adapted("down", y, inner, slice(0, self.hidden_size), rows_of_expert)
         if has_bias:
             # The ranks of etp have parts of a sum, to which the bias is added once.
             y = _GroupedBias.apply(y, self.down_bias, rows_of_expert, self.sharding.etp.first)
         return y
+
+    def _adapted(self, matrix: str, y: Tensor, rows: Tensor, columns: slice, rows_of_expert: Sequence[int]) -> Tensor:
+        """y with s B A `rows` added to the columns of `matrix`, in place, if it has adapters."""
+        if matrix not in self.lora_a:
+            return y
+        b = self.lora_b[matrix]
+        z = _GroupedLinear.apply(rows, self.lora_a[matrix], b.shape[1], rows_of_expert, self.products)
+        added = _GroupedLinear.apply(z, b, columns.stop - columns.start, rows_of_expert, self.products)
+        return _AddToColumns.apply(y, added, columns, self.scale)
+
+
+class _AddToColumns(torch.autograd.Function):
+    """y [rows, out] with s x [rows, columns] added to some columns, in place."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, x: Tensor, columns: slice, scale: float) -> Tensor:
+        ctx.mark_dirty(y)
+        ctx.columns = columns
+        ctx.scale = scale
+        y[:, columns].add_(x, alpha=scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        return grad, grad[:, ctx.columns] * ctx.scale, None, None
 
 
 class _GroupedBias(torch.autograd.Function):

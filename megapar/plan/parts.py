@@ -238,7 +238,7 @@ class Parts:
 
     def flops_per_token(self, config: Config) -> int:
         """FLOPs of a token, forward and backward, for MFU."""
-        key = config.model, config.train.seq_length, config.train.trainable
+        key = config.model, config.adapter, config.train.seq_length, config.train.trainable
         if key not in self._flops:
             self._flops[key] = self.builder.flops_per_token(config)
         return self._flops[key]
@@ -248,7 +248,7 @@ class Parts:
         train = config.train
         rule = Recompute(train.recompute, train.recompute_every)
         cuts = self._cuts(config, ctx) if train.trainable else None
-        key = (config.model, train.seq_length, rule, cuts)
+        key = (config.model, config.adapter, train.seq_length, rule, cuts)
         if key not in self._layer_parts:
             first_like: dict[Hashable, int] = {}
             parts = []
@@ -316,6 +316,7 @@ class Parts:
         parallel = config.parallel
         options = (
             config.train.precision,
+            config.adapter,
             config.train.trainable,
             parallel.sequence_parallel,
             parallel.tp_overlap_chunks,

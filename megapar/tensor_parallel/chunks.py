@@ -2,6 +2,7 @@
 
     function        in forward                               region
     gather_linear   chunks enter while others are computed   ChunkedGather
+    gather_adapted  the same, of a weight and an adapter     ChunkedGather
     linear_reduce   chunks leave while others are computed   OutputRegion: ChunkedReduce or ChunkedScatterSum
 
 After Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
@@ -27,7 +28,8 @@ from torch.autograd.function import once_differentiable
 from megapar.comm import collectives
 from megapar.comm.pending import Pending
 from megapar.context import Axis
-from megapar.linear import LinearFunction, keep_for_backward, weight_gradient
+from megapar.linear import AdaptedLinear, Applied, KeptWeight, LinearFunction, keep_for_backward, weight_gradient
+from megapar.low_rank import LowRank
 from megapar.products import MatrixProducts
 from megapar.tensor_parallel.regions import Gather
 
@@ -191,8 +193,8 @@ class _GatherLinear(torch.autograd.Function):
         y = x.new_empty(region.slices * x.shape[0], *x.shape[1:-1], weight.shape[0])
         y_slices = _in_slices(y, region.slices)
         x = products.convert_input(x)
-        keep_for_backward(ctx, x, weight, region, products)
-        converted = ctx.converted.get(weight, products)
+        keep_for_backward(ctx, x, [weight], region, products)
+        converted = ctx.kept[0].converted.get(weight, products)
         for tokens, chunk in region.enter_in_chunks(x.reshape(-1, x.shape[-1])):
             products.forward_slices(y_slices[:, tokens], chunk, converted, bias)
         return y
@@ -203,39 +205,92 @@ class _GatherLinear(torch.autograd.Function):
         return LinearFunction.backward(ctx, grad_y)
 
 
-class _LinearReduce(torch.autograd.Function):
-    """y = region.leave(x W^T). Forward communicates a chunk of the output while the product of the next is computed.
-
-    Backward receives a chunk of the output's gradient while the input gradient of the one before is computed.
-    """
+class _GatherAdapted(torch.autograd.Function):
+    """AdaptedLinear with its input entering in chunks in forward, as in `_GatherLinear`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, region: OutputRegion, products: MatrixProducts) -> Tensor:
-        y = x.new_empty(x.shape[0] // region.slices, *x.shape[1:-1], weight.shape[0])
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        region: ChunkedGather,
+        products: MatrixProducts,
+        rule: LowRank,
+    ) -> Tensor:
+        y, z = (x.new_empty(region.slices * x.shape[0], *x.shape[1:-1], len(matrix)) for matrix in (weight, a))
+        y_slices, z_slices = _in_slices(y, region.slices), _in_slices(z, region.slices)
         x = products.convert_input(x)
-        keep_for_backward(ctx, x, weight, region, products)
-        x_slices = _in_slices(x.contiguous(), region.slices)
-        converted = ctx.converted.get(weight, products)
-        for tokens, partial in region.leave_in_chunks(y.view(-1, y.shape[-1])):
-            products.forward_slices(partial, x_slices[:, tokens], converted, None)
+        of_weight, of_a = (KeptWeight.of(matrix).converted.get(matrix, products) for matrix in (weight, a))
+        for tokens, chunk in region.enter_in_chunks(x.reshape(-1, x.shape[-1])):
+            products.forward_slices(y_slices[:, tokens], chunk, of_weight, bias)
+            products.forward_slices(z_slices[:, tokens], chunk, of_a, None)
+        rule.add(y, z, b)
+        keep_for_backward(ctx, x, [weight, a], region, products, Applied(z, b, rule))
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight = ctx.needs_input_grad[:2]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        return AdaptedLinear.backward(ctx, grad_y)
+
+
+class _LinearReduce(torch.autograd.Function):
+    """y = region.leave(x W^T). Forward communicates a chunk of the output while the product of the next is computed.
+
+    Backward receives a chunk of the output's gradient while the input gradient of the one before is computed. With an
+    adapter, s B z is added before a chunk leaves: z, B and `rule` are as in `megapar.low_rank.LowRank`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        region: OutputRegion,
+        products: MatrixProducts,
+        z: Tensor | None,
+        b: Tensor | None,
+        rule: LowRank | None,
+    ) -> Tensor:
+        y = x.new_empty(x.shape[0] // region.slices, *x.shape[1:-1], weight.shape[0])
+        x = products.convert_input(x)
+        adapter = None if z is None or b is None or rule is None else Applied(z, b, rule)
+        keep_for_backward(ctx, x, [weight], region, products, adapter)
+        x_slices = _in_slices(x.contiguous(), region.slices)
+        converted = ctx.kept[0].converted.get(weight, products)
+        for tokens, partial in region.leave_in_chunks(y.view(-1, y.shape[-1])):
+            products.forward_slices(partial, x_slices[:, tokens], converted, None)
+            if adapter is not None:
+                adapter.rule.add(partial, _in_slices(adapter.z, region.slices)[:, tokens], adapter.b)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_y: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, Tensor | None, Tensor | None, None]:
+        x, weight, *factors = ctx.saved_tensors
+        needs_x, needs_weight, _, _, _, needs_b, _ = ctx.needs_input_grad
         slices = ctx.region.slices
         grad_x = grad_y.new_empty(*x.shape[:-1], weight.shape[1]) if needs_x else None
         # From here on grad_y is the gradient of the product's output, no longer that of the layer's.
         grad_y, chunks = ctx.region.enter_gradient(grad_y)
-        converted = ctx.converted.get(weight, ctx.products)
+        of_weight = ctx.kept[0]
+        converted = of_weight.converted.get(weight, ctx.products)
         for tokens in chunks:
             if grad_x is not None:
                 places = _in_slices(grad_x, slices)[:, tokens]
                 ctx.products.input_gradient_slices(places, _in_slices(grad_y, slices)[:, tokens], converted)
-        grad_weight = weight_gradient(ctx, grad_y, x) if needs_weight else None
-        return grad_x, grad_weight, None, None
+        grad_weight = weight_gradient(ctx.products, of_weight.main_grad, grad_y, x) if needs_weight else None
+        grad_z = grad_b = None
+        if factors:
+            z, b = factors
+            grad_z = ctx.rule.inner_gradient(grad_y, b)
+            grad_b = ctx.rule.b_gradient(ctx.main_grad_b, grad_y, z, b) if needs_b else None
+        return grad_x, grad_weight, None, None, grad_z, grad_b, None
 
 
 def gather_linear(
@@ -249,11 +304,34 @@ def gather_linear(
     return _GatherLinear.apply(x, weight, bias, region, products)
 
 
-def linear_reduce(x: Tensor, weight: Tensor, region: OutputRegion, products: MatrixProducts) -> Tensor:
+def gather_adapted(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    region: ChunkedGather,
+    products: MatrixProducts,
+    rule: LowRank,
+) -> Tensor:
+    """`gather_linear` of a layer with an adapter, see `megapar.linear.AdaptedLinear`."""
+    return _GatherAdapted.apply(x, weight, bias, a, b, region, products, rule)
+
+
+def linear_reduce(
+    x: Tensor,
+    weight: Tensor,
+    region: OutputRegion,
+    products: MatrixProducts,
+    z: Tensor | None = None,
+    b: Tensor | None = None,
+    rule: LowRank | None = None,
+) -> Tensor:
     """y = region.leave(x W^T): [s / slices, ..., out], from x [s, ..., in]. Chunks leave under products of later ones.
 
-    Its products round as those of `gather_linear`. Raises ValueError if `slices` does not divide s.
+    With z, b and `rule`, y = region.leave(x W^T + s B z): see `megapar.low_rank.LowRank`. Its products round as those
+    of `gather_linear`. Raises ValueError if `slices` does not divide s.
     """
     if x.shape[0] % region.slices:
         raise ValueError(f"sequence parallel: length {x.shape[0]} does not divide by tp {region.slices}")
-    return _LinearReduce.apply(x, weight, region, products)
+    return _LinearReduce.apply(x, weight, region, products, z, b, rule)

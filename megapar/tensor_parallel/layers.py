@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
-from megapar.linear import LOCAL, LinearFunction
+from megapar.linear import LOCAL, AdaptedLinear, LinearFunction
+from megapar.low_rank import LoraRule
 from megapar.main_grad import DeferredWeightGradient
 from megapar.params import (
     VOCAB_MULTIPLE,
@@ -33,19 +34,41 @@ from megapar.params import (
 )
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
-from megapar.tensor_parallel.chunks import ChunkedGather, gather_linear, linear_reduce, output_region
+from megapar.tensor_parallel.chunks import ChunkedGather, gather_adapted, gather_linear, linear_reduce, output_region
+from megapar.tensor_parallel.lora import Lora
 from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatter_sum
 
 
 def column_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, sharding: Sharding, products: MatrixProducts = TORCH_PRODUCTS
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sharding: Sharding,
+    products: MatrixProducts = TORCH_PRODUCTS,
+    lora: Lora | None = None,
 ) -> Tensor:
-    """This rank's columns of x W^T + b: [s, b, o/tp], from x [s, b, i], or [s/tp, b, i] with sequence parallelism."""
+    """This rank's columns of x W^T + b: [s, b, o/tp], from x [s, b, i], or [s/tp, b, i] with sequence parallelism.
+
+    The outputs of the adapter `lora` are added to them.
+    """
     if sharding.splits_sequence and sharding.overlap_chunks > 1:
         chunked = ChunkedGather(sharding.tp, sharding.overlap_chunks)
-        return gather_linear(x, weight, bias, chunked, products)
+        if lora is None:
+            return gather_linear(x, weight, bias, chunked, products)
+        return gather_adapted(x, weight, bias, lora.a, lora.b, chunked, products, lora.rule)
     region = input_region(sharding.tp, sharding.sequence_parallel)
-    return LinearFunction.apply(x, weight, bias, region, products)
+    if lora is None:
+        return LinearFunction.apply(x, weight, bias, region, products)
+    return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, region, products, lora.rule)
+
+
+def local_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, products: MatrixProducts = TORCH_PRODUCTS, lora: Lora | None = None
+) -> Tensor:
+    """x W^T + b [..., o], and the output of the adapter `lora`, from x [..., i]. Nothing is communicated."""
+    if lora is None:
+        return LinearFunction.apply(x, weight, bias, LOCAL, products)
+    return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, LOCAL, products, lora.rule)
 
 
 @dataclass(frozen=True)
@@ -70,8 +93,8 @@ class Columns:
         start, stop = cut(size, tp)
         return cls(name, size, start, stop, start, stop)
 
-    def piece(self, kind: Literal["weight", "bias"], shape: tuple[int, ...], tp: Axis) -> Piece:
-        """The piece of the weight or of the bias, with logical shape `shape`.
+    def piece(self, kind: Literal["weight", "bias", "lora_b"], shape: tuple[int, ...], tp: Axis) -> Piece:
+        """The piece of the weight, of the bias or of an adapter's B, with logical shape `shape`.
 
         If several ranks hold a row, each computes a part of its gradient.
         """
@@ -82,11 +105,31 @@ class Columns:
         return replace(held, owned=owned, partial=partial)
 
 
+def lora_of_columns(
+    rule: LoraRule, in_features: int, columns: Sequence[Columns], adapted: Sequence[bool], sharding: Sharding
+) -> Lora | None:
+    """The adapters of the `adapted` matrices of a column-parallel layer, or None if there are none.
+
+    Each B is cut as its matrix. Each A is whole on every rank, and gets a part of its gradient from the rank's columns.
+    """
+    a: list[Piece] = []
+    b: list[Piece] = []
+    places: list[slice] = []
+    end = 0
+    for c, is_adapted in zip(columns, adapted, strict=True):
+        start, end = end, end + c.stop - c.start
+        if is_adapted:
+            a.append(shared_piece(f"{c.name}.lora_a", (rule.rank, in_features), sharding.tp, partial=True))
+            b.append(c.piece("lora_b", (c.size, rule.rank), sharding.tp))
+            places.append(slice(start, end))
+    return Lora(rule, a, b, places, sharding) if places else None
+
+
 class ColumnParallelLinear(nn.Module):
     """Several matrices with the same input in one product, each cut by its outputs: y_sbo = x_sbi W^T + b.
 
     The input is [s, b, i], the same on every rank, or with sequence parallelism this rank's [s/tp, b, i]. The output
-    [s, b, o] concatenates this rank's columns of each matrix in order.
+    [s, b, o] concatenates this rank's columns of each matrix in order. `lora` are the adapters of some of them.
     """
 
     def __init__(
@@ -98,10 +141,12 @@ class ColumnParallelLinear(nn.Module):
         init: Init,
         bias: bool,
         products: MatrixProducts = TORCH_PRODUCTS,
+        lora: Lora | None = None,
     ):
         super().__init__()
         self.sharding = sharding
         self.products = products
+        self.lora = lora
         tp = sharding.tp
         rows = sum(c.stop - c.start for c in columns)
         weights = tuple(c.piece("weight", (c.size, in_features), tp) for c in columns)
@@ -112,18 +157,18 @@ class ColumnParallelLinear(nn.Module):
             self.bias = sharding.parameter(biases, (rows,), ZEROS, decay=False)
 
     def forward(self, x_sbi: Tensor) -> Tensor:
-        return column_linear(x_sbi, self.weight, self.bias, self.sharding, self.products)
+        return column_linear(x_sbi, self.weight, self.bias, self.sharding, self.products, self.lora)
 
     def product(self, x_sbi: Tensor) -> Tensor:
         """The output without the bias, for callers adding the bias in a kernel of their own."""
-        return column_linear(x_sbi, self.weight, None, self.sharding, self.products)
+        return column_linear(x_sbi, self.weight, None, self.sharding, self.products, self.lora)
 
 
 class RowParallelLinear(nn.Module):
     """A matrix cut by its inputs: y_sbo = (sum over tp of x_sbi W^T) + b.
 
     The input is this rank's [s, b, i/tp]. The output is [s, b, o] on every rank, or this rank's [s/tp, b, o] with
-    sequence parallelism.
+    sequence parallelism. `lora` is its adapter.
     """
 
     def __init__(
@@ -136,10 +181,12 @@ class RowParallelLinear(nn.Module):
         init: Init,
         bias: bool,
         products: MatrixProducts = TORCH_PRODUCTS,
+        lora: Lora | None = None,
     ):
         super().__init__()
         self.sharding = sharding
         self.products = products
+        self.lora = lora
         start, stop = cut(in_features, sharding.tp)
         weight = make_piece(f"{name}.weight", (out_features, in_features), {1: (start, stop)})
         self.weight = sharding.parameter((weight,), weight.local_shape, init, decay=True)
@@ -155,10 +202,14 @@ class RowParallelLinear(nn.Module):
     def _product_and_sum(self, x_sbi: Tensor) -> Tensor:
         # The input is this rank's slice already, so nothing is communicated before the product.
         sharding = self.sharding
+        lora = self.lora
         if sharding.tp.size > 1 and sharding.overlap_chunks > 1:
             region = output_region(sharding.tp, sharding.sequence_parallel, sharding.overlap_chunks)
-            return linear_reduce(x_sbi, self.weight, region, self.products)
-        partial = LinearFunction.apply(x_sbi, self.weight, None, LOCAL, self.products)
+            if lora is None:
+                return linear_reduce(x_sbi, self.weight, region, self.products)
+            z = LinearFunction.apply(x_sbi, lora.a, None, LOCAL, self.products)
+            return linear_reduce(x_sbi, self.weight, region, self.products, z, lora.b, lora.rule)
+        partial = local_linear(x_sbi, self.weight, None, self.products, lora)
         if sharding.sequence_parallel:
             return scatter_sum(partial, sharding.tp)
         return reduce_from_tp(partial, sharding.tp)

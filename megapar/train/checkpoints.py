@@ -14,21 +14,22 @@ from torch import Tensor
 from megapar import device
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
-from megapar.checkpoint.format import MOST, Manifest, open_manifest
+from megapar.checkpoint.format import BASE, MOST, Manifest, open_manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
 from megapar.checkpoint.load import choose, load, load_fitting, load_weights, verified_manifest
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
 from megapar.checkpoint.values import rounding_problem
 from megapar.comm.agreement import from_first, on_all_ranks
-from megapar.config.compatible import changes, function_changes, weight_options
+from megapar.config.compatible import adapter_changes, changes, function_changes, weight_options
 from megapar.config.messages import shown
 from megapar.config.model_rules import SELECTION_BIAS
 from megapar.config.options import Config, flatten, unflatten
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, CommunicationError, StorageError
 from megapar.optimizer.schedule import change_of_rate
-from megapar.params import MAIN, StateSlice
+from megapar.params import ADAPTER, MAIN, StateSlice
 from megapar.precision import LossScale
+from megapar.train import adapter_base
 from megapar.train.data import ORDER, compare
 from megapar.train.state import TrainState
 
@@ -147,7 +148,8 @@ class Saver:
         slices = state.optimizer.slices()
         # Without ZeRO all replicas hold the whole optimizer state, so they share the work of writing it.
         trained = first_copies(slices) if state.grads.layout.sharded else share(slices)
-        return trained + share(fixed_slices(state.stages.values(), to_save=True))
+        fixed = fixed_slices(state.stages.values(), to_save=True, parameters=not state.base)
+        return trained + share(fixed)
 
 
 def trainer_state(state: TrainState) -> dict[str, Any]:
@@ -164,6 +166,7 @@ def trainer_state(state: TrainState) -> dict[str, Any]:
             "loss_scale": asdict(state.loss_scale) if state.loss_scale.dynamic else None,
             "config": flatten(config),
             "lineage": [list(start) for start in state.lineage],
+            **({BASE: dict(state.base)} if state.base else {}),
         },
         "data": {"train": list(config.data.train), "tokenizer": config.data.tokenizer, **ORDER, **state.data_identity},
     }
@@ -224,13 +227,17 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     root = run_dir / FOLDER
     ctx = state.ctx
     path = choose(state.config.checkpoint.resume, root, ctx, check=position)
+    state.base = adapter_base.identity(state.config, ctx)
     past: Lineage = []
     if path is None:
         notes = _start_from_weights(state)
     else:
+        if state.base:
+            adapter_base.require_same(verified_manifest(path, ctx).base, dict(state.base), path, state.config)
+            _start_from_weights(state)
         manifest = load(
             path,
-            slices=_all_slices(state),
+            slices=_saved_slices(state),
             ctx=ctx,
             model_config=_weight_options(state),
             why=lambda manifest: _other_training_state(manifest, state.config),
@@ -256,6 +263,12 @@ def _other_training_state(manifest: Manifest, config: Config) -> str:
     saved = position(manifest).config
     # A checkpoint of a version without these options trained every parameter, and had no experts.
     reasons: dict[str, tuple[Any, Any, str]] = {
+        "adapter.rank": (saved.get("adapter.rank", 0), config.adapter.rank, "adapters have the shapes of their rank"),
+        "adapter.targets": (
+            tuple(saved.get("adapter.targets") or ()),
+            config.adapter.targets,
+            "other matrices have adapters",
+        ),
         "train.trainable": (
             tuple(saved.get("train.trainable") or ()),
             config.train.trainable,
@@ -280,7 +293,7 @@ def _other_training_state(manifest: Manifest, config: Config) -> str:
 
 def _require_same_function(saved: Position, path: Path, state: TrainState) -> None:
     """Raise CheckpointError on every rank if the run's options make another function of the checkpoint's weights."""
-    changed = function_changes(saved.config, state.config)
+    changed = [*function_changes(saved.config, state.config), *adapter_changes(saved.config, state.config)]
     if not changed:
         return
     problem = CheckpointError(
@@ -309,6 +322,11 @@ def _require_fitting_weights(state: TrainState, path: Path) -> None:
 
 def _all_slices(state: TrainState) -> list[StateSlice]:
     return [*state.optimizer.slices(), *fixed_slices(state.stages.values())]
+
+
+def _saved_slices(state: TrainState) -> list[StateSlice]:
+    """What the checkpoints of the run hold: all, or all but the frozen weights of adapters."""
+    return [*state.optimizer.slices(), *fixed_slices(state.stages.values(), parameters=not state.base)]
 
 
 def _go_on(state: TrainState, manifest: Manifest, saved: Position) -> list[str]:
@@ -350,6 +368,8 @@ def _start_from_weights(state: TrainState) -> list[str]:
         return []
     path = Path(options.init_from)
     slices, model_config, notes = _without_new_biases(path, state)
+    # The base of adapters has none. They start as they were made.
+    slices = [item for item in slices if item.spec.added_by != ADAPTER]
     different: list[str] = []
     if options.strict:
         load_weights(path, slices=slices, ctx=state.ctx, model_config=model_config)

@@ -29,7 +29,8 @@ class TrainState:
     `step` counts completed steps, including those with an update skipped after an fp16 overflow. `consumed_samples`
     counts the samples of these steps. `lineage` has an entry for each start or resumption leading here, oldest first:
     its random id, and the number of steps completed before it (`megapar.checkpoint.lineage`). `data_identity` has a
-    hash of each file that the samples depend on (`megapar.train.data.identity`).
+    hash of each file that the samples depend on (`megapar.train.data.identity`). `base` names the frozen weights of
+    adapters (`megapar.train.adapter_base`); it is empty if checkpoints hold all weights.
 
     `failed` is a 0-d bool on the device. No update is made while it is True. The step sets it if its loss or norm is
     not finite. Steps queued behind it by the host find it set. `QueuedStep.finish` clears it, when the host reads the
@@ -49,6 +50,7 @@ class TrainState:
     consumed_samples: int = 0
     lineage: list[tuple[str, int]] = field(default_factory=list)
     data_identity: Mapping[str, Any] = field(default_factory=dict)
+    base: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

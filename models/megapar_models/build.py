@@ -1,12 +1,13 @@
 """Builds this rank's pipeline stages from a configuration."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
 
 from megapar.batch import PipelineStage
-from megapar.config.options import Config, ModelConfig
+from megapar.config.options import AdapterConfig, Config, ModelConfig
 from megapar.context import ParallelContext
 from megapar.device import choose_kernels
 from megapar.pipeline.partition import explicit, partition, split_finely
@@ -79,8 +80,10 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
     )
     products = MatrixProducts(kernels.weight_gradient)
     factory = family.factory(sharding, *initializations(model), kernels, products, config.parallel.cp_attention)
-    if factory.beside:
-        WholeModel(model)  # raises ConfigError for a pattern without a match, before this rank builds its part
+    factory = replace(factory, adapter=config.adapter)
+    if factory.beside or config.adapter.targets:
+        # It raises ConfigError for a pattern without a match, before this rank builds its part.
+        WholeModel(model, config.adapter)
     return partial(
         family.stage,
         model,
@@ -93,7 +96,12 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
     )
 
 
-def stage_layers(config: Config, whole: Callable[[ModelConfig], WholeModel] = WholeModel) -> list[range]:
+def whole_model(config: Config) -> WholeModel:
+    """The model of a run, with its adapters."""
+    return WholeModel(config.model, config.adapter)
+
+
+def stage_layers(config: Config, whole: Callable[[Config], WholeModel] = whole_model) -> list[range]:
     """The layers of each of the pp * vpp stages: those of `parallel.partition`, or a split of balanced cost.
 
     The cost is in multiplications per token. Head and loss count on the last stage. The embedding's lookup is nearly
@@ -106,7 +114,7 @@ def stage_layers(config: Config, whole: Callable[[ModelConfig], WholeModel] = Wh
         return explicit(parallel.partition)
     if num_stages == 1:
         return [range(model.num_hidden_layers)]  # without building the model to count its costs
-    layers = whole(model).layer_costs(config.train.seq_length)
+    layers = whole(config).layer_costs(config.train.seq_length)
     return balanced(config, layers, float(model.hidden_size), float(model.vocab_size * model.hidden_size))
 
 
@@ -122,23 +130,26 @@ class StageBuilder:
     """
 
     def __init__(self) -> None:
-        self._models: dict[ModelConfig, WholeModel] = {}
-        self._kinds: dict[tuple[ModelConfig, int], list[int]] = {}
+        self._models: dict[tuple[ModelConfig, AdapterConfig], WholeModel] = {}
+        self._kinds: dict[tuple[ModelConfig, AdapterConfig, int], list[int]] = {}
         self._layers: dict[tuple[object, ...], list[range]] = {}
 
     def stage_layers(self, config: Config) -> list[range]:
         """The layers of each stage: those of the function `stage_layers`."""
         parallel = config.parallel
-        decides = (config.model, parallel.pp * parallel.vpp, parallel.partition, config.train.seq_length)
+        decides = (
+            *(config.model, config.adapter, config.train.seq_length),
+            *(parallel.pp * parallel.vpp, parallel.partition),
+        )
         if decides not in self._layers:
             self._layers[decides] = stage_layers(config, self._whole)
         return self._layers[decides]
 
     def layer_kinds(self, config: Config) -> list[int]:
         """For each layer the number of the first layer of the same kind (`WholeModel.layer_kinds`)."""
-        decides = (config.model, config.train.seq_length)
+        decides = (config.model, config.adapter, config.train.seq_length)
         if decides not in self._kinds:
-            self._kinds[decides] = self._whole(config.model).layer_kinds(config.train.seq_length)
+            self._kinds[decides] = self._whole(config).layer_kinds(config.train.seq_length)
         return self._kinds[decides]
 
     def maker(self, config: Config, ctx: ParallelContext) -> Callable[..., Stage]:
@@ -156,13 +167,14 @@ class StageBuilder:
 
     def flops_per_token(self, config: Config) -> int:
         """FLOPs of a token, forward and backward, without those of frozen weights' gradients."""
-        return self._whole(config.model).flops_per_token(config.train.seq_length, config.train.trainable)
+        return self._whole(config).flops_per_token(config.train.seq_length, config.train.trainable)
 
     def title(self, layers: range, *, first: bool, last: bool) -> str:
         """The parts of a stage in words."""
         return title(layers, first=first, last=last)
 
-    def _whole(self, model: ModelConfig) -> WholeModel:
-        if model not in self._models:
-            self._models[model] = WholeModel(model)
-        return self._models[model]
+    def _whole(self, config: Config) -> WholeModel:
+        decides = (config.model, config.adapter)
+        if decides not in self._models:
+            self._models[decides] = WholeModel(*decides)
+        return self._models[decides]

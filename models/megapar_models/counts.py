@@ -6,11 +6,12 @@ int: those of the whole module on one rank, without those of the modules inside 
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from fractions import Fraction
 
 import torch
 
-from megapar.config.options import Config, ModelConfig
+from megapar.config.options import NO_ADAPTER, AdapterConfig, Config, ModelConfig
 from megapar.context import single
 from megapar.errors import ConfigError
 from megapar.params import ParamSpec, Piece, selected, spec_of
@@ -24,24 +25,28 @@ class WholeModel:
     """A model in one stage on the meta device, the source of all counts.
 
     A large one takes tenths of a second to build. `declarations` has every logical tensor by name, with the declaration
-    of its parameter. A fused parameter declares several tensors. A tied embedding is listed once. Raises ConfigError if
-    a pattern of `Factory.beside` matches no matrix.
+    of its parameter. A fused parameter declares several tensors. A tied embedding is listed once. Those of adapters are
+    among them if there are any by `adapter`. Raises ConfigError if a pattern of `Factory.beside`, or one of
+    adapter.targets, matches no matrix.
     """
 
-    def __init__(self, model: ModelConfig):
+    def __init__(self, model: ModelConfig, adapter: AdapterConfig = NO_ADAPTER):
         self.model = model
         sharding = Sharding.of(single(torch.device("meta")), torch.float32)
         family = find(model.family)
-        factory = family.factory(sharding, *initializations(model))
+        factory = replace(family.factory(sharding, *initializations(model)), adapter=adapter)
         layers = range(model.num_hidden_layers)
         self._stage = family.stage(model, factory, layers, first=True, last=True, recompute_rule=Recompute())
         # Here, because a rank of a pipeline may rightly have no match. All ranks build the whole model alike.
         if unmatched := [pattern for pattern in factory.beside if pattern not in factory.matched]:
-            error = ConfigError(
-                f"model.family {model.family}: Factory.beside {' '.join(unmatched)}: matches no matrix of the model"
+            raise _everywhere(
+                f"model.family {model.family}: Factory.beside", unmatched, "matches no matrix of the model"
             )
-            error.everywhere = True
-            raise error
+        matrices = factory.adaptable
+        if adapter.rank and (unmatched := adapter.unmatched(matrices)):
+            words = sorted({name.rpartition(".")[2] for name in matrices})
+            text = f"matches no matrix of the model; its matrices are called {', '.join(words)}"
+            raise _everywhere("adapter.targets", unmatched, text)
         specs = [spec_of(param) for param in self._stage.parameters()]
         self.declarations: dict[str, tuple[Piece, ParamSpec]] = {
             piece.name: (piece, spec) for spec in specs for piece in spec.pieces
@@ -166,9 +171,16 @@ class WholeModel:
         return {"norm": layers, "head": layers + 1}.get(module, -1)
 
 
+def _everywhere(option: str, patterns: Sequence[str], text: str) -> ConfigError:
+    """An error that all ranks raise with the same words."""
+    error = ConfigError(f"{option} {' '.join(patterns)}: {text}")
+    error.everywhere = True
+    return error
+
+
 def size_and_flops(config: Config) -> tuple[str, int]:
     """The number of parameters in words, and the FLOPs of a token in a run, from one model."""
-    whole = WholeModel(config.model)
+    whole = WholeModel(config.model, config.adapter)
     return whole.size_in_words(), whole.flops_per_token(config.train.seq_length, config.train.trainable)
 
 

@@ -16,11 +16,13 @@ from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 from torch import Tensor, nn
 
-from megapar.config.options import ModelConfig
+from megapar.config.options import AdapterConfig, ModelConfig
 from megapar.context import Axis
 from megapar.context_parallel.attention import CoreAttention
+from megapar.errors import ConfigError
 from megapar.expert_parallel.experts import Experts
-from megapar.params import Init
+from megapar.low_rank import LoraRule
+from megapar.params import Init, Sizes
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import (
@@ -28,8 +30,10 @@ from megapar.tensor_parallel.layers import (
     Columns,
     RowParallelLinear,
     VocabParallelEmbedding,
+    lora_of_columns,
     vocabulary_parameter,
 )
+from megapar.tensor_parallel.lora import Lora
 from megapar_models.norms import LayerNorm, NormRule, RMSNorm
 
 
@@ -56,7 +60,8 @@ class Factory:
 
     `init` is the initialization of matrices, and `output_init` is for the two that add to the residual stream.
     `cp_attention` is the option parallel.cp_attention. `beside` makes modules beside matrices, such as adapters. Its
-    keys are patterns of a shell for the matrix's name, such as `*.attention.q`; the first match counts.
+    keys are patterns of a shell for the matrix's name, such as `*.attention.q`; the first match counts. `adapter` are
+    the options of low-rank adapters.
 
     A family may have a factory of its own (`Family.factory`).
     """
@@ -70,6 +75,9 @@ class Factory:
     beside: Mapping[str, Beside] = field(default_factory=dict)
     matched: set[str] = field(default_factory=set, compare=False)
     """The patterns of `beside` that have matched a matrix so far."""
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    adaptable: set[str] = field(default_factory=set, compare=False)
+    """The matrices seen so far that an adapter may be added to."""
 
     def products_of(self, name: str) -> MatrixProducts:
         """How the products of the module `name` are computed, such as layers.3.mlp.down or head."""
@@ -81,12 +89,18 @@ class Factory:
         """One layer of several matrices with the same input. `init` is `self.init` if it is not given."""
         init = init or self.init
         products = self.products_of(columns[0].name)  # the matrices are one product
+        lora = None
+        adapted = [self._is_adapted(c.name) for c in columns]
+        if any(adapted):
+            lora = lora_of_columns(self._lora_rule(), in_features, columns, adapted, self.sharding)
         matrices = [Matrix(c.name, in_features, c.size, c) for c in columns]
         found = {str(index): self._beside(matrix) for index, matrix in enumerate(matrices)}
         beside = {index: module for index, module in found.items() if module is not None}
         if not beside:
-            return ColumnParallelLinear(in_features, columns, self.sharding, init=init, bias=bias, products=products)
-        layer = _ColumnsBeside(in_features, columns, self.sharding, init=init, bias=bias, products=products)
+            return ColumnParallelLinear(
+                in_features, columns, self.sharding, init=init, bias=bias, products=products, lora=lora
+            )
+        layer = _ColumnsBeside(in_features, columns, self.sharding, init=init, bias=bias, products=products, lora=lora)
         layer.widths = [c.stop - c.start for c in columns]
         layer.beside = nn.ModuleDict(beside)
         return layer
@@ -97,21 +111,39 @@ class Factory:
         """`init` is `self.output_init` if it is not given."""
         init = init or self.output_init
         products = self.products_of(name)
+        lora = None
+        if self._is_adapted(name):
+            lora = Lora.of_rows(self._lora_rule(), name, (out_features, in_features), self.sharding)
         beside = self._beside(Matrix(name, in_features, out_features))
         if beside is None:
             return RowParallelLinear(
-                name, in_features, out_features, self.sharding, init=init, bias=bias, products=products
+                name, in_features, out_features, self.sharding, init=init, bias=bias, products=products, lora=lora
             )
-        layer = _RowsBeside(name, in_features, out_features, self.sharding, init=init, bias=bias, products=products)
+        layer = _RowsBeside(
+            name, in_features, out_features, self.sharding, init=init, bias=bias, products=products, lora=lora
+        )
         layer.beside = beside
         return layer
+
+    def lora_of_whole(self, name: str, shape: Sizes) -> Lora | None:
+        """The adapter of a matrix of `shape` that is whole on every tp rank, or None if it has none."""
+        if not self._is_adapted(name):
+            return None
+        return Lora.of_whole(self._lora_rule(), name, shape, self.sharding)
+
+    def _is_adapted(self, name: str) -> bool:
+        self.adaptable.add(name)
+        return self.adapter.rank > 0 and self.adapter.is_target(name)
+
+    def _lora_rule(self) -> LoraRule:
+        return LoraRule(self.adapter.rank, self.adapter.scale)
 
     def _beside(self, matrix: Matrix) -> nn.Module | None:
         for pattern, make in self.beside.items():
             if fnmatchcase(matrix.name, pattern):
                 self.matched.add(pattern)
                 # A pattern such as *.attention.* matches the matrices of the adapter too: those have none beside them.
-                return make(replace(self, beside={}), matrix)
+                return make(replace(self, beside={}, adapter=AdapterConfig(), adaptable=set()), matrix)
         return None
 
     def experts(
@@ -125,8 +157,17 @@ class Factory:
         token_share: Fraction,
         bias: bool = False,
     ) -> Experts:
-        """The experts of a layer. Raises ValueError if `beside` names a matrix of theirs: their rows are grouped."""
+        """The experts of a layer. Raises ValueError if `beside` names a matrix of theirs: their rows are grouped.
+
+        Raises ConfigError if an adapter is for some of the experts alone.
+        """
+        adapted = []
         for matrix in ("gate", "up", "down"):
+            # Ranks have other experts, so all of a layer have an adapter or none.
+            if len(of_experts := {self._is_adapted(f"{name}.{number}.{matrix}") for number in range(num_experts)}) > 1:
+                text = f"matches {matrix} of some experts of {name}: name all of them or none"
+                raise ConfigError(f"adapter.targets {' '.join(self.adapter.targets)}: {text}")
+            adapted += [matrix] * of_experts.pop()
             for pattern in self.beside:
                 if fnmatchcase(f"{name}.0.{matrix}", pattern):
                     raise ValueError(f"Factory.beside {pattern}: matches {name}.0.{matrix}; an expert takes none")
@@ -142,6 +183,8 @@ class Factory:
             token_share=token_share,
             products=self.products_of(name),
             bias=bias,
+            lora=self._lora_rule() if adapted else None,
+            adapted=adapted,
         )
 
     def norm(self, name: str, size: int, rule: NormRule) -> RMSNorm | LayerNorm:

@@ -26,9 +26,8 @@ from torch import Tensor, nn
 
 from megapar import recompute
 from megapar.config.options import ModelConfig
-from megapar.linear import LOCAL, LinearFunction
 from megapar.params import ZEROS, shared_piece
-from megapar.tensor_parallel.layers import Columns, shared_vector
+from megapar.tensor_parallel.layers import Columns, local_linear, shared_vector
 from megapar.tensor_parallel.regions import copy_to_tp, gather_sequence
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
@@ -130,7 +129,7 @@ class WholeLinear(nn.Module):
         self.weight = sharding.parameter((piece,), shape, factory.init, decay=True)
         self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
         self.products = factory.products_of(name)
+        self.lora = factory.lora_of_whole(name, shape)
 
     def forward(self, x_sbi: Tensor) -> Tensor:
-        y: Tensor = LinearFunction.apply(x_sbi, self.weight, self.bias, LOCAL, self.products)
-        return y
+        return local_linear(x_sbi, self.weight, self.bias, self.products, self.lora)

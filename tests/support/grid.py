@@ -1,6 +1,6 @@
 """The models, layouts and batches of tests training in many layouts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from typing import Any, Literal
@@ -12,11 +12,13 @@ from megapar_kernels.backend import Backend
 from megapar_models.build import build_stages
 from megapar_models.qwen3_moe.model import Qwen3MoeExperts
 from megapar_models.registry import num_targets, validate
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.config.options import (
+    NO_ADAPTER,
+    AdapterConfig,
     Config,
     KernelsConfig,
     ModelConfig,
@@ -28,7 +30,8 @@ from megapar.config.options import (
 from megapar.context import ParallelContext
 from megapar.launch.grid import grid_of
 from megapar.optimizer.clip import clip_coefficient
-from megapar.random import initialize
+from megapar.params import Init, spec_of
+from megapar.random import initial_values, initialize
 from megapar.train.state import StepResult, TrainState
 from megapar.train.step import evaluate, train_step
 from megapar.train.trainable import freeze_others
@@ -163,6 +166,7 @@ class Layout:
     packed: bool = False
     follows: bool = False  # one process goes on with the weights of the ranks after each step
     trainable: tuple[str, ...] = ()
+    adapter: AdapterConfig = NO_ADAPTER
 
     @property
     def world(self) -> int:
@@ -209,6 +213,7 @@ class Layout:
         )
         kernels = KernelsConfig(self.backend, self.loss_chunk)
         parts: dict[str, Any] = {"parallel": parallel, "train": train, "optimizer": optimizer, "kernels": kernels}
+        parts["adapter"] = self.adapter
         return validate(Config(model=self.model, **parts), self.world)
 
 
@@ -232,8 +237,18 @@ def make_state(config: Config) -> TrainState:
     ctx = make_context(config)
     stages = build_stages(config, ctx)
     initialize(stages.values(), config.train.seed)
+    randomize_adapters(stages.values())
     freeze_others(stages.values(), config.train.trainable, ctx)
     return assemble(config, ctx, stages)
+
+
+@torch.no_grad()
+def randomize_adapters(modules: Iterable[nn.Module]) -> None:
+    """Fill the second factors of adapters, the same in every layout. They begin as zeros, which hide gradients."""
+    for param in (param for module in modules for param in module.parameters()):
+        for piece, first, last in spec_of(param).segments():
+            if piece.name.endswith(".lora_b"):
+                param.view(-1)[first:last] = initial_values(piece, Init("normal", 0.1), seed=5).view(-1)
 
 
 # How every layout trains as one process does
@@ -265,13 +280,15 @@ def train_two_steps(
 
 
 @cache
-def reference(model: ModelConfig, packed: bool, trainable: tuple[str, ...] = ()) -> dict[str, Any]:
+def reference(
+    model: ModelConfig, packed: bool, trainable: tuple[str, ...] = (), adapter: AdapterConfig = NO_ADAPTER
+) -> dict[str, Any]:
     """One process, one micro-batch, nothing recomputed, no ZeRO."""
-    return train_two_steps(in_one_process(model, trainable), packed)
+    return train_two_steps(in_one_process(model, trainable, adapter), packed)
 
 
-def in_one_process(model: ModelConfig, trainable: tuple[str, ...] = ()) -> Config:
-    return Layout(model, micro_batch_size=SAMPLES, zero_stage=0, trainable=trainable).config()
+def in_one_process(model: ModelConfig, trainable: tuple[str, ...] = (), adapter: AdapterConfig = NO_ADAPTER) -> Config:
+    return Layout(model, micro_batch_size=SAMPLES, zero_stage=0, trainable=trainable, adapter=adapter).config()
 
 
 def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -282,10 +299,10 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
     """What ranks show, see `train_two_steps`, is what one process shows."""
     if layout.follows:
         held = [logical.assemble([rank["steps"][step][3] for rank in ranks]) for step in range(STEPS)]
-        config = in_one_process(layout.model, layout.trainable)
+        config = in_one_process(layout.model, layout.trainable, layout.adapter)
         expected = train_two_steps(config, layout.packed, go_on_with=held)
     else:
-        expected = reference(layout.model, layout.packed, layout.trainable)
+        expected = reference(layout.model, layout.packed, layout.trainable, layout.adapter)
     initial = logical.assemble([rank["initial"] for rank in ranks])
     assert bitwise(initial, logical.assemble([expected["initial"]])), "initial weights depend on the layout"
     for step in range(STEPS):
@@ -331,7 +348,7 @@ def name(layout: Layout) -> str:
     parts = [MODELS.get(layout.model, layout.model.family)]
     for field in fields(Layout):
         value = getattr(layout, field.name)
-        if field.name == "model" or value == field.default:
+        if field.name in ("model", "adapter") or value == field.default:
             continue
         word = SHORT.get(field.name, field.name)
         if isinstance(value, bool):

@@ -12,7 +12,7 @@ from megapar_models.stage import Stage
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config.options import NO_ADAPTER, AdapterConfig, Config, ModelConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.verify import logical
 
@@ -60,10 +60,10 @@ def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
     return MicroBatch.of_samples(*(torch.cat([getattr(batch, name) for batch in batches]) for name in names))
 
 
-def random_tensors(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
+def random_tensors(model: ModelConfig, seed: int = 0, adapter: AdapterConfig = NO_ADAPTER) -> dict[str, Tensor]:
     """Every logical tensor, N(0, 0.1); norms' weights around 1. Nothing is zero, so no gradient hides."""
     generator = torch.Generator().manual_seed(seed)
-    pieces = WholeModel(model).tensors()
+    pieces = WholeModel(model, adapter).tensors()
     tensors = {name: torch.randn(piece.shape, generator=generator) * 0.1 for name, piece in pieces.items()}
     return {name: tensor + name.endswith("norm.weight") for name, tensor in tensors.items()}
 
@@ -71,5 +71,5 @@ def random_tensors(model: ModelConfig, seed: int = 0) -> dict[str, Tensor]:
 def build(config: Config, ctx: ParallelContext, seed: int = 0) -> Stage:
     """The whole model in one stage, with `random_tensors` as weights."""
     (stage,) = build_stages(config, ctx).values()
-    logical.fill([stage], random_tensors(config.model, seed))
+    logical.fill([stage], random_tensors(config.model, seed, config.adapter))
     return stage

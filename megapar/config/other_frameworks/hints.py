@@ -32,7 +32,7 @@ TOPICS: Mapping[tuple[str, ...], str] = {
     ("offload",): f"megapar has no offload: {NO_OFFLOAD}",
     ("offloading",): f"megapar has no offload: {NO_OFFLOAD}",
     ("epochs",): f"megapar has no epochs: {EPOCHS}",
-    ("lora",): "megapar has no LoRA; train.trainable freezes parameters",
+    ("lora",): "adapters (LoRA) are the options adapter.rank, adapter.alpha and adapter.targets",
 }
 
 # Of names with parts, as `training.steps`: only these two have sections, whose keys need no row each.

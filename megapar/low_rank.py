@@ -1,0 +1,72 @@
+"""Low-rank products beside the weight of a linear layer (LoRA, arXiv 2106.09685).
+
+A layer's output may have the outputs of several matrices beside each other, such as those of q, k and v. Each of them
+with an adapter has a pair of factors of its own: y_j += s B_j A_j x, with A_j [r, in] and B_j [columns, r]. The A_j lie
+one below the other in one parameter [n r, in], so all inner vectors z_j = A_j x are one product. The B_j lie one below
+the other too, [columns of all, r]. `megapar.linear.AdaptedLinear` is the whole layer.
+
+No rank sends anything for it. Where tp cuts a weight by its outputs, A is whole and B is cut alike, and A reads the
+input that has entered the layer for the weight. Where tp cuts it by its inputs, A is cut alike and B is whole, and
+s B A x is added before the one sum over tp. The gradient of a whole factor is then a part of the sum over tp
+(`Piece.partial`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megapar_kernels.dispatch import MainGrad
+from torch import Tensor
+
+from megapar.main_grad import DeferredWeightGradient
+from megapar.products import TORCH_PRODUCTS
+
+
+@dataclass(frozen=True)
+class LoraRule:
+    """The rank r of adapters, and s in y = W x + s B A x."""
+
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """Adds s B_j z_j to some columns of a layer's output: to `columns[j]`. `scale` is s.
+
+    The z_j of a token lie one after the other: z is [..., n r]. The products are in the dtype of activations.
+    """
+
+    scale: float
+    columns: tuple[slice, ...]
+
+    def add(self, y: Tensor, z: Tensor, b: Tensor) -> None:
+        """Add s B_j z_j to contiguous y [..., out], in place."""
+        y_2d = y.view(-1, y.shape[-1])
+        for columns, z_j, b_j in zip(self.columns, self._inner(z), self._split(b), strict=True):
+            y_2d[:, columns].addmm_(z_j, b_j.t(), alpha=self.scale)
+
+    def inner_gradient(self, grad_y: Tensor, b: Tensor) -> Tensor:
+        """The gradient of z, from grad_y [..., out]."""
+        parts = [grad_y[..., columns] @ b_j for columns, b_j in zip(self.columns, self._split(b), strict=True)]
+        return torch.cat(parts, dim=-1).mul_(self.scale)
+
+    def b_gradient(self, main_grad: MainGrad | None, grad_y: Tensor, z: Tensor, b: Tensor) -> Tensor | None:
+        """The gradient of the B_j, or None if it goes to `main_grad`, now or in W."""
+        if main_grad is None:
+            total = torch.empty_like(b)
+            self._add_b_gradient(total, grad_y, z, True)
+            return total
+        DeferredWeightGradient(main_grad, grad_y, z, self._add_b_gradient).add_or_defer()
+        return None
+
+    def _add_b_gradient(self, total: Tensor, grad_y: Tensor, z: Tensor, overwrite: bool) -> None:
+        grad_2d = grad_y.reshape(-1, grad_y.shape[-1])
+        scaled = z * self.scale
+        for columns, z_j, total_j in zip(self.columns, self._inner(scaled), self._split(total), strict=True):
+            TORCH_PRODUCTS.add_weight_gradient(total_j, grad_2d[:, columns], z_j, overwrite=overwrite)
+
+    def _inner(self, z: Tensor) -> tuple[Tensor, ...]:
+        return z.reshape(-1, z.shape[-1]).chunk(len(self.columns), dim=1)
+
+    def _split(self, b: Tensor) -> tuple[Tensor, ...]:
+        return b.split([columns.stop - columns.start for columns in self.columns])

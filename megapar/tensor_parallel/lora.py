@@ -1,0 +1,61 @@
+"""The adapter of a linear layer: its factors as parameters, cut over tp. `megapar.low_rank` has its products.
+
+For a matrix `name` [out, in] these are its logical tensors, with r the rank of the adapter:
+
+    name.lora_a   [r, in]    drawn evenly from +-1/sqrt(in), as PEFT draws it
+    name.lora_b   [out, r]   zeros, so a model with new adapters computes what it did without
+"""
+
+import math
+from collections.abc import Sequence
+
+from torch import nn
+
+from megapar.low_rank import LoraRule, LowRank
+from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, Sizes, cut, make_piece, shared_piece
+from megapar.sharding import Sharding
+
+
+class Lora(nn.Module):
+    """The adapters of the matrices of one layer. `a` and `b` are the pieces of their factors.
+
+    `columns` are those of each matrix in the layer's output on this rank.
+    """
+
+    def __init__(
+        self, rule: LoraRule, a: Sequence[Piece], b: Sequence[Piece], columns: Sequence[slice], sharding: Sharding
+    ):
+        super().__init__()
+        self.rule = LowRank(rule.scale, tuple(columns))
+        self.a = factor(a, Init("uniform", 1 / math.sqrt(a[0].shape[1])), sharding)
+        self.b = factor(b, ZEROS, sharding)
+
+    @classmethod
+    def of_rows(cls, rule: LoraRule, name: str, shape: Sizes, sharding: Sharding) -> "Lora":
+        """Of a matrix cut by its inputs: A is cut alike. Each rank has a part of A x, and so of B's gradient."""
+        out_features, in_features = shape
+        a = make_piece(f"{name}.lora_a", (rule.rank, in_features), {1: cut(in_features, sharding.tp)})
+        b = shared_piece(f"{name}.lora_b", (out_features, rule.rank), sharding.tp, partial=True)
+        return cls(rule, [a], [b], [slice(0, out_features)], sharding)
+
+    @classmethod
+    def of_whole(cls, rule: LoraRule, name: str, shape: Sizes, sharding: Sharding) -> "Lora":
+        """Of a matrix that is whole on every rank. Under sequence parallelism each rank has tokens of its own."""
+        out_features, in_features = shape
+        partial = sharding.sequence_parallel
+        a = shared_piece(f"{name}.lora_a", (rule.rank, in_features), sharding.tp, partial=partial)
+        b = shared_piece(f"{name}.lora_b", (out_features, rule.rank), sharding.tp, partial=partial)
+        return cls(rule, [a], [b], [slice(0, out_features)], sharding)
+
+
+def factor(pieces: Sequence[Piece], init: Init, sharding: Sharding) -> nn.Parameter:
+    """A parameter of factors, one below the other."""
+    spec = ParamSpec(
+        tuple(pieces),
+        init,
+        decay=True,
+        grad_axis=sharding.grad_axis,
+        optimizer=sharding.optimizer,
+        added_by=ADAPTER,
+    )
+    return sharding.parameter_of(spec, (sum(p.local_shape[0] for p in pieces), pieces[0].local_shape[1]))

@@ -1,0 +1,200 @@
+"""Adapters (LoRA): what they compute, that they train in every layout as in one process, and their checkpoints."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megapar_models.build import build_stages
+from megapar_models.deepseek.model import DeepseekExperts
+
+from megapar.checkpoint.format import read_manifest
+from megapar.config.options import AdapterConfig, ModelConfig
+from megapar.errors import CheckpointError, ConfigError
+from megapar.train.checkpoints import Saver
+from megapar.train.step import train_step
+from megapar.train.trainer import start
+from tests.support import tiny_models
+from tests.support.distributed import run_ranks
+from tests.support.grid import (
+    DENSE_BETWEEN,
+    GPT,
+    LLAMA,
+    MIXTRAL,
+    SHARED,
+    STRADDLING,
+    Layout,
+    check_on_ranks,
+    make_context,
+    micro_batches,
+    name,
+)
+from tests.support.sweeps import slow_but
+
+ALL = AdapterConfig(rank=3, alpha=7.0)
+SOME = AdapterConfig(rank=4, alpha=8.0, targets=("q", "v", "down"), rslora=True)
+
+LATENT = tiny_models.small(
+    "deepseek",
+    48,
+    2,
+    76,
+    head_dim=6,
+    q_lora_rank=18,
+    kv_lora_rank=14,
+    qk_nope_head_dim=10,
+    v_head_dim=8,
+    initializer_range=0.1,
+    moe=DeepseekExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, first_k_dense_replace=1),
+)
+
+LAYOUTS = [
+    Layout(LLAMA, tp=2, sequence_parallel=True, pp=2, micro_batch_size=3, adapter=ALL),
+    Layout(STRADDLING, tp=4, sequence_parallel=True, tp_overlap_chunks=2, micro_batch_size=3, adapter=SOME),
+    Layout(LLAMA, tp=2, tp_overlap_chunks=2, pp=2, schedule="zb-h1", micro_batch_size=3, adapter=ALL),
+    Layout(LLAMA, tp=2, adapter=SOME, zero_stage=2, micro_batch_size=3),
+    Layout(LLAMA, dp=2, zero_stage=3, micro_batch_size=3, adapter=ALL),
+    Layout(GPT, cp=2, tp=2, sequence_parallel=True, adapter=ALL),
+    Layout(LLAMA, cp=2, cp_attention="ring", pp=2, vpp=2, schedule="interleaved", adapter=ALL),
+    Layout(MIXTRAL, tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, adapter=ALL),
+    Layout(SHARED, tp=2, ep=4, dp=2, etp=1, adapter=ALL),
+    Layout(DENSE_BETWEEN, pp=2, dp=2, ep=2, schedule="zb-h1", adapter=SOME),
+    Layout(MIXTRAL, tp=4, etp=4, recompute="full", adapter=SOME),
+    Layout(LLAMA, tp=2, recompute="selective", micro_batch_size=3, adapter=ALL),
+    Layout(GPT, pp=2, recompute="full", every=2, micro_batch_size=3, adapter=ALL),
+    Layout(LLAMA, tp=2, cp=2, dp=2, sequence_parallel=True, zero_stage=3, adapter=ALL),
+    Layout(LLAMA, tp=2, dp=2, pp=2, sequence_parallel=True, zero_stage=2, schedule="zb-v", vpp=2, adapter=ALL),
+    Layout(LATENT, tp=2, sequence_parallel=True, pp=2, adapter=ALL),
+    Layout(LATENT, tp=2, dp=2, zero_stage=3, adapter=ALL),
+]
+
+
+@pytest.mark.parametrize("layout", slow_but([0, 1, 2, 7, 11], LAYOUTS), ids=name)
+def test_adapters_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
+    """Loss, norm, every gradient and every weight of two steps. B is random: with zeros A would have no gradient."""
+    check_on_ranks(layout)
+
+
+# Checkpoints
+
+
+def base_of(folder: Path, model: ModelConfig = LLAMA, seed: int = 1) -> Path:
+    """A checkpoint of a model without adapters."""
+    config = Layout(model, micro_batch_size=3).config()
+    config = replace(config, run_dir=str(folder), train=replace(config.train, seed=seed))
+    ctx = make_context(config)
+    state, _ = start(config, ctx, build_stages(config, ctx))
+    (path,) = Saver(state, folder).save(state)
+    return path
+
+
+def train_adapters(layout: Layout, run_dir: Path, base: Path | None, steps: int, precision: str = "bf16") -> Any:
+    """Train to step `steps` from what `run_dir` holds, and save; losses, notes, and the trained weights."""
+    config = layout.config(precision)
+    options = replace(config.checkpoint, init_from=str(base) if base else "none")
+    config = replace(config, run_dir=str(run_dir), checkpoint=options)
+    ctx = make_context(config)
+    state, notes = start(config, ctx, build_stages(config, ctx))
+    found = [train_step(state, micro_batches(config, ctx, step)) for step in range(state.step, steps)]
+    Saver(state, run_dir).save(state)
+    weights = {f"{key}.{i.spec.name}": x.clone() for i in state.optimizer.slices() for key, x in i.tensors.items()}
+    return [result.loss for result in found], notes, weights
+
+
+RUN = Layout(LLAMA, micro_batch_size=3, adapter=SOME)
+
+
+def test_a_checkpoint_holds_the_factors_alone_and_resumes_bitwise(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base")
+    losses, _, weights = train_adapters(RUN, tmp_path / "whole", base, 4)
+    train_adapters(RUN, tmp_path / "run", base, 2)
+    manifest = read_manifest(tmp_path / "run/checkpoints/step_00000002")
+    widths = {"q": (40, 48), "v": (20, 48), "down": (48, 76)}
+    names = {f"layers.{n}.attention.{m}": widths[m] for n in range(4) for m in "qv"}
+    names |= {f"layers.{n}.mlp.down": widths["down"] for n in range(4)}
+    expected = {f"{name}.lora_a": (4, inputs) for name, (_, inputs) in names.items()}
+    expected |= {f"{name}.lora_b": (outputs, 4) for name, (outputs, _) in names.items()}
+    states = ("main", "exp_avg", "exp_avg_sq")
+    assert {name: entry.shape for name, entry in manifest.tensors.items()} == {
+        f"{state}.{name}": shape for state in states for name, shape in expected.items()
+    }
+    numbers = sum(4 * (outputs + inputs) for outputs, inputs in names.values())
+    files = sum(manifest.files.values())
+    assert 12 * numbers < files < 12 * numbers + 200 * len(manifest.tensors)
+    assert manifest.base == {"weights": read_manifest(base).weights_digest()}
+    again, notes, resumed = train_adapters(RUN, tmp_path / "run", base, 4)
+    assert notes[1].startswith("resumed step 2")
+    assert again == losses[2:]
+    assert all(torch.equal(resumed[name], weights[name]) for name in weights)
+
+
+def test_adapters_resume_in_another_layout(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base")
+    losses, _, _ = train_adapters(RUN, tmp_path / "one", base, 3, "fp32")
+    four = replace(RUN, tp=2, pp=2, sequence_parallel=True)
+    run_ranks(4, train_adapters, four, tmp_path / "four", base, 2, "fp32")
+    again, _, _ = train_adapters(RUN, tmp_path / "four", base, 3, "fp32")
+    assert again == pytest.approx(losses[2:], rel=1e-6)
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base")
+    train_adapters(RUN, tmp_path / "run", base, 1)
+    other = base_of(tmp_path / "other", seed=2)
+    for wrong in (other, None):
+        with pytest.raises(CheckpointError, match=r"adapters are of another base \(weights [0-9a-f]{12}\) than"):
+            train_adapters(RUN, tmp_path / "run", wrong, 2)
+    louder = replace(RUN, adapter=replace(SOME, alpha=9.0))
+    with pytest.raises(CheckpointError, match=r"adapter.alpha \(8.0 \| 9.0\)"):
+        train_adapters(louder, tmp_path / "run", base, 2)
+    with pytest.raises(CheckpointError, match=r"adapter.rank differs \(4 \| 5\)"):
+        train_adapters(replace(RUN, adapter=replace(SOME, rank=5)), tmp_path / "run", base, 2)
+    with pytest.raises(CheckpointError, match=r"holds no adapters; start from its weights"):
+        train_adapters(RUN, tmp_path / "base", base, 2)
+    saved = tmp_path / "run/checkpoints/step_00000001"
+    with pytest.raises(CheckpointError, match=r"it holds adapters alone, without the weights of their base"):
+        train_adapters(RUN, tmp_path / "new", saved, 1)
+
+
+def test_a_base_may_lack_the_factors_and_nothing_else(tmp_path: Path) -> None:
+    tied = replace(LLAMA, tie_word_embeddings=True)
+    base = base_of(tmp_path / "base", replace(tied, tie_word_embeddings=True))
+    with pytest.raises(CheckpointError, match=r"head.weight: missing") as caught:
+        train_adapters(RUN, tmp_path / "run", base, 1)
+    assert "lora" not in str(caught.value)
+
+
+# What cannot be
+
+
+@pytest.mark.parametrize(
+    ("adapter", "trainable", "said"),
+    [
+        (AdapterConfig(alpha=3.0), (), "adapter.alpha=3.0, adapter.rank=0: there is no adapter"),
+        (ALL, ("norm.*",), "train.trainable=norm.*, adapter.rank=3: the patterns leave adapters frozen"),
+    ],
+)
+def test_options_without_effect_are_refused(adapter: AdapterConfig, trainable: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        Layout(LLAMA, adapter=adapter, trainable=trainable).config()
+    assert str(caught.value).startswith(said)
+
+
+def build(layout: Layout) -> str:
+    """What a rank says when it builds its part."""
+    config = layout.config()
+    try:
+        build_stages(config, make_context(config))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+def test_a_target_without_a_matrix_is_refused_on_every_rank() -> None:
+    wrong = Layout(LLAMA, pp=2, adapter=AdapterConfig(rank=2, targets=("q", "router", "head")))
+    text = "adapter.targets router head: matches no matrix of the model; its matrices are called "
+    assert run_ranks(2, build, wrong) == [f"{text}down, gate, k, o, q, up, v"] * 2
+    assert build(Layout(LLAMA, adapter=AdapterConfig(rank=2, targets=("layers.3.attention.?",)))) == ""
+    some = AdapterConfig(rank=2, targets=("layers.*.experts.1.up",))
+    assert "matches up of some experts of layers.0.mlp.experts: name all" in build(Layout(MIXTRAL, adapter=some))
