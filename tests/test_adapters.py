@@ -8,14 +8,19 @@ import pytest
 import torch
 from megapar_models.build import build_stages
 from megapar_models.deepseek.model import DeepseekExperts
+from torch import Tensor
 
+from megapar import context
 from megapar.checkpoint.format import read_manifest
-from megapar.config.options import AdapterConfig, ModelConfig
+from megapar.config.options import AdapterConfig, Config, ModelConfig
 from megapar.errors import CheckpointError, ConfigError
+from megapar.params import spec_of
+from megapar.random import initialize
 from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
 from megapar.train.trainer import start
-from tests.support import tiny_models
+from megapar.verify import logical
+from tests.support import adapters, tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
     DENSE_BETWEEN,
@@ -27,6 +32,7 @@ from tests.support.grid import (
     Layout,
     check_on_ranks,
     make_context,
+    make_state,
     micro_batches,
     name,
 )
@@ -70,10 +76,91 @@ LAYOUTS = [
 ]
 
 
+# What adapters compute
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [(LLAMA, ALL), (STRADDLING, SOME), (replace(MIXTRAL, moe=replace(MIXTRAL.moe, balance="none")), ALL)],
+    ids=["all", "some, rslora", "experts"],
+)
+def test_steps_are_those_of_merged_weights_in_plain_torch(model: ModelConfig, adapter: AdapterConfig) -> None:
+    if model.experts:
+        model = replace(model, moe=replace(model.experts, router_aux_loss_coef=0.001, router_z_loss_coef=0.0))
+    tensors = tiny_models.random_tensors(model, adapter=adapter)
+    state = adapters.make_state(model, adapter, tensors)
+    adapters.check(state, adapters.Merged(state.config.model, adapter, tensors))
+
+
+def test_new_adapters_change_nothing_and_are_drawn_as_peft_draws_them() -> None:
+    """A evenly from +-1/sqrt(in), B zeros. So the logits are those of the base, bit by bit."""
+    with_adapters = tiny_models.config(LLAMA)
+    with_adapters = replace(with_adapters, adapter=AdapterConfig(rank=64))
+    (found,) = build_stages(with_adapters, context.single()).values()
+    (base,) = build_stages(tiny_models.config(LLAMA), context.single()).values()
+    initialize([found], seed=3)
+    initialize([base], seed=3)
+    batch = tiny_models.batch(LLAMA)
+    assert torch.equal(found(None, batch), base(None, batch))
+    drawn = logical.assemble([logical.held([found], context.single())])
+    for matrix, inputs in (("attention.k", 48), ("mlp.down", 76), ("attention.o", 40)):
+        a = drawn[f"layers.1.{matrix}.lora_a"] * inputs**0.5
+        assert a.shape == (64, inputs)
+        assert -1 <= a.min() < -0.99 < 0.99 < a.max() <= 1
+        assert abs(a.mean()) < 0.05
+        assert a.var() == pytest.approx(1 / 3, rel=0.05)
+        assert not drawn[f"layers.1.{matrix}.lora_b"].any()
+
+
 @pytest.mark.parametrize("layout", slow_but([0, 1, 2, 7, 11], LAYOUTS), ids=name)
 def test_adapters_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
     """Loss, norm, every gradient and every weight of two steps. B is random: with zeros A would have no gradient."""
     check_on_ranks(layout)
+
+
+# What ranks send, and what they hold alike
+
+PLAIN = replace(LLAMA, attention_bias=False, qk_norm=False)
+
+
+def sent_in_a_step(config: Config) -> dict[str, int]:
+    """Bytes by axis sent by this rank in the second step."""
+    state = make_state(config)
+    train_step(state, micro_batches(config, state.ctx, 0))
+    before = state.ctx.traffic()
+    train_step(state, micro_batches(config, state.ctx, 1))
+    return {axis: n - before[axis] for axis, n in state.ctx.traffic().items() if n > before[axis]}
+
+
+@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "tp_overlap_chunks": 2}], ids=["tp", "sp"])
+def test_adapters_send_no_activation_more(options: dict[str, Any]) -> None:
+    """Over tp a step sends the bytes of one that trains the matrices, and the gradients of the whole factors, once."""
+    adapter = replace(ALL, rank=8)
+    matrices = Layout(PLAIN, tp=2, micro_batch_size=3, trainable=("*.attention.*", "*.mlp.*"), **options)
+    adapted = Layout(PLAIN, tp=2, micro_batch_size=3, adapter=adapter, **options)
+    without = run_ranks(2, sent_in_a_step, matrices.config())
+    found = run_ranks(2, sent_in_a_step, adapted.config())
+    # A of q, k, v, gate and up, and B of o and down. An all-reduce between two ranks sends the bytes once.
+    whole = 4 * 8 * (5 + 2) * 48 * 4
+    assert found == [{**sent, "tp": sent["tp"] + whole} for sent in without]
+
+
+def weights_after_steps(config: Config, steps: int) -> dict[str, Tensor]:
+    state = make_state(config)
+    for step in range(steps):
+        train_step(state, micro_batches(config, state.ctx, step))
+    named = {spec_of(param).name: param for stage in state.stages.values() for param in stage.parameters()}
+    return {name: param.detach().clone() for name, param in named.items() if param.requires_grad}
+
+
+def test_whole_factors_stay_the_same_on_all_ranks() -> None:
+    """Fault whole-factor-not-summed: bit by bit after three steps, of tp and of replicas."""
+    layout = Layout(LLAMA, tp=2, dp=2, sequence_parallel=True, micro_batch_size=3, adapter=ALL)
+    ranks = run_ranks(4, weights_after_steps, layout.config("bf16"), 3)
+    whole = [name for name in ranks[0] if ".o.lora_b" in name or ".down.lora_b" in name or ".q.lora_a" in name]
+    assert len(whole) == 3 * LLAMA.num_hidden_layers
+    assert all(torch.equal(ranks[0][name], rank[name]) for rank in ranks for name in whole)
+    assert all(torch.equal(ranks[n][name], ranks[n + 2][name]) for n in (0, 1) for name in ranks[0])
 
 
 # Checkpoints

@@ -14,7 +14,7 @@ from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
 
 from megapar.batch import PipelineStage
-from megapar.config.options import Config, ModelConfig, ParallelConfig
+from megapar.config.options import AdapterConfig, Config, ModelConfig, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.pipeline.schedules import SCHEDULES, make
@@ -94,6 +94,8 @@ LAYOUTS = [
     Layout(LLAMA, pp=2, trainable=("layers.[12].*",), zero_stage=2, dp=2),
     Layout(LLAMA, pp=2, trainable=("head*", "layers.3.mlp.*"), recompute="full"),
     Layout(GPT, pp=2, trainable=("*norm*",), schedule="zb-h1"),
+    Layout(MIXTRAL, pp=2, dp=2, ep=2, zero_stage=3, adapter=AdapterConfig(rank=4, targets=("q", "up"))),
+    Layout(LLAMA, tp=2, tp_overlap_chunks=2, pp=2, schedule="zb-h1", adapter=AdapterConfig(rank=4)),
     *(Layout(model, pp=2, dp=2, zero_stage=1 + number % 3) for number, model in enumerate(OTHERS[2:])),
 ]
 

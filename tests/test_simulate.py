@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megapar import context
 from megapar.batch import MicroBatch, TensorSpec
 from megapar.comm import collectives
-from megapar.config.options import Config
+from megapar.config.options import AdapterConfig, Config
 from megapar.data_parallel.accumulate import MainGradView
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.grid import Grid
@@ -104,6 +104,7 @@ LAYOUTS = [
     (Layout(LLAMA, cp=2, pp=2, cp_attention="ulysses", micro_batch_size=2, recompute="selective"), "fp32"),
     (Layout(LLAMA, dp=5), "fp32"),  # replicas with three micro-batches and with two
     (Layout(LLAMA, pp=2, vpp=2, schedule="dualpipe-v", loss_chunk=8), "fp32"),
+    (Layout(LLAMA, tp=2, dp=2, sequence_parallel=True, adapter=AdapterConfig(rank=4)), "bf16"),
     (Layout(LLAMA, pp=4, schedule="gpipe", order="pp-dp-cp-tp", trainable=("layers.2.*",)), "fp32"),
     (Layout(LLAMA, pp=2, vpp=2, schedule="v-min", overlap=False, recompute="full", every=2), "bf16"),
 ]

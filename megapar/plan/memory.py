@@ -146,7 +146,7 @@ def _refuse_patterns(config: Config, parts: Parts) -> None:
     if not patterns:
         return
     # A rank has only a part of the parameters. To find patterns that match none at all, the whole model is built.
-    alone = replace(config, parallel=ParallelConfig(dp=1, vpp=1))
+    alone = replace(config, parallel=ParallelConfig(dp=1, vpp=1, etp=1))
     make_stage = parts.builder.maker(alone, context.planned(grid_of(alone), 0, device=META))
     whole = make_stage(range(config.model.num_hidden_layers), first=True, last=True)
     refuse(patterns, [freeze([whole], patterns)])
