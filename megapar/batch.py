@@ -33,12 +33,14 @@ class MicroBatch:
     `sample_ids_b` are positions in the run's global sample order. Dropout masks are keyed by them, so no layout changes
     a mask. `positions_s` are the positions of the columns inside their samples. Rotary tables, learned positions and
     dropout keys read them. `sample_length` is the number of positions of a whole sample.
-    `grad_scale`, 0-d fp32, multiplies the gradient of every loss (`add_loss`). It is None outside of training.
+    `grad_scale`, 0-d fp32, multiplies the gradient of every added loss (`add_loss`). It is None outside of training.
     `loss_sums`, 0-d fp64 by name, add up the losses besides the main one.
     `starts` is for samples of several documents, without attention between them. It is int32 [documents + 1]: the
     position of each document's start, counted through all whole samples one after the other, and b * sample_length at
     the end. With None each sample is one document. `starts_on_host` are the same numbers for the host. Otherwise it
     would have to wait for a GPU to read them. Only `columns` sets them.
+    `references_bd`, fp32 [b, documents], are the log-probabilities of the first documents of each sample by a reference
+    model: sums over a document's targets, each times its weight.
     """
 
     tokens_bs: Tensor  # int64
@@ -50,6 +52,7 @@ class MicroBatch:
     starts: Tensor | None = None
     grad_scale: Tensor | None = None
     starts_on_host: tuple[int, ...] | None = None
+    references_bd: Tensor | None = None
     later_targets: tuple[Targets, ...] = ()
     loss_sums: Mapping[str, Tensor] | None = None
 
@@ -81,6 +84,16 @@ class MicroBatch:
             positions_s=positions_s,
             starts_on_host=None if self.starts is None else tuple(self.starts.tolist()),
         )
+
+    def with_pairs(self) -> "MicroBatch":
+        """Each sample as a pair: two documents of half its length, and references of 0. For measuring and planning."""
+        device = self.positions_s.device
+        half = self.sample_length // 2
+        firsts = torch.arange(self.size, device=device)[:, None] * self.sample_length
+        inner = (firsts + torch.tensor([0, half], device=device)).flatten()
+        last = torch.full((1,), self.size * self.sample_length, device=device)
+        references_bd = torch.zeros(self.size, 2, device=device)
+        return replace(self, starts=torch.cat([inner, last]).int(), references_bd=references_bd)
 
     @property
     def size(self) -> int:
@@ -116,6 +129,17 @@ class MicroBatch:
         # right=True: the first position of a document is in that document, not in the one before.
         starts_passed = torch.searchsorted(self.starts, self._positions_bs(), right=True)
         return starts_passed - 1
+
+    def documents_in_samples_bs(self) -> Tensor:
+        """Index of the document of each column among those of its sample, [b, s]. Needs `starts`."""
+        assert self.starts is not None
+        firsts_b = torch.arange(self.size, device=self.positions_s.device) * self.sample_length
+        return self.documents_bs() - torch.searchsorted(self.starts, firsts_b)[:, None]
+
+    def last_of_documents_bs(self) -> Tensor:
+        """Whether a column is the last position of its document, [b, s]. Needs `starts`."""
+        assert self.starts is not None
+        return self.starts[self.documents_bs() + 1] == self._positions_bs() + 1
 
     def document_positions_bs(self) -> Tensor:
         """Position of each token inside its document, [b, s]. Needs `starts`."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from megapar.batch import PipelineStage
 
@@ -13,11 +13,13 @@ S_co = TypeVar("S_co", bound=PipelineStage, covariant=True)
 class AddedLoss:
     """A loss besides the main one, which a stage adds to it (`megapar.batch.add_loss`).
 
-    With `split_over_tp` each tensor rank adds the loss of its own tokens. Otherwise all of them add the same loss.
+    With `split_over_tp` each tensor rank adds the loss of its own tokens. Otherwise all of them add the same loss. The
+    sum over a step is divided by its number of target tokens or of pairs.
     """
 
     name: str
     split_over_tp: bool = False
+    divided_by: Literal["tokens", "pairs"] = "tokens"
 
 
 @dataclass(frozen=True)
@@ -26,13 +28,15 @@ class Declared:
 
     `num_targets` is how many of the tokens after each position the losses are of. `losses` are those besides the main
     one. `tallies` are what modules count during a step (`megapar.tally`): rows and columns of each table, by name. With
-    `embeds_on_last_stage` the last stage embeds tokens too, as multi-token prediction does.
+    `embeds_on_last_stage` the last stage embeds tokens too, as multi-token prediction does. `divided_by` is what the
+    main loss of a step is divided by. With pairs each sample is a pair of documents.
     """
 
     num_targets: int = 1
     losses: Sequence[AddedLoss] = ()
     tallies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     embeds_on_last_stage: bool = False
+    divided_by: Literal["tokens", "pairs"] = "tokens"
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,7 +14,19 @@ from megapar.verify import logical
 from megapar.verify.logical import held_gradients, held_weights
 from tests.support import close
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LLAMA, MIXTRAL, STEPS, Layout, bitwise, make_state, micro_batches, name, reference
+from tests.support.grid import (
+    GPT,
+    LLAMA,
+    MIXTRAL,
+    STEPS,
+    Layout,
+    alone,
+    bitwise,
+    make_state,
+    micro_batches,
+    name,
+    reference,
+)
 from tests.support.sweeps import slow_but
 
 Reduce = Callable[[Tensor, Axis], collectives.Pending]
@@ -74,7 +86,7 @@ def test_each_part_is_rounded_once_and_the_sum_is_fp32(layout: Layout) -> None:
             assert not bitwise(found, in_fp32), "nothing was rounded"
     # One process rounds nothing. Each part is off by 2^-9 at most, and parts that cancel are larger than their sum.
     first = logical.assemble([rank[0]["steps"][0][1] for rank in ranks])
-    _, _, gradients, *_ = reference(layout.model, False)["steps"][0]
+    _, _, gradients, *_ = reference(alone(layout))["steps"][0]
     close.assert_close(first, logical.assemble([gradients]), 2**-7)
     for found, _, in_fp32 in ranks:
         assert found["sent"] * 2 == in_fp32["sent"] > 0

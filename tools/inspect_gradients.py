@@ -42,7 +42,7 @@ from megapar.random import initialize
 from megapar.recorder import Recorder
 from megapar.train.data import open_loaders, with_vocabulary_of_tokenizer
 from megapar.train.state import TrainState
-from megapar.train.step import count_targets
+from megapar.train.step import Divisors
 from megapar.train.trainer import assemble, start
 
 _MOST_RANKS = 8  # with a column each; of more ranks the table has the smallest and the largest norm
@@ -129,13 +129,14 @@ def check(config: Config, args: Arguments) -> None:
 
 def forward_and_backward(state: TrainState, batches: Sequence[MicroBatch], *, overlap: bool) -> None:
     """Compute the gradients of a step. With `overlap` their reduction begins meanwhile, as in training."""
-    tokens = count_targets(batches, state.ctx)
+    samples = state.config.train.batch_size(state.consumed_samples)
+    tokens, main = Divisors.of(state, batches, samples)
     state.grads.zero()
-    most = num_microbatches(state.config, state.config.train.batch_size(state.consumed_samples))
+    most = num_microbatches(state.config, samples)
     if overlap:
-        state.pipeline.step(batches, 1 / tokens, state.grads.begin, most)
+        state.pipeline.step(batches, 1 / main, state.grads.begin, most, 1 / tokens)
     else:
-        state.pipeline.step(batches, 1 / tokens, max_microbatches=most)
+        state.pipeline.step(batches, 1 / main, max_microbatches=most, added_scale=1 / tokens)
         for slot in state.grads.layout.slots:
             slot.param.main_grad.zero_if_stale()  # type: ignore[attr-defined]
 

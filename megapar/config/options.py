@@ -204,6 +204,14 @@ class TrainConfig:
     """Steps between evaluations on data.validation; 0 evaluates after the last step only."""
     eval_samples: int = 64
     """Validation samples of one evaluation, rounded up to whole global batches."""
+    objective: str = "cross_entropy"
+    """What the steps minimize. cross_entropy: that of the next tokens. dpo, dpo_norm (by length), ipo: preferences of
+    pairs of answers, beside a reference model. reward: the same pairs, with model.head score. MODULE:NAME is one of
+    your own, a megapar_models.objectives.Objective."""
+    beta: float = 0.1
+    """dpo, dpo_norm, ipo: how strongly the model is held to its reference. DPO's rewards are log-ratios times it."""
+    label_smoothing: float = 0.0
+    """dpo: the share of pairs thought to have the wrong answer chosen, below 0.5 (robust DPO, arXiv 2403.00409)."""
     z_loss: float = 0.0
     """Weight of log(sum exp(logits))^2 in the loss. It keeps logits small (PaLM, arXiv 2204.02311, uses 1e-4)."""
     loss_mean: Literal["token", "sample"] = "token"

@@ -82,13 +82,15 @@ class PipelineRuntime:
         scale: Tensor | float = 1.0,
         on_last_backward: Callable[[tuple[Kind, int] | None], None] = lambda last: None,
         max_microbatches: int = 0,
+        added_scale: Tensor | None = None,
     ) -> list[Tensor]:
         """Run forward and backward of every micro-batch.
 
         Replicas may have different numbers of micro-batches. `max_microbatches` is the largest of them, or 0 if all
         have the same. With units, a replica with fewer takes part in the collectives of the others.
 
-        Parameters accumulate the gradient of scale * (sum of the losses). Returns the losses, detached and without
+        Parameters accumulate the gradient of scale * (sum of the losses). Losses that stages add (`add_loss`) are
+        multiplied by `added_scale`, or without it by `scale` too. Returns the losses, detached and without
         `scale`, in the order of `batches` on the rank of the last stage, and [] elsewhere.
 
         `on_last_backward` is called once, right before the last action that adds gradients of matrices: a B or a W. Its
@@ -97,7 +99,8 @@ class PipelineRuntime:
         """
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
         # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
-        batches = [replace(batch, grad_scale=scale) for batch in batches]
+        grad_scale = scale if added_scale is None else added_scale
+        batches = [replace(batch, grad_scale=grad_scale) for batch in batches]
         plan = self.plan(len(batches), max_microbatches, backward=True)
         adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
         run = _Execution(self, plan, batches, scale)

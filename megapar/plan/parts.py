@@ -296,7 +296,7 @@ class Parts:
         train = config.train
         decides: tuple[Hashable, ...] = (train.micro_batch_size, train.seq_length, ctx.cp.size)
         if part == LAST:
-            decides = (*decides, config.kernels.loss_chunk, train.z_loss)
+            decides = (*decides, config.kernels.loss_chunk, train.z_loss, train.objective)
         elif isinstance(part, LayerPart):
             decides = (*decides, train.recompute == "selective", config.parallel.cp_attention)
         key = (part, decides, config.kernels.backend, self._cuts(config, ctx, [part]))
@@ -305,7 +305,10 @@ class Parts:
             (stage,) = self._stages(config, noting, [part])
             if train.trainable:
                 freeze([stage], train.trainable)
-            found = Recording(stage, self._batch(config), tape, given)
+            batch = self._batch(config)
+            if part == LAST and self.builder.declared(config).divided_by == "pairs":
+                batch = batch.with_pairs()
+            found = Recording(stage, batch, tape, given)
             # Most parts are given what a stage is given, so one recording is that of both.
             if given == found.boundary:
                 found = self._recordings.setdefault((key, None), found)

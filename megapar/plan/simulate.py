@@ -106,6 +106,8 @@ def simulate(
     kept = KeptBytes(state.stages, state.pipeline.deferred_nbytes)
     state.pipeline.after_action.append(kept.note_action)
     batches = _micro_batches(config, ctx, stages.declared.num_targets)
+    if stages.declared.divided_by == "pairs":
+        batches = [batch.with_pairs() for batch in batches]
     plan = state.pipeline.plan(len(batches), num_microbatches(config), backward=True)
     total = sum(isinstance(item, Action) for item in plan)
     done = itertools.count(1)

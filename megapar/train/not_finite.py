@@ -19,7 +19,7 @@ from megapar.batch import MicroBatch, PipelineStage
 from megapar.comm import collectives
 from megapar.config.derive import num_microbatches
 from megapar.train.state import StepResult, TrainState
-from megapar.train.step import count_targets
+from megapar.train.step import Divisors
 
 _LISTED = 4  # the most names or samples that a message lists
 
@@ -93,8 +93,14 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
     state.grads.flat.zero_()  # because it is read before finish()
     handles = watch.attach(state.stages)
     try:
-        max_microbatches = num_microbatches(state.config, state.config.train.batch_size(state.consumed_samples))
-        state.pipeline.step(batches, loss_scale / count_targets(batches, state.ctx), max_microbatches=max_microbatches)
+        samples = state.config.train.batch_size(state.consumed_samples)
+        tokens, main = Divisors.of(state, batches, samples)
+        state.pipeline.step(
+            batches,
+            loss_scale / main,
+            max_microbatches=num_microbatches(state.config, samples),
+            added_scale=loss_scale / tokens,
+        )
     finally:
         for handle in handles:
             handle.remove()

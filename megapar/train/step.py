@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from megapar.context import ParallelContext
 from megapar.errors import NumericError
 from megapar.optimizer.clip import clip_coefficient, reduce_norm
 from megapar.optimizer.schedule import learning_rate
+from megapar.stage_set import AddedLoss
 from megapar.tally import counting_modules, end_step, tables
 from megapar.train.state import Position, QueuedStep, StepResult, TrainState
 
@@ -21,7 +23,7 @@ from megapar.train.state import Position, QueuedStep, StepResult, TrainState
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
     """Sum the loss weights of all samples of the step over all replicas; returns a 0-d fp32 tensor, at least 1.
 
-    It is the only divisor of the step's loss and gradients.
+    It is the only divisor of the step's loss and gradients, unless its objective divides by pairs.
     """
     tokens = torch.zeros((), device=ctx.device)
     if batches:  # a replica has none if the step has fewer micro-batches than replicas
@@ -30,13 +32,35 @@ def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor
     return collectives.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
 
 
-def mean_loss(main_losses: Sequence[Tensor], tokens: Tensor, ctx: ParallelContext) -> Tensor:
-    """The step's main loss over all its tokens, 0-d, on every rank.
+class Divisors(NamedTuple):
+    """What sums of losses over a step are divided by, 0-d fp32.
+
+    `tokens` is the number of its target tokens. `main` is what the main loss is divided by.
+    """
+
+    tokens: Tensor
+    main: Tensor
+
+    @classmethod
+    def of(cls, state: TrainState, batches: Sequence[MicroBatch], samples: int) -> "Divisors":
+        """Those of a step with `samples` samples. `batches` are this rank's micro-batches, on its device."""
+        tokens = count_targets(batches, state.ctx)
+        if state.stages.declared.divided_by == "tokens":
+            return cls(tokens, tokens)
+        return cls(tokens, torch.full_like(tokens, samples))  # a sample is a pair
+
+    def of_added(self, loss: AddedLoss) -> Tensor:
+        """That of a loss besides the main one."""
+        return self.tokens if loss.divided_by == "tokens" else self.main
+
+
+def mean_loss(main_losses: Sequence[Tensor], divisor: Tensor, ctx: ParallelContext) -> Tensor:
+    """The step's main loss, divided by `divisor`, 0-d, on every rank.
 
     `main_losses` are the sums of this rank's micro-batches. They are empty on ranks without the last stage.
     """
     total = torch.stack(list(main_losses)).sum() if main_losses else torch.zeros((), device=ctx.device)
-    return collectives.all_reduce(collectives.all_reduce(total, ctx.grad), ctx.pp) / tokens
+    return collectives.all_reduce(collectives.all_reduce(total, ctx.grad), ctx.pp) / divisor
 
 
 def start_losses(state: TrainState) -> dict[str, Tensor]:
@@ -71,11 +95,14 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
     ctx.flight.enter("forward")
     loss_sums = start_losses(state)
     batches = [replace(batch.to(ctx.device), loss_sums=loss_sums) for batch in batches]
-    tokens = count_targets(batches, ctx)
-    max_microbatches = num_microbatches(state.config, state.config.train.batch_size(state.consumed_samples))
+    samples = state.config.train.batch_size(state.consumed_samples)
+    divisors = Divisors.of(state, batches, samples)
+    max_microbatches = num_microbatches(state.config, samples)
     state.grads.zero()
     # The divisor is known before the first backward, so no gradient needs to be rescaled after it was summed.
-    main_losses = state.pipeline.step(batches, scale / tokens, state.grads.begin, max_microbatches)
+    main_losses = state.pipeline.step(
+        batches, scale / divisors.main, state.grads.begin, max_microbatches, scale / divisors.tokens
+    )
     ctx.flight.enter("reduce")
     state.grads.finish()
     # The vote to stop and the losses besides the main one travel with the gradient norm: no message of their own.
@@ -84,9 +111,10 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
     with ctx.flight.span("optimizer"):
         norm, (stop_votes, *losses) = reduce_norm(state.grads, ctx, others)
     norm = norm / scale
-    loss = mean_loss(main_losses, tokens, ctx)
+    loss = mean_loss(main_losses, divisors.main, ctx)
+    added = [x / divisors.of_added(declared) for declared, x in zip(state.stages.declared.losses, losses, strict=True)]
     # Copied before the update: the device still has the update to compute when the host has the numbers.
-    numbers = device.HostCopy(torch.stack([loss, norm, tokens, stop_votes, *(x / tokens for x in losses)]))
+    numbers = device.HostCopy(torch.stack([loss, norm, divisors.tokens, stop_votes, *added]))
     ctx.flight.enter("optimizer")
     lr = learning_rate(state.step, options, state.config.train.steps)
     # The gradients are still multiplied by the loss scale: the update divides them along with clipping.
@@ -107,7 +135,7 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
     tallies = tables(state.stages.declared.tallies, counts, ctx.pp, ctx.device)
     on_host = {name: device.HostCopy(table) for name, table in tallies.items()}
     state.step += 1
-    state.consumed_samples += state.config.train.batch_size(state.consumed_samples)
+    state.consumed_samples += samples
     return QueuedStep(state, batches, lr, replace(state.loss_scale), before, numbers, on_host)
 
 
@@ -127,15 +155,16 @@ def train_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
 
 
 def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, float]:
-    """Evaluate one global batch without dropout; returns the loss sum and the number of target tokens over all ranks.
+    """Evaluate one global batch without dropout; returns the loss sum and its divisor over all ranks.
 
+    The divisor is the number of target tokens, or of pairs.
     `batches` are this rank's micro-batches. They may be on the host.
     """
     batches = [batch.to(state.ctx.device) for batch in batches]
     for stage in state.stages.values():
         stage.eval()
-    tokens = count_targets(batches, state.ctx)
-    loss = mean_loss(state.pipeline.evaluate(batches, num_microbatches(state.config)), tokens, state.ctx)
+    divisor = Divisors.of(state, batches, state.config.train.global_batch_size).main
+    loss = mean_loss(state.pipeline.evaluate(batches, num_microbatches(state.config)), divisor, state.ctx)
     for stage in state.stages.values():
         stage.train()
-    return (loss * tokens).item(), tokens.item()
+    return (loss * divisor).item(), divisor.item()

@@ -13,13 +13,13 @@ from megapar.data import order
 
 
 def micro_batches(
-    config: Config, ctx: ParallelContext, step: int, num_targets: int, *, packed: bool = False
+    config: Config, ctx: ParallelContext, step: int, num_targets: int, *, packed: bool = False, pairs: bool = False
 ) -> list[MicroBatch]:
     """This rank's micro-batches of step `step`, on its device. The global batch is the same in every layout.
 
     Every token has a weight of its own in the loss, from 0.1 to 1.1. One sample is masked whole. `packed` samples are
-    four documents each. A rank gets its part of their positions. `num_targets` is how many tokens ahead the model's
-    losses reach.
+    four documents each. With `pairs` they are two documents and padding, with `references_bd`. A rank gets its part of
+    their positions. `num_targets` is how many tokens ahead the model's losses reach.
     """
     samples = config.train.global_batch_size
     length = config.train.seq_length
@@ -46,6 +46,8 @@ def micro_batches(
     ]
     if packed:
         batches = [replace(batch, starts=four_documents(row, length)) for batch, row in zip(batches, rows, strict=True)]
+    if pairs:
+        batches = [as_pairs(batch) for batch in batches]
     held = torch.tensor(deal.positions(length, ctx.cp.size, ctx.cp.rank))
     # Positions of their own, as the batches of a loader have.
     return [batch.columns(held.clone()).to(ctx.device) for batch in batches]
@@ -60,3 +62,20 @@ def four_documents(samples: Tensor, length: int) -> Tensor:
     second = firsts + 1 + samples % (length - 11)  # so that the last document has a token
     inner = torch.stack((firsts, second, second + 3, second + 10), dim=1).flatten()
     return torch.cat((inner, torch.tensor([len(samples) * length]))).int()
+
+
+def as_pairs(batch: MicroBatch) -> MicroBatch:
+    """Whole samples as pairs of unequal length, with padding. The first two tokens of each document are its prompt."""
+    length = batch.sample_length
+    numbers = batch.sample_ids_b % 4
+    firsts = torch.arange(batch.size) * length
+    starts_bd = torch.stack([firsts, firsts + length // 3 + numbers, firsts + 5 * length // 6 - numbers], dim=1)
+    starts = torch.cat([starts_bd.flatten(), torch.tensor([batch.size * length])]).int()
+    pairs = replace(batch, starts=starts)
+    answers_bs = pairs.document_positions_bs() > 0  # the second token of a prompt is the target of the first
+    answers_bs &= ~pairs.last_of_documents_bs() & (pairs.documents_in_samples_bs() < 2)
+    weights_bs = 0.5 * (0.1 + batch.weights_bs) * answers_bs
+    # Close to what a random model says of the answers. Other references would saturate every loss.
+    lengths_bd = torch.stack([(weights_bs * (pairs.documents_in_samples_bs() == n)).sum(1) for n in (0, 1)], dim=1)
+    offsets_bd = (batch.sample_ids_b[:, None] * torch.tensor([3, 5])) % 7 / 2
+    return replace(pairs, weights_bs=weights_bs, references_bd=1.5 - offsets_bd - 5 * lengths_bd)

@@ -115,7 +115,8 @@ def train_steps(
     seen = _GradientsSeen(state)
     state.optimizer = cast(Optimizers, seen)
     for number in range(steps):
-        batches = micro_batches(config, ctx, number, num_targets, packed=packed)
+        pairs = state.stages.declared.divided_by == "pairs"
+        batches = micro_batches(config, ctx, number, num_targets, packed=packed, pairs=pairs)
         if order.reverse:
             batches.reverse()
         result = train_step(state, batches)

@@ -17,7 +17,7 @@ from megapar.context import ParallelContext, single
 from megapar.precision import model_dtype
 from megapar_models.build import balanced, stage_layers, stage_maker
 from megapar_models.counts import WholeModel
-from megapar_models.registry import num_targets
+from megapar_models.registry import find_objective, num_targets
 
 _REPETITIONS = 5
 
@@ -181,6 +181,8 @@ def _random_batch(config: Config, on: torch.device) -> MicroBatch:
     weights = torch.ones(samples, length)
     next_tokens, *later = (Targets(tokens[:, ahead : ahead + length], weights) for ahead in range(1, targets + 1))
     batch = MicroBatch.of_samples(tokens[:, :length], *next_tokens, torch.arange(samples), later_targets=later)
+    if find_objective(config.train.objective).divided_by == "pairs":
+        batch = batch.with_pairs()
     return batch.to(on)
 
 

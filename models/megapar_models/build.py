@@ -19,7 +19,7 @@ from megapar.sharding import Sharding
 from megapar.stage_set import Declared, StageSet
 from megapar_models.counts import WholeModel
 from megapar_models.factory import initializations
-from megapar_models.registry import find
+from megapar_models.registry import find, find_objective
 from megapar_models.stage import Stage, title
 
 
@@ -54,7 +54,14 @@ def build_stages(
         stages[number] = make_stage(
             layers[number], first=number == 0, last=number == len(layers) - 1, tied_weight=tied_weight
         )
-    return StageSet(stages, layers, ranks, fine_stages, find(model.family).stage.declared(model))
+    return StageSet(stages, layers, ranks, fine_stages, declared(config))
+
+
+def declared(config: Config) -> Declared:
+    """What the family declares of the model, and the objective of its losses."""
+    of_model = find(config.model.family).stage.declared(config.model)
+    objective = find_objective(config.train.objective)
+    return replace(of_model, losses=(*of_model.losses, *objective.added), divided_by=objective.divided_by)
 
 
 def _last_stage_uses_embedding(model: ModelConfig) -> bool:
@@ -93,6 +100,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         seed=config.train.seed,
         z_loss=config.train.z_loss,
         loss_chunk=config.kernels.loss_chunk,
+        objective=partial(find_objective(config.train.objective).total, train=config.train),
     )
 
 
@@ -162,8 +170,8 @@ class StageBuilder:
         return first.embedding_weight() if _last_stage_uses_embedding(config.model) else None
 
     def declared(self, config: Config) -> Declared:
-        """What the family declares of the model."""
-        return find(config.model.family).stage.declared(config.model)
+        """The function `declared`."""
+        return declared(config)
 
     def flops_per_token(self, config: Config) -> int:
         """FLOPs of a token, forward and backward, without those of frozen weights' gradients."""

@@ -7,9 +7,9 @@ from typing import Any
 
 from megapar.config import compatible
 from megapar.config import validate as checks
-from megapar.config.messages import listed, problem
+from megapar.config.messages import listed, problem, shown
 from megapar.config.model_rules import Families, ModelRules
-from megapar.config.options import Config, ModelConfig
+from megapar.config.options import Config, ModelConfig, TrainConfig, flatten
 from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages
@@ -41,11 +41,13 @@ from megapar_models.ministral3.family import MINISTRAL3
 from megapar_models.mixtral.family import MIXTRAL
 from megapar_models.moe import router_rule
 from megapar_models.nemotron.family import NEMOTRON
+from megapar_models.objectives import CROSS_ENTROPY, Objective
 from megapar_models.olmo.family import OLMO
 from megapar_models.olmoe.family import OLMOE
 from megapar_models.opt.family import OPT
 from megapar_models.phi.family import PHI
 from megapar_models.phi3.family import PHI3
+from megapar_models.preferences import PREFERENCES
 from megapar_models.qwen3_moe.family import QWEN3_MOE
 from megapar_models.smollm3.family import SMOLLM3
 from megapar_models.stablelm.family import STABLELM
@@ -94,6 +96,14 @@ def find(name: str) -> Family:
     return named("model.family", name, FAMILIES, Family)
 
 
+OBJECTIVES = {"cross_entropy": CROSS_ENTROPY, **PREFERENCES}
+
+
+def find_objective(name: str) -> Objective:
+    """The objective named by train.objective: a key of OBJECTIVES, or MODULE:NAME. Raises ConfigError without one."""
+    return named("train.objective", name, OBJECTIVES, Objective)
+
+
 FOR_OPTIONS = Families(FAMILIES, find)
 """What `megapar.config.files.load` must know to read the options of any family."""
 
@@ -135,6 +145,7 @@ def _rules(config: Config, kinds: Set[LayerKind] | None = None) -> tuple[ModelRu
         own = kinds_of(model) if kinds is None else kinds
         yield from _attention_problems(config, own)
         yield from _router_problems(config, own)
+        yield from _objective_problems(config)
 
     return replace(family, problems=problems), virtual_stages(config.parallel.schedule)
 
@@ -169,6 +180,25 @@ def _router_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
             text += f"; use {listed(multiples)}" if multiples else ""
             yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
             return
+
+
+def _objective_problems(config: Config) -> Iterator[str]:
+    """What does not fit the objective: options that it does not read, and documents of a pair in a row."""
+    objective = find_objective(config.train.objective)
+    defaults = flatten(TrainConfig(), "train.")
+    for path, value in flatten(config.train, "train.").items():
+        readers = [name for name, known in OBJECTIVES.items() if path in known.options]
+        if readers and path not in objective.options and value != defaults[path]:
+            text = f"the objective does not read it; use {shown(defaults[path])}, or objective {' or '.join(readers)}"
+            yield problem(config, f"{path} train.objective", text)
+    if config.train.label_smoothing >= 0.5:
+        text = "the share of pairs with the wrong answer chosen; use less than 0.5"
+        yield problem(config, "train.label_smoothing", text)
+    if objective.divided_by == "pairs" and config.data.documents != "apart":
+        text = "a sample has two answers, which must not attend to each other; use documents apart"
+        yield problem(config, "train.objective data.documents", text)
+    if objective.divided_by == "pairs" and config.data.fim_rate:
+        yield problem(config, "train.objective data.fim_rate", "answers are read in their order; use 0.0")
 
 
 def weight_options(config: Config) -> dict[str, Any]:

@@ -7,7 +7,7 @@ Shapes: s positions of this context-parallel rank (s/tp between layers under seq
 h hidden, v vocabulary, d width of a head.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Generic
 
 import torch
@@ -29,6 +29,7 @@ from megapar_models.layer import Layer
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.moe import ROUTER_LOSS, balance_rule
 from megapar_models.norms import NormRule
+from megapar_models.objectives import USUAL, Scored
 
 M = TypeVar("M", bound=ModelConfig, default=ModelConfig)
 """The class of a family's options."""
@@ -45,7 +46,8 @@ class Stage(PipelineStage, Generic[M]):
     last stage holds a copy, and the gradients of both are summed over `tied_over`, the axis of the pipeline ranks with
     copies. `tied_over` is None if one rank holds all of the embedding, or if the embedding is not tied.
 
-    `seed` is the seed of dropout. `loss_chunk` is the number of tokens with logits in memory at one time; 0 takes all
+    `objective` makes the stage's loss of the values of tokens (`megapar_models.objectives`). `seed` is the seed of
+    dropout. `loss_chunk` is the number of tokens with logits in memory at one time; 0 takes all
     tokens of a micro-batch.
     """
 
@@ -63,6 +65,7 @@ class Stage(PipelineStage, Generic[M]):
         seed: int = 0,
         z_loss: float = 0.0,
         loss_chunk: int = 0,
+        objective: Callable[[Scored], Tensor] = USUAL,
     ):
         super().__init__()
         self.model = model
@@ -74,6 +77,7 @@ class Stage(PipelineStage, Generic[M]):
         self.seed = seed
         self.z_loss = z_loss
         self.loss_chunk = loss_chunk
+        self.objective = objective
         self.ends = self.ends_of(model)
         self.embedding = self.norm = self.head_bias = None
         if first or (last and self.declared(model).embeds_on_last_stage):
@@ -147,7 +151,7 @@ class Stage(PipelineStage, Generic[M]):
         x_sbh = self.hidden_states(x_sbh, batch)
         if not self.last:
             return x_sbh
-        return self.loss(x_sbh, batch)  # norm, head and cross entropy
+        return self.loss(x_sbh, batch)  # norm, head and objective
 
     def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         """The hidden states after this stage's layers. The first stage gets None for x_sbh, and embeds the tokens.
@@ -198,12 +202,21 @@ class Stage(PipelineStage, Generic[M]):
         return ruled_logits(products_sbv, self.ends.logits)
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        """The main loss, from the hidden states after the last layer: `cross_entropy` of the next tokens."""
+        """The main loss, from the hidden states after the last layer: the objective of the next tokens."""
+        return self.objective(self.scored(x_sbh, batch))
+
+    def scored(self, x_sbh: Tensor, batch: MicroBatch) -> Scored:
+        """The log-probabilities of the next tokens, from the hidden states after the last layer."""
         assert self.norm is not None
-        return self.cross_entropy(self.norm(x_sbh), batch.targets())
+        losses_sb = self.token_losses(self.norm(x_sbh), batch.targets())
+        return Scored(-losses_sb, batch, self.factory.sharding.cp)
 
     def cross_entropy(self, normed_sbh: Tensor, targets: Targets) -> Tensor:
         """The sum of weight * cross entropy over targets: 0-d fp32, the same on every tp rank."""
+        return (self.token_losses(normed_sbh, targets) * targets.weights_bs.t()).sum()
+
+    def token_losses(self, normed_sbh: Tensor, targets: Targets) -> Tensor:
+        """The cross entropy of each target, fp32 [s, b], the same on every tp rank. In training with train.z_loss."""
         sharding = self.factory.sharding
         impl = self.factory.kernels.cross_entropy
         vocab_size = self.model.vocab_size
@@ -213,7 +226,7 @@ class Stage(PipelineStage, Generic[M]):
         # In chunks the logits of all tokens are never in memory at one time, but the backward pass computes them again.
         # A single chunk would save nothing.
         if 0 < self.loss_chunk < targets_sb.numel():
-            losses_sb = linear_cross_entropy(
+            return linear_cross_entropy(
                 normed_sbh,
                 self.head,
                 targets_sb,
@@ -228,18 +241,16 @@ class Stage(PipelineStage, Generic[M]):
                 bias=self.head_bias,
                 rule=self.ends.logits,
             )
-        else:
-            losses_sb = vocab_parallel_cross_entropy(
-                self._head_of(normed_sbh),
-                targets_sb,
-                vocab_size,
-                start,
-                sharding.tp,
-                z_loss=z_loss,
-                impl=impl,
-                inplace=not self.ends.logits.cap,  # a cap keeps its logits for its own gradient
-            )
-        return (losses_sb * targets.weights_bs.t()).sum()
+        return vocab_parallel_cross_entropy(
+            self._head_of(normed_sbh),
+            targets_sb,
+            vocab_size,
+            start,
+            sharding.tp,
+            z_loss=z_loss,
+            impl=impl,
+            inplace=not self.ends.logits.cap,  # a cap keeps its logits for its own gradient
+        )
 
 
 def title(layers: Sequence[int], *, first: bool, last: bool) -> str:

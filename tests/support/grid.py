@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megapar_kernels.backend import Backend
 from megapar_models.build import build_stages
 from megapar_models.qwen3_moe.model import Qwen3MoeExperts
-from megapar_models.registry import num_targets, validate
+from megapar_models.registry import find_objective, num_targets, validate
 from torch import Tensor, nn
 
 from megapar import context
@@ -20,6 +20,7 @@ from megapar.config.options import (
     NO_ADAPTER,
     AdapterConfig,
     Config,
+    DataConfig,
     KernelsConfig,
     ModelConfig,
     MoEConfig,
@@ -167,6 +168,7 @@ class Layout:
     follows: bool = False  # one process goes on with the weights of the ranks after each step
     trainable: tuple[str, ...] = ()
     adapter: AdapterConfig = NO_ADAPTER
+    objective: str = "cross_entropy"
 
     @property
     def world(self) -> int:
@@ -197,6 +199,7 @@ class Layout:
             recompute=self.recompute,
             recompute_every=self.every,
             trainable=self.trainable,
+            objective=self.objective,
         )
         # Buckets of about 16 KiB: several of them, so that reduction really overlaps the backward pass.
         # A first update of AdamW is about g / (|g| + eps): an eps above the rounding of gradients keeps it
@@ -214,12 +217,15 @@ class Layout:
         kernels = KernelsConfig(self.backend, self.loss_chunk)
         parts: dict[str, Any] = {"parallel": parallel, "train": train, "optimizer": optimizer, "kernels": kernels}
         parts["adapter"] = self.adapter
+        if find_objective(self.objective).divided_by == "pairs":
+            parts["data"] = DataConfig(documents="apart")
         return validate(Config(model=self.model, **parts), self.world)
 
 
 def micro_batches(config: Config, ctx: ParallelContext, step: int, packed: bool = False) -> list[MicroBatch]:
-    """`verify.batches.micro_batches` with as many targets as the model asks for."""
-    return batches.micro_batches(config, ctx, step, num_targets(config), packed=packed)
+    """`verify.batches.micro_batches` with as many targets as the model asks for, in pairs if the objective has them."""
+    pairs = find_objective(config.train.objective).divided_by == "pairs"
+    return batches.micro_batches(config, ctx, step, num_targets(config), packed=packed, pairs=pairs)
 
 
 def make_context(config: Config) -> ParallelContext:
@@ -280,15 +286,22 @@ def train_two_steps(
 
 
 @cache
-def reference(
-    model: ModelConfig, packed: bool, trainable: tuple[str, ...] = (), adapter: AdapterConfig = NO_ADAPTER
-) -> dict[str, Any]:
-    """One process, one micro-batch, nothing recomputed, no ZeRO."""
-    return train_two_steps(in_one_process(model, trainable, adapter), packed)
+def reference(layout: Layout) -> dict[str, Any]:
+    """What `train_two_steps` shows of a layout that `alone` returned."""
+    return train_two_steps(layout.config(), layout.packed)
 
 
-def in_one_process(model: ModelConfig, trainable: tuple[str, ...] = (), adapter: AdapterConfig = NO_ADAPTER) -> Config:
-    return Layout(model, micro_batch_size=SAMPLES, zero_stage=0, trainable=trainable, adapter=adapter).config()
+def alone(layout: Layout) -> Layout:
+    """The same training in one process: one micro-batch, nothing recomputed, no ZeRO."""
+    return Layout(
+        layout.model,
+        micro_batch_size=SAMPLES,
+        zero_stage=0,
+        packed=layout.packed,
+        trainable=layout.trainable,
+        adapter=layout.adapter,
+        objective=layout.objective,
+    )
 
 
 def bitwise(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
@@ -299,10 +312,9 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
     """What ranks show, see `train_two_steps`, is what one process shows."""
     if layout.follows:
         held = [logical.assemble([rank["steps"][step][3] for rank in ranks]) for step in range(STEPS)]
-        config = in_one_process(layout.model, layout.trainable, layout.adapter)
-        expected = train_two_steps(config, layout.packed, go_on_with=held)
+        expected = train_two_steps(alone(layout).config(), layout.packed, go_on_with=held)
     else:
-        expected = reference(layout.model, layout.packed, layout.trainable, layout.adapter)
+        expected = reference(alone(layout))
     initial = logical.assemble([rank["initial"] for rank in ranks])
     assert bitwise(initial, logical.assemble([expected["initial"]])), "initial weights depend on the layout"
     for step in range(STEPS):

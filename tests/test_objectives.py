@@ -1,0 +1,180 @@
+"""Objectives beside the cross entropy: a user's own, and those of preferences, in every layout as in one process."""
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from megapar_models.objectives import Losses, Objective, Scored
+from megapar_models.registry import validate
+from torch import Tensor
+
+from megapar.batch import MicroBatch
+from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig
+from megapar.errors import ConfigError
+from megapar.train.step import train_step
+from megapar.verify import logical
+from tests.support import reference_models
+from tests.support.grid import DENSE_BETWEEN, LLAMA, Layout, check_on_ranks, make_state, micro_batches, name
+from tests.support.sweeps import slow_but
+
+
+def _unlikelihood(scored: Scored, train: TrainConfig) -> Losses:
+    """-log(1 - p) of every target, with the mean of p beside it."""
+    p_sb = scored.values_sb.exp() * 0.9
+    return Losses(-torch.log1p(-p_sb) * scored.weights_sb, {"probability": p_sb * scored.weights_sb})
+
+
+OWN = Objective(_unlikelihood, metrics=("probability",))
+
+
+def _smallest(scored: Scored, train: TrainConfig) -> Losses:
+    """The smaller one of each pair's sums of log-probabilities, squared."""
+    return Losses(scored.sums(scored.values_sb * scored.weights_sb).amin(dim=1).square())
+
+
+OWN_OF_PAIRS = Objective(_smallest, "pairs")
+
+
+# Layouts, and the formulas of TRL
+
+
+LAYOUTS = [
+    Layout(LLAMA, tp=2, sequence_parallel=True, objective=f"{__name__}:OWN"),
+    Layout(LLAMA, cp=2, objective=f"{__name__}:OWN_OF_PAIRS"),
+    Layout(LLAMA, pp=2, loss_chunk=5, objective=f"{__name__}:OWN"),
+    Layout(LLAMA, cp=2, dp=2, objective=f"{__name__}:OWN"),
+    Layout(LLAMA, tp=2, pp=2, objective=f"{__name__}:OWN_OF_PAIRS"),
+    Layout(LLAMA, pp=2, schedule="zb-h1", micro_batch_size=3, objective="dpo"),
+    Layout(DENSE_BETWEEN, cp=2, cp_attention="ring", objective="dpo_norm"),
+    Layout(LLAMA, tp=2, sequence_parallel=True, recompute="full", loss_chunk=7, objective="ipo"),
+    Layout(LLAMA, cp=2, cp_attention="gather", dp=2, objective="dpo"),
+    Layout(LLAMA, cp=2, cp_attention="ulysses", zero_stage=3, objective="dpo"),
+    Layout(LLAMA, dp=2, zero_stage=1, objective="dpo"),
+    Layout(LLAMA, dp=2, zero_stage=3, objective="dpo"),
+    Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, recompute="selective", objective="dpo"),
+    Layout(LLAMA, pp=2, vpp=2, schedule="zb-v", loss_chunk=7, objective="dpo"),
+    Layout(DENSE_BETWEEN, dp=2, ep=2, objective="dpo"),
+]
+
+
+@pytest.mark.parametrize("layout", slow_but([0, 5, 6], LAYOUTS), ids=name)
+def test_objectives_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
+    check_on_ranks(layout)
+
+
+def _trl(kind: str, log_ratios_b2: Tensor, lengths_b2: Tensor, beta: float, smoothing: float) -> Tensor:
+    """The losses [b] of TRL 1.16, trl/trainer/dpo_trainer.py, for its loss_type `kind`."""
+    chosen, rejected = log_ratios_b2.unbind(1)
+    if kind in ("ipo", "sigmoid_norm"):
+        chosen = chosen / lengths_b2[:, 0].clamp(min=1.0)
+        rejected = rejected / lengths_b2[:, 1].clamp(min=1.0)
+    delta = chosen - rejected
+    if kind == "ipo":
+        return (delta - 1 / (2 * beta)) ** 2
+    if kind == "robust":
+        clean = -(1 - smoothing) * F.logsigmoid(beta * delta)
+        flipped = -smoothing * F.logsigmoid(-beta * delta)
+        return (clean - flipped) / (1 - 2 * smoothing)
+    return -F.logsigmoid(beta * delta)
+
+
+@pytest.mark.parametrize(
+    ("objective", "kind", "smoothing"),
+    [("dpo", "sigmoid", 0.0), ("dpo", "robust", 0.1), ("dpo_norm", "sigmoid_norm", 0.0), ("ipo", "ipo", 0.0)],
+)
+def test_sf19_losses_and_gradients_of_preferences_are_those_of_trl(objective: str, kind: str, smoothing: float) -> None:
+    """In fp64 over the logits of the plain model, documents by themselves; metrics as TRL logs them."""
+    config = Layout(LLAMA, micro_batch_size=12, zero_stage=0, objective=objective).config()
+    config = replace(config, train=replace(config.train, beta=0.7, label_smoothing=smoothing))
+    config = replace(config, optimizer=replace(config.optimizer, clip_grad=0.0))
+    state = make_state(config)
+    (batch,) = micro_batches(config, state.ctx, 0)
+    tensors = logical.assemble([logical.held_weights(state)])
+    leaves = {name: tensor.double().requires_grad_() for name, tensor in tensors.items()}
+    references = batch.references_bd.double()
+    rows = range(batch.size)
+    sums = torch.stack([_sum(config.model, leaves, batch, row, n) for row in rows for n in (0, 1)]).view(-1, 2)
+    answer_weights = [[_answer(batch, row, n)[1].sum() for n in (0, 1)] for row in rows]
+    losses = _trl(kind, sums - references, torch.tensor(answer_weights), 0.7, smoothing)
+    losses.mean().backward()
+
+    result = train_step(state, [batch])
+
+    assert result.loss == pytest.approx(losses.mean().item(), rel=1e-5)
+    rewards = 0.7 * (sums - references).detach()
+    margins = rewards[:, 0] - rewards[:, 1]
+    expected = {"reward_chosen": rewards[:, 0].mean(), "reward_margin": margins.mean()}
+    expected["accuracy"] = (margins > 0).double().mean()
+    assert result.losses == pytest.approx({name: value.item() for name, value in expected.items()}, rel=1e-4)
+    assert 0 < result.losses["accuracy"] < 1
+    gradients = logical.assemble([logical.held_gradients(state)])
+    assert gradients.keys() == leaves.keys()
+    for key, leaf in leaves.items():
+        torch.testing.assert_close(gradients[key].double(), leaf.grad, rtol=1e-4, atol=1e-5 * leaf.grad.abs().max())
+
+
+def _answer(batch: MicroBatch, row: int, number: int) -> tuple[slice, Tensor]:
+    """The positions of a document in its sample, and the weights of its targets."""
+    firsts = batch.starts[3 * row : 3 * row + 3] - row * batch.sample_length
+    inside = slice(int(firsts[number]), int(firsts[number + 1]))
+    return inside, batch.weights_bs[row, inside].double()
+
+
+def _sum(model: ModelConfig, leaves: dict[str, Tensor], batch: MicroBatch, row: int, number: int) -> Tensor:
+    """The log-probability of an answer by the plain model, which sees its document alone."""
+    inside, weights = _answer(batch, row, number)
+    logits = reference_models.logits(model, leaves, batch.tokens_bs[row : row + 1, inside])[0]
+    log_probs = logits.log_softmax(-1).gather(-1, batch.targets_bs[row, inside][:, None])[:, 0]
+    return (log_probs * weights).sum()
+
+
+def test_losses_that_stages_add_are_divided_by_tokens_beside_any_objective() -> None:
+    """The router's part of the gradients, and its reported value: those beside the cross entropy."""
+    model = replace(DENSE_BETWEEN, moe=replace(DENSE_BETWEEN.moe, router_aux_loss_coef=5.0, balance="sequence"))
+    plain = replace(model, moe=replace(model.moe, router_aux_loss_coef=0.001, router_z_loss_coef=0.0, balance="none"))
+    parts, values = {}, {}
+    for objective in ("cross_entropy", "dpo"):
+        gradients = []
+        for each in (model, plain):
+            state = make_state(Layout(each, micro_batch_size=12, zero_stage=0, objective=objective).config())
+            optimizer = replace(state.config.optimizer, clip_grad=0.0)
+            state = replace(state, config=replace(state.config, optimizer=optimizer))
+            pairs = Layout(each, micro_batch_size=12, objective="dpo").config()
+            result = train_step(state, micro_batches(pairs, state.ctx, 0))
+            gradients.append(logical.assemble([logical.held_gradients(state)]))
+            values.setdefault(objective, result.losses.get("router"))
+        parts[objective] = gradients[0]["layers.0.mlp.router.weight"] - gradients[1]["layers.0.mlp.router.weight"]
+    assert values["dpo"] == pytest.approx(values["cross_entropy"], rel=1e-6)
+    assert parts["dpo"].norm() > 1e-4
+    torch.testing.assert_close(parts["dpo"], parts["cross_entropy"], rtol=1e-3, atol=1e-3 * parts["dpo"].abs().max())
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("train", "apart", "words"),
+    [
+        ({"objective": "dpo"}, False, "documents apart"),
+        (
+            {"objective": "dpo", "z_loss": 1e-4},
+            True,
+            "train.z_loss=0.0001, train.objective=dpo: the objective does not",
+        ),
+        ({"beta": 0.2}, True, "objective dpo or dpo_norm or ipo"),
+        ({"objective": "ipo", "label_smoothing": 0.1}, True, "objective dpo"),
+        ({"objective": "dpo", "label_smoothing": 0.5}, True, "less than 0.5"),
+        ({"objective": "dpo", "beta": 0.0}, True, "must be above 0"),
+        ({"objective": "dop"}, True, "unknown; there are cross_entropy, dpo"),
+        ({"objective": "tests.support.grid:LLAMA"}, True, "not a megapar_models.objectives.Objective"),
+    ],
+)
+def test_what_does_not_fit_an_objective_is_refused(train: dict[str, Any], apart: bool, words: str) -> None:
+    config = Config(model=LLAMA, train=TrainConfig(**train, global_batch_size=12, seq_length=24))
+    config = replace(config, data=DataConfig(documents="apart" if apart else "joined"))
+    with pytest.raises(ConfigError, match=re.escape(words)) as caught:
+        validate(config, 1)
+    assert "\n" not in str(caught.value)
