@@ -42,6 +42,7 @@ COMMANDS = {
     ),
     "convert": Command("tools.convert_checkpoint", "Convert from and to Hugging Face, from Megatron-LM, to torch."),
     "new_family": Command("tools.new_family", "Show what a model without a family here needs, and draft a family."),
+    "score": Command("tools.score", "Write the log-probabilities of texts, or those beside prepared tokens."),
     "generate": Command("tools.generate", "Continue a text with a trained model."),
     "verify_layouts": Command("tools.verify_layouts", "Compare layouts with one process, parameter by parameter."),
     "plot": Command("tools.plot", "Draw the loss, the load of experts and the timeline of a run."),

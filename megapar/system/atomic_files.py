@@ -2,10 +2,10 @@
 
 import json
 import os
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from megapar.errors import storing
 
@@ -26,6 +26,29 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
                 os.fsync(file.fileno())
         draft.replace(path)
     except OSError:
+        with suppress(OSError):
+            draft.unlink()
+        raise
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that becomes `path` when the block ends without an error, with all its bytes on the disk. Else it is gone.
+
+    Raises StorageError if it cannot be opened, synced or renamed.
+    """
+    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with storing(path):
+        file = draft.open("wb")
+    try:
+        with file:
+            yield file
+            with storing(path):
+                file.flush()
+                os.fsync(file.fileno())
+        with storing(path):
+            draft.replace(path)
+    except BaseException:
         with suppress(OSError):
             draft.unlink()
         raise
