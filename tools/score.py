@@ -44,7 +44,7 @@ from megapar.context_parallel.deal import positions
 from megapar.data.indexed import IndexedDataset
 from megapar.data.order import micro_batch_positions
 from megapar.data.preprocess import Reading, read_documents
-from megapar.data.samples import Treatment, micro_batch
+from megapar.data.samples import Samples, Treatment, micro_batch
 from megapar.data.scores import DTYPE, writing_scores
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, DataError, storing
@@ -161,7 +161,8 @@ def batches_of(rows: Sequence[Sequence[Tokens]], config: Config, ctx: ParallelCo
     held = torch.tensor(positions(train.seq_length, ctx.cp.size, ctx.cp.rank))
     found = []
     for ids in micro_batch_positions(0, len(samples), train.micro_batch_size, ctx.dp.rank, ctx.dp.size):
-        batch = micro_batch(samples[ids], ids, [starts[i] for i in ids], Treatment(apart=True), targets)
+        documents = Samples(samples[ids], [starts[i] for i in ids])
+        batch = micro_batch(documents, ids, Treatment(apart=True), targets)
         found.append(batch.columns(held).to(ctx.device))
     return found
 

@@ -306,5 +306,5 @@ FLAGS = (
     lacking("use-pytorch-profiler", NO_PROFILER),
     computed("distributed-timeout-minutes", "launch.timeout_seconds", "minutes x 60"),
     always("distributed-backend", "nccl on GPUs, gloo and shared memory on CPUs"),
-    lacking("sft", "data.train names conversations prepared by preprocess_data.py chat; data.documents=apart packs them"),
+    lacking("sft", "data.train names what preprocess_data.py chat has made of conversations"),
 )
