@@ -17,7 +17,7 @@ from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import merge_prepared, read_sidecar, read_weights, split, verify
 from megapar.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megapar.errors import ConfigError, DataError
-from tools import preprocess_data
+from tests.support.conversations import prepare
 
 FOLDER = Path(__file__).parent / "support/chat_templates"
 SPECIAL = ("<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>")
@@ -206,15 +206,6 @@ def test_nothing_trained_and_too_long_are_never_dropped_in_silence() -> None:
     found, counts = only(good, short, max_length=50, too_long="skip")
     assert [item.place for item in found] == ["line 2"]
     assert counts.left_out == {"above 50 tokens": 1}
-
-
-def prepare(folder: Path, rows: list[Any], name: str, *flags: str) -> Path:
-    (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["chat", "--input", str(folder / f"{name}.jsonl"), "--output", str(folder / name), "--tokenizer", "bytes"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("sys.argv", ["preprocess_data.py", *words, "--template", "chatml", *flags])
-        preprocess_data.main()
-    return folder / name
 
 
 def test_a_pair_has_the_weights_of_its_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

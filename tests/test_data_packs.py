@@ -20,10 +20,10 @@ from megapar.data.sources import ChunkDataset, open_dataset
 from megapar.errors import DataError
 from tests.support import program, tiny_models
 from tests.support.close import assert_close
+from tests.support.conversations import prepare
 from tests.support.grid import GPT
 from tests.support.rules import gradients
 from tests.support.runs import assert_bitwise, stored
-from tests.test_data_chat import prepare
 
 LENGTH = 240
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
