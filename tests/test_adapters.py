@@ -114,7 +114,10 @@ def test_new_adapters_change_nothing_and_are_drawn_as_peft_draws_them() -> None:
 
 @pytest.mark.parametrize("layout", slow_but([0, 1, 2, 7, 11], LAYOUTS), ids=name)
 def test_adapters_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
-    """Loss, norm, every gradient and every weight of two steps. B is random: with zeros A would have no gradient."""
+    """Loss, norm, every gradient and every weight of two steps. B is random: with zeros A would have no gradient.
+
+    Faults adapters-of-experts, adapters-of-latent-projections, frozen-base-recomputed and norm-of-adapters.
+    """
     check_on_ranks(layout)
 
 
@@ -193,6 +196,7 @@ RUN = Layout(LLAMA, micro_batch_size=3, adapter=SOME)
 
 
 def test_a_checkpoint_holds_the_factors_alone_and_resumes_bitwise(tmp_path: Path) -> None:
+    """Faults adapters-saved-whole and adapters-resumed-stale."""
     base = base_of(tmp_path / "base")
     losses, _, weights = train_adapters(RUN, tmp_path / "whole", base, 4)
     train_adapters(RUN, tmp_path / "run", base, 2)

@@ -50,6 +50,7 @@ WORLD_SIZES = {
     "quickstart": 8,
     "gpt_125m": 1,
     "llama_7b": 8,
+    "llama3_8b_adapter": 1,
     "llama_70b": 64,
     "moe_laptop": 8,
     "mixtral_8x7b": 8,

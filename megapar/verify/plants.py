@@ -539,4 +539,12 @@ PLANTS = (
         serves=_never,
         options={"train.trainable": ("layers.*",)},
     ),
+    Plant(
+        "whole-factor-not-summed",
+        "gradients of adapters' whole factors not summed over tp",
+        ("tp2",),
+        _no_sum_over("tp"),
+        serves=_never,
+        options={"adapter.rank": 4},
+    ),
 )
