@@ -25,6 +25,8 @@ class Arguments(Sampling):
     """Tokens to add; generation stops earlier at the end of the document."""
     samples: int = 1
     """Continuations of each text."""
+    stop: str = ""
+    """Cut each continuation before this text, such as the end of a turn."""
 
 
 def main() -> None:
@@ -42,7 +44,14 @@ def main() -> None:
         if reason := why_no_cache(stage, prompts, args.tokens):
             print(f"without a cache of keys and values: {reason}", file=sys.stderr)
         texts = generate(stage, prompts, args.tokens, tokenizer.eod, args, args.samples)
-        print("\n--\n".join(tokenizer.decode(ids) for ids in texts))
+        shown = []
+        for number, ids in enumerate(texts):
+            given = len(prompts[number // args.samples])
+            continuation = tokenizer.decode(ids)[len(tokenizer.decode(ids[:given])) :]
+            if args.stop:
+                continuation = continuation.partition(args.stop)[0]
+            shown.append(tokenizer.decode(ids[:given]) + continuation)
+        print("\n--\n".join(shown))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Fine-tunes the newest model of quickstart.sh on conversations out of the docstrings of Python's library: all weights, and
+# then an adapter (LoRA) alone, with 4 ranks on the CPU. Prints held-out losses, and three answers before and after.
+set -euo pipefail
+source "$(dirname "$0")/setup.sh"
+
+base=$(ls -d runs/quickstart-*/checkpoints/step_* 2>/dev/null | tail -n 1)
+if [ -z "$base" ]; then
+    echo "finetune_laptop.sh: no runs/quickstart-*/checkpoints here; bash pretrain_scripts/quickstart.sh makes one" >&2
+    exit 2
+fi
+tokenizer=spm:data/quickstart/tokenizer.model
+run=runs/finetune-$(date +%Y%m%d-%H%M%S)
+
+echo "== conversations"
+python tools/docstrings.py --output $run/talks
+for part in train validation; do
+    python tools/preprocess_data.py chat --input $run/talks/$part.jsonl --output $run/talks/$part \
+        --tokenizer $tokenizer --template chatml --max_length 257 --too_long skip
+done
+
+finetune() { # NAME, then flags
+    python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/quickstart.toml --run_dir $run/$1 \
+        --checkpoint.init_from $base --launch.nproc 4 --parallel.dp 2 --parallel.tp 2 --parallel.pp 1 \
+        --data.train $run/talks/train --data.validation $run/talks/validation --data.tokenizer $tokenizer \
+        --data.documents apart --train.seq_length 256 --train.global_batch_size 16 --train.micro_batch_size 4 \
+        --train.eval_samples 32 --train.recompute none --optimizer.warmup_steps 5 --log.every 20 --log.profile none "${@:2}"
+}
+
+answers() { # a checkpoint
+    local asked=()
+    for name in shutil.copytree statistics.median threading.Timer; do
+        asked+=($'<|im_start|>user\nWhat is '$name$'?<|im_end|>\n<|im_start|>assistant\n')
+    done
+    python tools/generate.py $1 --prompt "${asked[@]}" --tokens 40 --temperature 0 --stop '<|im_end|>'
+}
+
+echo "== before: a step of learning rate 0 evaluates $base"
+finetune base --train.steps 1 --optimizer.lr 0 --optimizer.min_lr 0 --optimizer.weight_decay 0 | grep held-out
+answers $base
+echo "== all weights"
+finetune full --train.steps 60 --optimizer.lr 2e-3 --optimizer.min_lr 2e-4
+answers "$(ls -d $run/full/checkpoints/step_* | tail -n 1)"
+echo "== an adapter alone"
+finetune adapter --train.steps 60 --optimizer.lr 1e-2 --optimizer.min_lr 1e-3 --adapter.rank 16 --adapter.alpha 32
+answers "$(ls -d $run/adapter/checkpoints/step_* | tail -n 1)"
+echo "== everything lies in $run"
