@@ -114,6 +114,17 @@ def test_fields_of_training_arguments_are_those_of_the_pinned_release():
     assert f"transformers=={pinned}\n" in (ROOT / "constraints.txt").read_text()
 
 
+def test_the_table_has_every_model_type_with_its_family():
+    (row,) = (row for row in hugging_face.CONFIG_JSON if row.name == "model_type")
+    expected = {
+        model_type: name
+        for name, family in FAMILIES.items()
+        if family.hugging_face is not None
+        for model_type in family.hugging_face.model_types
+    }
+    assert row.choices == expected
+
+
 def test_the_page_has_the_table_and_its_sources():
     text = compare_flags.PAGE.read_text()
     assert text == compare_flags.page(), "run python tools/compare_flags.py"

@@ -9,7 +9,7 @@ import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ from megapar_models.convert.parity import (
     transformers_reference,
     verify,
 )
-from megapar_models.convert.recipes import Recipe, places, recipes
+from megapar_models.convert.recipes import Recipe, places, recipes, starred
 from megapar_models.convert.saved import saved_config
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
@@ -196,7 +196,7 @@ def hf_to_native(options: HfToNative) -> None:
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
     if ignored:
         print(f"left out: tensors whose names begin with {', '.join(ignored)}", file=sys.stderr)
-    dtype = weights.dtype(in_fp32(wanted, buffers))
+    dtype = weights.dtype(in_fp32(wanted, config.model))
     config = replace(
         config,
         train=replace(config.train, precision=PRECISION[dtype]),
@@ -244,7 +244,7 @@ def native_to_hf(options: NativeToHf) -> None:
     raw["torch_dtype"] = str(dtype).removeprefix("torch.")
     wanted = hf_recipes(config.model)
     infos = {name: TensorInfo(recipe.shape, dtype) for name, recipe in wanted.items()}
-    infos |= {name: TensorInfo(wanted[name].shape, torch.float32) for name in in_fp32(wanted, buffers)}
+    infos |= {name: TensorInfo(wanted[name].shape, torch.float32) for name in in_fp32(wanted, config.model)}
     with new_folder(options.dst, sum(info.nbytes for info in infos.values())) as folder:
         with progress(len(infos)) as advance:
             write_model(
@@ -418,9 +418,14 @@ def buffer_shapes(model: ModelConfig) -> dict[str, Sizes]:
     return {name: piece.shape for name, piece in WholeModel(model).buffers().items()}
 
 
-def in_fp32(wanted: Mapping[str, Recipe], buffers: Container[str]) -> set[str]:
-    """Theirs made of these buffers, which have fp32 in files of any dtype."""
-    return {name for name, recipe in wanted.items() if any(part.name in buffers for part in recipe.parts)}
+def in_fp32(wanted: Mapping[str, Recipe], model: ModelConfig) -> set[str]:
+    """Theirs that have fp32 in files of any dtype: the biases that select experts, and what the family names."""
+    buffers, patterns = buffer_shapes(model), names_of(model).in_fp32
+
+    def kept(name: str) -> bool:
+        return name in buffers or starred(name)[0] in patterns
+
+    return {name for name, recipe in wanted.items() if any(kept(part.name) for part in recipe.parts)}
 
 
 def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:

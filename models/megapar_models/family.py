@@ -75,6 +75,8 @@ class HuggingFace:
     The rows of an expert are divided evenly among these modules, in order. Such a tensor is read as if the file held
     NAME.EXPERT.MODULE.weight for each expert and module. NAME is the tensor's name without its last component.
     """
+    in_fp32: Collection[str] = ()
+    """Tensors of ours that have fp32 in files of any dtype, beside the biases that select experts."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Their tensors of a single number that is not trained, each with the number. * is the layer's number."""
     renamed: Mapping[str, str] = field(default_factory=dict)

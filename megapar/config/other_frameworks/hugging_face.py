@@ -113,20 +113,50 @@ TRAINING_ARGUMENTS = (
     lacking("log_level", "log.every says how often a line is printed"),
 )
 
+# The values of model_type that each family reads.
+_MODEL_TYPES = {
+    "llama": "llama mistral ministral qwen2 qwen3 seed_oss",
+    "gpt": "gpt2",
+    "mixtral": "mixtral",
+    "qwen3_moe": "qwen3_moe qwen2_moe",
+    "gemma": "gemma",
+    "gemma2": "gemma2 gemma3_text",
+    "olmo": "olmo olmo2 olmo3",
+    "olmoe": "olmoe",
+    "granite": "granite",
+    "granitemoe": "granitemoe granitemoeshared",
+    "cohere": "cohere cohere2",
+    "smollm3": "smollm3",
+    "exaone4": "exaone4",
+    "helium": "helium ernie4_5",
+    "phi3": "phi3",
+    "glm": "glm glm4",
+    "gpt_oss": "gpt_oss",
+    "starcoder2": "starcoder2",
+    "deepseek": "deepseek_v3 kimi_k2 deepseek_v2 glm4_moe_lite",
+    "glm4_moe": "glm4_moe dots1 solar_open",
+    "arcee": "arcee",
+    "nemotron": "nemotron",
+    "apertus": "apertus",
+    "hunyuan": "hunyuan_v1_dense",
+    "ministral3": "ministral3",
+    "ernie4_5_moe": "ernie4_5_moe",
+    "minimax_m2": "minimax_m2",
+    "stablelm": "stablelm",
+    "phi": "phi",
+    "opt": "opt",
+    "gptj": "gptj",
+    "gpt_neox": "gpt_neox",
+    "gpt_bigcode": "gpt_bigcode",
+    "falcon": "falcon",
+}
+
 # Keys of config.json whose name is ours, such as hidden_size, need no row: the model's section takes them.
 CONFIG_JSON = (
     choice(
         "model_type",
         "model.family",
-        {"llama": "llama", "mistral": "llama", "ministral": "llama", "qwen2": "llama", "qwen3": "llama"}
-        | {"seed_oss": "llama", "gpt2": "gpt", "smollm3": "smollm3", "exaone4": "exaone4", "helium": "helium"}
-        | {"ernie4_5": "helium", "phi3": "phi3", "glm": "glm", "glm4": "glm", "starcoder2": "starcoder2"}
-        | {"mixtral": "mixtral", "qwen3_moe": "qwen3_moe", "gpt_oss": "gpt_oss", "olmo": "olmo", "olmo2": "olmo"}
-        | {"olmo3": "olmo", "olmoe": "olmoe", "gemma": "gemma", "gemma2": "gemma2", "gemma3_text": "gemma2"}
-        | {"granite": "granite", "granitemoe": "granitemoe", "cohere": "cohere", "cohere2": "cohere"}
-        | {"deepseek_v2": "deepseek", "deepseek_v3": "deepseek", "kimi_k2": "deepseek", "glm4_moe_lite": "deepseek"}
-        | {"glm4_moe": "glm4_moe", "arcee": "arcee", "nemotron": "nemotron", "apertus": "apertus"}
-        | {"hunyuan_v1_dense": "hunyuan", "ministral3": "ministral3"},
+        {model_type: family for family, model_types in _MODEL_TYPES.items() for model_type in model_types.split()},
     ),
     same("n_embd", "model.hidden_size"),
     same("n_layer", "model.num_hidden_layers"),

@@ -1,4 +1,7 @@
-"""ERNIE 4.5's mixtures of text: their options, and their names at Hugging Face (ernie4_5_moe)."""
+"""ERNIE 4.5's mixtures of text: their options, and their names at Hugging Face (ernie4_5_moe).
+
+Layers of prediction are left out.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +21,8 @@ from megapar_models.tensor_layouts import Layout, Pairs
 _BIAS = "model.layers.*.mlp.moe_statics.e_score_correction_bias"
 _DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": True}
 _DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": 4, "head_dim": None}
+# Of the published files: the layer of prediction, and what other programs do with experts.
+_WITHOUT_EFFECT = ("router_aux_loss_coef", "num_nextn_predict_layers", "moe_capacity", "moe_gate", "moe_use_aux_free")
 # With biases its shared experts would have some, and its experts none.
 _FIXED = {"use_bias": False, "moe_layer_interval": 1, "moe_norm_min": 1e-12, "attention_dropout": 0.0}
 _MOE = {
@@ -66,6 +71,10 @@ def _write(model: ErnieMoeModel, fields: dict[str, Any]) -> dict[str, Any]:
     return {"model_type": "ernie4_5_moe", "architectures": ["Ernie4_5_MoeForCausalLM"], **fields}
 
 
+def _prediction(_: Raw) -> tuple[str, ...]:
+    return ("model.mtp_",)
+
+
 def _pairs(model: ErnieMoeModel) -> dict[str, Pairs]:
     pairs = Pairs(model.head_dim, 0, model.head_dim)
     return {"layers.*.attention.q": pairs, "layers.*.attention.k": pairs}
@@ -83,15 +92,17 @@ ERNIE4_5_MOE = Family(
         modules=MODULES_BUT_MLP | MLP_MODULES | EXPERT_MODULES | {"layers.*.mlp.router.bias": _BIAS},
         layouts={_BIAS: Layout(by_group=True)},  # [1, experts]
         stacked=STACKED,
+        in_fp32=("layers.*.mlp.router.weight",),
         renamed={".mlp.gate.moe_statics.": ".mlp.moe_statics."},  # as transformers 5 calls it in memory
         fields={name: name for name in SAME_FIELDS},
         activations=ACTIVATIONS,
         tied=TIED,
         pairs=_pairs,
+        ignored=_prediction,
         read=_read,
         judge=_judge,
         write=_write,
         warnings=mixture_warnings,
-        without_effect=("router_aux_loss_coef",),
+        without_effect=_WITHOUT_EFFECT,
     ),
 )

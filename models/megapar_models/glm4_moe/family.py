@@ -34,7 +34,7 @@ _MODEL_TYPES = {
     "glm4_moe": ModelType(_DEFAULTS, FIXED | SIGMOID),
     "dots1": ModelType(
         _DEFAULTS | {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "use_qk_norm": True},
-        FIXED | SIGMOID | {"attention_bias": False, "use_qk_norm": True},
+        FIXED | {"topk_method": "noaux_tc", "attention_bias": False, "use_qk_norm": True},
     ),
     "solar_open": ModelType(
         _DEFAULTS | {"head_dim": 128, "intermediate_size": None},  # no layer is without experts
@@ -70,9 +70,12 @@ def _read(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list
 
 
 def _judge(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
-    """Yield a problem if layers of dots1 have a window. Its files have none."""
+    """Yield what dots1 does not compute: layers with a window, which its files have not, and other scores."""
     if model_type != "dots1":
         return
+    # The published files give the scores the name of DeepSeek's method.
+    if raw.get("scoring_func", "sigmoid") not in ("sigmoid", "noaux_tc"):
+        yield f"scoring_func={raw['scoring_func']!r} is not supported; 'sigmoid' and 'noaux_tc' are"
     first = raw.get("max_window_layers", 62)
     types = raw.get("layer_types") or ["sliding_attention"] * (raw["num_hidden_layers"] > first)
     if raw.get("sliding_window", 4096) is not None and "sliding_attention" in types:

@@ -58,6 +58,7 @@ MINIMAX_M2 = Family(
         modules=MODULES_BUT_MLP | EXPERTS | _BIAS,
         stacked=STACKED,
         renamed=RENAMED,
+        in_fp32=("layers.*.mlp.router.weight",),  # transformers takes them in any dtype, other programs in fp32
         fields={name: name for name in SAME_FIELDS},
         activations=ACTIVATIONS,
         tied=TIED,
