@@ -25,10 +25,12 @@ from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_
 from megapar.pipeline.simulation import simulate
 from megapar.plan import hardware
 from megapar.plan.durations import duration
+from megapar.plan.estimate import Estimator
 from megapar.plan.hardware import Hardware, Link
 from megapar.plan.network import Network
 from megapar.plan.parts import Parts, meta_batch
 from megapar.plan.recorded import Recording
+from megapar.plan.space import layout_of
 from megapar.plan.step_time import step_time
 from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited
 from megapar.plan.work import recording as recording_of
@@ -37,6 +39,7 @@ from tests.support.options import load
 from tests.support.plans import PARTS
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
+import plan
 import plan_accuracy
 from megapar_models.build import StageBuilder
 
@@ -142,14 +145,30 @@ def test_attention_counts_what_its_mask_leaves() -> None:
 
 
 @needs_triton
-def test_latent_attention_is_as_wide_as_its_keys() -> None:
-    """The estimate of a search counts as many FLOPs, with values padded to the width of keys and half of all masked."""
-    of = config(1, preset="deepseek-v2-lite")
+@pytest.mark.parametrize("cp_attention", ["none", "gather", "ulysses"])
+def test_the_estimate_of_a_search_has_the_widths_of_latent_attention(cp_attention: str) -> None:
+    """Its FLOPs are the recorded ones, of values padded to keys of 192. Values of 128 are sent as they are."""
+    cp = 1 if cp_attention == "none" else 2
+    flags = ["--parallel.cp", str(cp)] + ["--parallel.cp_attention", cp_attention] * (cp > 1)
+    of = config(cp, *flags, preset="deepseek-v2-lite")
     _, work = layer_work(of)
-    model = of.model
-    assert model.key_width == 128 + 64
-    flops = [x.flops for x in work.forward if isinstance(x, Attention)]
-    assert flops == [2 * 2048**2 * model.num_attention_heads * model.key_width]
+    planner = plan.ModelPlanner(H100)
+    estimator = Estimator(of, plan.sizes_of(of.model)[0], H100, planner.kept_by_a_layer)
+    layout, tokens = layout_of(of), of.train.seq_length / cp
+    flops = sum(x.flops for x in work.forward if isinstance(x, Attention))
+    if cp == 1 or cp_attention == "ulysses":  # the first rank of gather has fewer scores than the others
+        assert estimator._attention(layout, tokens).flops == flops
+    for found, recorded in zip(estimator._communication(layout, tokens), (work.forward, work.backward), strict=True):
+        assert sent(found) == sent(recorded)
+
+
+def sent(operations: Operations) -> Counter[tuple[str, str]]:
+    """Bytes by axis and operation."""
+    found: Counter[tuple[str, str]] = Counter()
+    for x in operations:
+        if isinstance(x, Started):
+            found[x.axis, x.operation] += x.nbytes
+    return found
 
 
 def test_attention_with_a_window_is_one_operation_too() -> None:

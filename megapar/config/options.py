@@ -102,6 +102,11 @@ class ModelConfig:
         return self.head_dim
 
     @property
+    def value_width(self) -> int:
+        """The width of a head's value."""
+        return self.head_dim
+
+    @property
     def num_experts(self) -> int:
         """Experts of a layer; 0 in a model without them."""
         if self.experts is None:

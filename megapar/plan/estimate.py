@@ -284,19 +284,18 @@ class Estimator:
         tokens = layout.micro_batch_size * self.config.train.seq_length / layout.cp
         tp = layout.tp
         wide = tokens * model.hidden_size  # elements of the residual stream
-        heads = tokens * (model.num_attention_heads + 2 * model.num_key_value_heads) * model.key_width / tp
+        heads = tokens * self._width_of_heads(model.num_attention_heads) / tp
         active = model.intermediate_size
         if model.experts and model.num_experts:
             active = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
         inner = tokens * active / tp
         between = wide / tp if layout.sequence_parallel else wide
         moved = self._width * (6 * between + 3 * heads + 5 * inner)
-        scores = 2.0 * tokens * self.config.train.seq_length * model.num_attention_heads * model.key_width / tp
         products = self._products(layout, tokens)
         sends, sends_back = self._communication(layout, tokens)
         network = self._network(layout)
         timed = partial(duration, hardware=self.hardware, network=network)
-        attention = Attention(scores, model.key_width, False, 0)
+        attention = self._attention(layout, tokens)
         forward = timed((*products, attention, Kernel(int(moved)), *sends))
         backward = timed((*products, *products, attention._replace(backward=True), Kernel(int(2 * moved)), *sends_back))
         return _Layer(
@@ -321,6 +320,17 @@ class Estimator:
         if layout.ep > 1:
             kept += UNEVEN_EXPERTS * in_mlp
         return kept
+
+    def _width_of_heads(self, queries: int) -> int:
+        """Elements of a token: `queries` heads of queries, and all of keys and of values."""
+        model = self.config.model
+        return queries * model.key_width + model.num_key_value_heads * (model.key_width + model.value_width)
+
+    def _attention(self, layout: Layout, tokens: float) -> Attention:
+        """Forward, with half of the scores masked."""
+        model = self.config.model
+        scores = 2.0 * tokens * self.config.train.seq_length * model.num_attention_heads * model.key_width
+        return Attention(scores / layout.tp, model.key_width, False, 0)
 
     def _products(self, layout: Layout, tokens: float) -> list[Product]:
         """The products of a forward pass: four matrices, and those of a rank's experts."""
@@ -356,11 +366,12 @@ class Estimator:
                 else:
                     send(True, "tp", "all_reduce", nbytes)
         if layout.cp > 1:
-            keys = 2 * self._width * tokens * layout.cp * model.num_key_value_heads * model.key_width / layout.tp
             if layout.cp_attention == "ulysses":
-                heads = (2 * model.num_attention_heads + 2 * model.num_key_value_heads) * model.key_width
+                # The outputs are as wide as values.
+                heads = self._width_of_heads(model.num_attention_heads) + model.num_attention_heads * model.value_width
                 send(True, "cp", "all_to_all", self._width * tokens * heads / layout.tp)
             else:
+                keys = self._width * tokens * layout.cp * self._width_of_heads(0) / layout.tp
                 send(True, "cp", "all_gather", keys)
                 send(False, "cp", "reduce_scatter", 2 * keys)
         if layout.ep > 1 and model.experts:

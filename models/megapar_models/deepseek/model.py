@@ -50,6 +50,11 @@ class DeepseekModel(MixtralModel):
         """The width of a head's query and key, with both of their parts."""
         return self.qk_nope_head_dim + self.head_dim
 
+    @property
+    def value_width(self) -> int:
+        """The width of a head's value."""
+        return self.v_head_dim
+
 
 class DeepseekStage(MixtralStage[DeepseekModel]):
     """Consecutive layers of DeepSeek-V2 or V3."""
