@@ -11,11 +11,14 @@ from megapar_models.mixtral.family import MIXTRAL as MIXTRAL_FAMILY
 from megapar_models.mixtral.model import MixtralStage
 from megapar_models.moe import router_rule
 from megapar_models.reference import Tensors, linear
+from megapar_models.registry import presets, validate
 from torch import Tensor
 
 from megapar.config.options import ModelConfig
+from megapar.errors import ConfigError
 from megapar.expert_parallel.route import RouterRule, select, weights
 from tests.support import grid
+from tests.support.options import load
 from tests.support.rules import check_against_plain
 from tests.support.width import LAYOUTS, trains_as_one_process
 
@@ -132,3 +135,22 @@ def test_weights_are_divided_by_their_sum_and_epsilon() -> None:
     score = 1 / (1 + math.exp(1.0))
     found = weights(torch.full((1, 2), -1.0), indices, replace(rule, norm_epsilon=EPSILON))
     assert found[0, 0].item() == pytest.approx(score / (2 * score + EPSILON))
+
+
+@pytest.mark.parametrize(
+    ("preset", "options", "words"),
+    [
+        ("deepseek-v3", {"topk_group": 3}, ""),  # 8 experts of a token, from 3 groups
+        ("deepseek-v3", {"n_group": 256, "topk_group": 16}, "best 2 experts, and there are fewer in a group"),
+        ("deepseek-v2-lite", {"n_group": 64, "topk_group": 8}, ""),
+        ("mixtral-8x7b", {"n_group": 4, "topk_group": 3}, "so topk_group must divide; use 3 or 6"),
+    ],
+)
+def test_groups_have_the_experts_that_their_scores_add(preset: str, options: dict[str, int], words: str) -> None:
+    flags = [text for name, value in options.items() for text in (f"--model.moe.{name}", str(value))]
+    config = load(["--config", str(presets()[preset]), *flags]).config
+    if not words:
+        validate(config, 1)
+        return
+    with pytest.raises(ConfigError, match=words):
+        validate(config, 1)

@@ -168,7 +168,7 @@ def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
 
 
 def _router_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
-    """A group's score of the sort "share" needs whole shares. Those of DeepSeek add two scores, or take the best."""
+    """A group's score needs the experts whose scores it adds: whole shares, two of V3, or the best one of V2."""
     for kind in kinds:
         if kind.mixture is None:
             continue
@@ -179,6 +179,10 @@ def _router_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
             text = "a group's score adds its best num_experts_per_tok / topk_group experts, so topk_group must divide"
             text += f"; use {listed(multiples)}" if multiples else ""
             yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
+            return
+        if rule.n_group > 1 and rule.counted_in_group > kind.mixture.num_experts // rule.n_group:
+            text = f"a group's score adds its best {rule.counted_in_group} experts, and there are fewer in a group"
+            yield problem(config, "model.moe.n_group model.moe.num_experts", text)
             return
 
 

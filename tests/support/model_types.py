@@ -733,7 +733,10 @@ TYPES: dict[str, ModelTypeCase] = {
             **{"head_dim": 12, "n_routed_experts": 7, "n_group": 1, "topk_group": 1},
         },
         layout={"dp": 2, "ep": 2},
-        changes=({"routed_scaling_factor": 1.5}, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}, OTHER_ROPE),
+        changes=(
+            *({"routed_scaling_factor": 1.5}, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}, OTHER_ROPE),
+            {"rope_parameters": YARN},
+        ),
         refused={**NO_DROPOUT, "partial_rotary_factor": 0.5},
         written_as="glm4_moe",
     ),
@@ -756,5 +759,13 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"tp": 2, "ep": 2, "etp": 1},
         changes=({"moe_k": 2}, {"rms_norm_eps": 1e-1}, OTHER_ROPE),
         refused={"use_bias": True, "moe_layer_interval": 2, "moe_layer_end_index": 1},
+    ),
+    "ernie4_5_moe, no shared experts": ModelTypeCase(
+        model_type="ernie4_5_moe",
+        fields={
+            **{**SIZES, "rms_norm_eps": 1e-3, "moe_num_experts": 6, "moe_k": 2, "moe_intermediate_size": 20},
+            **{"moe_num_shared_experts": 0, "moe_layer_start_index": 2, "tie_word_embeddings": False},
+        },
+        layout={"pp": 2, "tp": 2},
     ),
 }
