@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm.pending import Pending
-from megapar.low_rank import LowRank
 from megapar.main_grad import DeferredWeightGradient, MainGrad, is_deferred, main_grad_of
 from megapar.products import ConvertedWeight, MatrixProducts
 
@@ -73,33 +72,20 @@ class KeptWeight(NamedTuple):
         return cls(ConvertedWeight.of(weight), main_grad_of(weight))
 
 
-class Applied(NamedTuple):
-    """What a layer adds to its output: s B z, see `LowRank`."""
-
-    z: Tensor
-    b: Tensor
-    rule: LowRank
-
-
 def keep_for_backward(
     ctx: Any,
     x: Tensor,
     weights: Sequence[Tensor],
     region: object,
     products: MatrixProducts,
-    adapter: Applied | None = None,
+    *others: Tensor,
 ) -> None:
     """Keep for the backward of a linear layer what it needs. `x` is the converted input of the layer.
 
-    The saved tensors are x, the weights, and with an adapter z and b.
+    The saved tensors are x, the weights and the `others`.
     """
     # Not the input of the product. Under sequence parallelism, the gathered input would take tp times the memory.
-    if adapter is None:
-        ctx.save_for_backward(x, *weights)
-    else:
-        ctx.save_for_backward(x, *weights, adapter.z, adapter.b)
-        ctx.rule = adapter.rule
-        ctx.main_grad_b = main_grad_of(adapter.b)
+    ctx.save_for_backward(x, *weights, *others)
     ctx.region = region
     ctx.products = products
     ctx.kept = [KeptWeight.of(weight) for weight in weights]
@@ -203,43 +189,3 @@ class LinearFunction(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         grad_x, grad_weights, grad_bias = linear_backward(ctx, x, [weight], [grad_y], [needs_weight], needs_bias)
         return grad_x, grad_weights[0], grad_bias, None, None
-
-
-class AdaptedLinear(torch.autograd.Function):
-    """y = region.enter(x) W^T + b + s B z, with z = region.enter(x) A^T: a and b, A and B, are as in `LowRank`.
-
-    x enters once for both products, and its gradient leaves once. Otherwise as `LinearFunction`.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        a: Tensor,
-        b: Tensor,
-        region: InputRegion,
-        products: MatrixProducts,
-        rule: LowRank,
-    ) -> Tensor:
-        x = products.convert_input(x)
-        entered = region.enter(x)
-        of_weight, of_a = KeptWeight.of(weight), KeptWeight.of(a)
-        y = products.forward(entered, of_weight.converted.get(weight, products), bias)
-        z = products.forward(entered, of_a.converted.get(a, products), None)
-        rule.add(y, z, b)
-        keep_for_backward(ctx, x, [weight, a], region, products, Applied(z, b, rule))
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, a, z, b = ctx.saved_tensors
-        _, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
-        grad_z = ctx.rule.inner_gradient(grad_y, b)
-        grad_x, grad_weights, grad_bias = linear_backward(
-            ctx, x, [weight, a], [grad_y, grad_z], [needs_weight, needs_a], needs_bias
-        )
-        grad_b = ctx.rule.b_gradient(ctx.main_grad_b, grad_y, z, b) if needs_b else None
-        return grad_x, grad_weights[0], grad_bias, grad_weights[1], grad_b, None, None, None

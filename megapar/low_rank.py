@@ -3,7 +3,7 @@
 A layer's output may have the outputs of several matrices beside each other, such as those of q, k and v. Each of them
 with an adapter has a pair of factors of its own: y_j += s B_j A_j x, with A_j [r, in] and B_j [columns, r]. The A_j lie
 one below the other in one parameter [n r, in], so all inner vectors z_j = A_j x are one product. The B_j lie one below
-the other too, [columns of all, r]. `megapar.linear.AdaptedLinear` is the whole layer.
+the other too, [columns of all, r].
 
 No rank sends anything for it. Where tp cuts a weight by its outputs, A is whole and B is cut alike, and A reads the
 input that has entered the layer for the weight. Where tp cuts it by its inputs, A is cut alike and B is whole, and
@@ -11,14 +11,18 @@ s B A x is added before the one sum over tp. The gradient of a whole factor is t
 (`Piece.partial`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from megapar_kernels.dispatch import MainGrad
+from megapar_kernels.dispatch import MainGrad, main_grad_of
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megapar.linear import InputRegion, KeptWeight, keep_for_backward, linear_backward
 from megapar.main_grad import DeferredWeightGradient
-from megapar.products import TORCH_PRODUCTS
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
 
 
 @dataclass(frozen=True)
@@ -70,3 +74,59 @@ class LowRank:
 
     def _split(self, b: Tensor) -> tuple[Tensor, ...]:
         return b.split([columns.stop - columns.start for columns in self.columns])
+
+
+def keep_adapted(
+    ctx: Any,
+    x: Tensor,
+    weights: Sequence[Tensor],
+    region: object,
+    products: MatrixProducts,
+    z: Tensor,
+    b: Tensor,
+    rule: LowRank,
+) -> None:
+    """`keep_for_backward` of a layer with an adapter. The saved tensors are x, the weights, z and b."""
+    keep_for_backward(ctx, x, weights, region, products, z, b)
+    ctx.rule = rule
+    ctx.main_grad_b = main_grad_of(b)
+
+
+class AdaptedLinear(torch.autograd.Function):
+    """y = region.enter(x) W^T + b + s B z, with z = region.enter(x) A^T: a and b, A and B, are as in `LowRank`.
+
+    x enters once for both products, and its gradient leaves once. Otherwise as `megapar.linear.LinearFunction`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        region: InputRegion,
+        products: MatrixProducts,
+        rule: LowRank,
+    ) -> Tensor:
+        x = products.convert_input(x)
+        entered = region.enter(x)
+        of_weight, of_a = KeptWeight.of(weight), KeptWeight.of(a)
+        y = products.forward(entered, of_weight.converted.get(weight, products), bias)
+        z = products.forward(entered, of_a.converted.get(a, products), None)
+        rule.add(y, z, b)
+        keep_adapted(ctx, x, [weight, a], region, products, z, b, rule)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, a, z, b = ctx.saved_tensors
+        _, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
+        grad_z = ctx.rule.inner_gradient(grad_y, b)
+        grad_x, grad_weights, grad_bias = linear_backward(
+            ctx, x, [weight, a], [grad_y, grad_z], [needs_weight, needs_a], needs_bias
+        )
+        grad_b = ctx.rule.b_gradient(ctx.main_grad_b, grad_y, z, b) if needs_b else None
+        return grad_x, grad_weights[0], grad_bias, grad_weights[1], grad_b, None, None, None

@@ -28,8 +28,8 @@ from torch.autograd.function import once_differentiable
 from megapar.comm import collectives
 from megapar.comm.pending import Pending
 from megapar.context import Axis
-from megapar.linear import AdaptedLinear, Applied, KeptWeight, LinearFunction, keep_for_backward, weight_gradient
-from megapar.low_rank import LowRank
+from megapar.linear import KeptWeight, LinearFunction, keep_for_backward, weight_gradient
+from megapar.low_rank import AdaptedLinear, LowRank, keep_adapted
 from megapar.products import MatrixProducts
 from megapar.tensor_parallel.regions import Gather
 
@@ -228,7 +228,7 @@ class _GatherAdapted(torch.autograd.Function):
             products.forward_slices(y_slices[:, tokens], chunk, of_weight, bias)
             products.forward_slices(z_slices[:, tokens], chunk, of_a, None)
         rule.add(y, z, b)
-        keep_for_backward(ctx, x, [weight, a], region, products, Applied(z, b, rule))
+        keep_adapted(ctx, x, [weight, a], region, products, z, b, rule)
         return y
 
     @staticmethod
@@ -257,14 +257,16 @@ class _LinearReduce(torch.autograd.Function):
     ) -> Tensor:
         y = x.new_empty(x.shape[0] // region.slices, *x.shape[1:-1], weight.shape[0])
         x = products.convert_input(x)
-        adapter = None if z is None or b is None or rule is None else Applied(z, b, rule)
-        keep_for_backward(ctx, x, [weight], region, products, adapter)
+        if z is None or b is None or rule is None:
+            keep_for_backward(ctx, x, [weight], region, products)
+        else:
+            keep_adapted(ctx, x, [weight], region, products, z, b, rule)
         x_slices = _in_slices(x.contiguous(), region.slices)
         converted = ctx.kept[0].converted.get(weight, products)
         for tokens, partial in region.leave_in_chunks(y.view(-1, y.shape[-1])):
             products.forward_slices(partial, x_slices[:, tokens], converted, None)
-            if adapter is not None:
-                adapter.rule.add(partial, _in_slices(adapter.z, region.slices)[:, tokens], adapter.b)
+            if z is not None and b is not None and rule is not None:
+                rule.add(partial, _in_slices(z, region.slices)[:, tokens], b)
         return y
 
     @staticmethod
@@ -314,7 +316,7 @@ def gather_adapted(
     products: MatrixProducts,
     rule: LowRank,
 ) -> Tensor:
-    """`gather_linear` of a layer with an adapter, see `megapar.linear.AdaptedLinear`."""
+    """`gather_linear` of a layer with an adapter, see `megapar.low_rank.AdaptedLinear`."""
     return _GatherAdapted.apply(x, weight, bias, a, b, region, products, rule)
 
 

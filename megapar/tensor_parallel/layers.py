@@ -7,9 +7,8 @@ communication of an input gradient runs while the weight gradient is computed.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.context import Axis
-from megapar.linear import LOCAL, AdaptedLinear, LinearFunction
-from megapar.low_rank import LoraRule
+from megapar.linear import LOCAL, LinearFunction
+from megapar.low_rank import AdaptedLinear
 from megapar.main_grad import DeferredWeightGradient
 from megapar.params import (
     VOCAB_MULTIPLE,
     ZEROS,
-    Box,
     Init,
-    Piece,
     cut,
     held_by_all,
     make_piece,
@@ -35,6 +32,7 @@ from megapar.params import (
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.chunks import ChunkedGather, gather_adapted, gather_linear, linear_reduce, output_region
+from megapar.tensor_parallel.columns import Columns
 from megapar.tensor_parallel.lora import Lora
 from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatter_sum
 
@@ -69,60 +67,6 @@ def local_linear(
     if lora is None:
         return LinearFunction.apply(x, weight, bias, LOCAL, products)
     return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, LOCAL, products, lora.rule)
-
-
-@dataclass(frozen=True)
-class Columns:
-    """This rank's outputs of one matrix in a column-parallel layer.
-
-    The logical tensors are `name`.weight [size, in] and `name`.bias [size]. This rank holds their rows [start, stop)
-    and owns [own_start, own_stop). With `shared` several ranks hold some of the rows.
-    """
-
-    name: str
-    size: int
-    start: int
-    stop: int
-    own_start: int
-    own_stop: int
-    shared: bool = False
-
-    @classmethod
-    def even(cls, name: str, size: int, tp: Axis) -> "Columns":
-        """`size` outputs, dealt evenly over tp."""
-        start, stop = cut(size, tp)
-        return cls(name, size, start, stop, start, stop)
-
-    def piece(self, kind: Literal["weight", "bias", "lora_b"], shape: tuple[int, ...], tp: Axis) -> Piece:
-        """The piece of the weight, of the bias or of an adapter's B, with logical shape `shape`.
-
-        If several ranks hold a row, each computes a part of its gradient.
-        """
-        others = shape[1:]  # dimensions that are not cut
-        owned = Box((self.own_start, *(0 for _ in others)), (self.own_stop - self.own_start, *others))
-        partial = (tp,) if self.shared else ()
-        held = make_piece(f"{self.name}.{kind}", shape, {0: (self.start, self.stop)})
-        return replace(held, owned=owned, partial=partial)
-
-
-def lora_of_columns(
-    rule: LoraRule, in_features: int, columns: Sequence[Columns], adapted: Sequence[bool], sharding: Sharding
-) -> Lora | None:
-    """The adapters of the `adapted` matrices of a column-parallel layer, or None if there are none.
-
-    Each B is cut as its matrix. Each A is whole on every rank, and gets a part of its gradient from the rank's columns.
-    """
-    a: list[Piece] = []
-    b: list[Piece] = []
-    places: list[slice] = []
-    end = 0
-    for c, is_adapted in zip(columns, adapted, strict=True):
-        start, end = end, end + c.stop - c.start
-        if is_adapted:
-            a.append(shared_piece(f"{c.name}.lora_a", (rule.rank, in_features), sharding.tp, partial=True))
-            b.append(c.piece("lora_b", (c.size, rule.rank), sharding.tp))
-            places.append(slice(start, end))
-    return Lora(rule, a, b, places, sharding) if places else None
 
 
 class ColumnParallelLinear(nn.Module):

@@ -14,6 +14,7 @@ from torch import nn
 from megapar.low_rank import LoraRule, LowRank
 from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, Sizes, cut, make_piece, shared_piece
 from megapar.sharding import Sharding
+from megapar.tensor_parallel.columns import Columns
 
 
 class Lora(nn.Module):
@@ -59,3 +60,23 @@ def factor(pieces: Sequence[Piece], init: Init, sharding: Sharding) -> nn.Parame
         added_by=ADAPTER,
     )
     return sharding.parameter_of(spec, (sum(p.local_shape[0] for p in pieces), pieces[0].local_shape[1]))
+
+
+def lora_of_columns(
+    rule: LoraRule, in_features: int, columns: Sequence[Columns], adapted: Sequence[bool], sharding: Sharding
+) -> Lora | None:
+    """The adapters of the `adapted` matrices of a column-parallel layer, or None if there are none.
+
+    Each B is cut as its matrix. Each A is whole on every rank, and gets a part of its gradient from the rank's columns.
+    """
+    a: list[Piece] = []
+    b: list[Piece] = []
+    places: list[slice] = []
+    end = 0
+    for c, is_adapted in zip(columns, adapted, strict=True):
+        start, end = end, end + c.stop - c.start
+        if is_adapted:
+            a.append(shared_piece(f"{c.name}.lora_a", (rule.rank, in_features), sharding.tp, partial=True))
+            b.append(c.piece("lora_b", (c.size, rule.rank), sharding.tp))
+            places.append(slice(start, end))
+    return Lora(rule, a, b, places, sharding) if places else None

@@ -30,10 +30,9 @@ from megapar.tensor_parallel.layers import (
     Columns,
     RowParallelLinear,
     VocabParallelEmbedding,
-    lora_of_columns,
     vocabulary_parameter,
 )
-from megapar.tensor_parallel.lora import Lora
+from megapar.tensor_parallel.lora import Lora, lora_of_columns
 from megapar_models.norms import LayerNorm, NormRule, RMSNorm
 
 

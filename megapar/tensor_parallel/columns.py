@@ -1,0 +1,41 @@
+"""This rank's outputs of the matrices of a column-parallel layer."""
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from megapar.context import Axis
+from megapar.params import Box, Piece, cut, make_piece
+
+
+@dataclass(frozen=True)
+class Columns:
+    """This rank's outputs of one matrix in a column-parallel layer.
+
+    The logical tensors are `name`.weight [size, in] and `name`.bias [size]. This rank holds their rows [start, stop)
+    and owns [own_start, own_stop). With `shared` several ranks hold some of the rows.
+    """
+
+    name: str
+    size: int
+    start: int
+    stop: int
+    own_start: int
+    own_stop: int
+    shared: bool = False
+
+    @classmethod
+    def even(cls, name: str, size: int, tp: Axis) -> "Columns":
+        """`size` outputs, dealt evenly over tp."""
+        start, stop = cut(size, tp)
+        return cls(name, size, start, stop, start, stop)
+
+    def piece(self, kind: Literal["weight", "bias", "lora_b"], shape: tuple[int, ...], tp: Axis) -> Piece:
+        """The piece of the weight, of the bias or of an adapter's B, with logical shape `shape`.
+
+        If several ranks hold a row, each computes a part of its gradient.
+        """
+        others = shape[1:]  # dimensions that are not cut
+        owned = Box((self.own_start, *(0 for _ in others)), (self.own_stop - self.own_start, *others))
+        partial = (tp,) if self.shared else ()
+        held = make_piece(f"{self.name}.{kind}", shape, {0: (self.start, self.stop)})
+        return replace(held, owned=owned, partial=partial)
