@@ -5,12 +5,31 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models.build import build_stages
+from megapar_models.convert import adapters as files
+from megapar_models.convert.saved import load_model, saved_config
+from megapar_models.registry import validate
 from torch import Tensor
 
-from megapar.config.options import AdapterConfig
+from megapar import context
+from megapar.checkpoint.format import read_manifest
+from megapar.checkpoint.load import Reader
+from megapar.config.options import AdapterConfig, CheckpointConfig, Config
+from megapar.errors import CheckpointError, ConfigError
+from megapar.train.checkpoints import Saver
+from megapar.train.step import train_step
+from megapar.train.trainer import start
 from tests.support import adapters
 from tests.support.model_types import TYPES
-from tests.support.published import converted, random_model, weights_of
+from tests.support.published import (
+    assert_equal_logits,
+    converted,
+    random_batch,
+    random_model,
+    training,
+    weights_of,
+)
+from tools.convert_checkpoint import HfToNative, hf_to_native
 
 peft = pytest.importorskip("peft", reason="not run: needs peft, pip install peft")
 
@@ -68,3 +87,71 @@ def test_adapters_are_those_of_peft(adapter: AdapterConfig, tmp_path: Path) -> N
     tensors = {**weights_of(base), **{name: factor.detach().clone() for name, factor in other.factors.items()}}
     state = adapters.make_state(base.model, adapter, tensors)
     adapters.check(state, other)
+
+
+def trained(folder: Path, base: Path, adapter: AdapterConfig) -> Path:
+    """A checkpoint of two steps of adapters on the native checkpoint `base`."""
+    model = saved_config(read_manifest(base)).model
+    options = {"train": training(), "optimizer": adapters.ADAMW, "adapter": adapter}
+    config = validate(
+        Config(model, run_dir=str(folder), checkpoint=CheckpointConfig(init_from=str(base)), **options), 1
+    )
+    ctx = context.single()
+    state, _ = start(config, ctx, build_stages(config, ctx))
+    for step in range(2):
+        train_step(state, [random_batch(step)])
+    (path,) = Saver(state, folder).save(state)
+    return path
+
+
+@pytest.mark.parametrize("kind", ["llama", "glm4"])
+def test_files_go_to_peft_and_back_bit_by_bit_and_merge_as_peft_merges(kind: str, tmp_path: Path) -> None:
+    """Fault merge-rounded-twice: the sum is made in fp32, and PEFT's own in fp32 is the same."""
+    case = TYPES[kind]
+    adapter = AdapterConfig(rank=3, alpha=7.0, targets=("q", "v", "o"))
+    theirs = random_model(case.model_type, case.fields)
+    theirs.save_pretrained(tmp_path / "theirs")
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "base", verify=False))
+    ours = trained(tmp_path / "run", tmp_path / "base", adapter)
+    files.native_to_peft(files.NativeToPeft(ours, tmp_path / "peft", str(tmp_path / "theirs")))
+    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft")
+    assert all(param.any() for name, param in model.named_parameters() if ".lora_B." in name)
+    # Back from our own files, and from those that PEFT writes.
+    model.save_pretrained(tmp_path / "saved")
+    for number, source in enumerate(("peft", "saved")):
+        back = tmp_path / f"back{number}"
+        files.peft_to_native(files.PeftToNative(tmp_path / source, tmp_path / "base", back))
+        found, expected = read_manifest(back), read_manifest(ours)
+        names = files.factors_of(expected)
+        assert files.factors_of(found) == names
+        with Reader(back, found) as reader, Reader(ours, expected) as wanted:
+            assert all(torch.equal(reader.tensor(f"main.{name}"), wanted.tensor(f"main.{name}")) for name in names)
+    files.merge(files.Merge(ours, tmp_path / "base", tmp_path / "merged"))
+    files.merge(files.Merge(tmp_path / "back1", tmp_path / "base", tmp_path / "again"))
+    stage = load_model(tmp_path / "merged")[1]
+    batch = random_batch()
+    with torch.no_grad():
+        assert_equal_logits(stage, batch, model(batch.tokens_bs).logits)
+    model.merge_and_unload().save_pretrained(tmp_path / "their_merge")
+    expected_weights = weights_of(converted(tmp_path / "their_merge", tmp_path / "their_native"))
+    for name, weight in weights_of(stage).items():
+        torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=1e-7, msg=name)
+    again = weights_of(load_model(tmp_path / "again")[1])
+    assert all(torch.equal(weight, again[name]) for name, weight in weights_of(stage).items())
+
+
+def test_what_peft_has_in_another_form_is_refused(tmp_path: Path) -> None:
+    case = TYPES["phi3"]
+    theirs = random_model(case.model_type, case.fields)
+    theirs.save_pretrained(tmp_path / "theirs")
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "base", verify=False))
+    ours = trained(tmp_path / "run", tmp_path / "base", AdapterConfig(rank=2))
+    with pytest.raises(ConfigError, match=r"keeps layers.0.attention.\w with others in .*qkv_proj; merge it instead"):
+        files.native_to_peft(files.NativeToPeft(ours, tmp_path / "peft"))
+    files.merge(files.Merge(ours, tmp_path / "base", tmp_path / "merged"))
+    with pytest.raises(CheckpointError, match=r"were not trained on .*merged"):
+        files.merge(files.Merge(ours, tmp_path / "merged", tmp_path / "twice"))
+    with pytest.raises(CheckpointError, match=r"base: holds no adapters"):
+        files.merge(files.Merge(tmp_path / "base", tmp_path / "base", tmp_path / "nothing"))
+    with pytest.raises(ConfigError, match=r"adapter_config.json: not read: use_dora=True, target_parameters=\['a'\]"):
+        files.adapter_from_peft({"r": 2, "lora_alpha": 4, "use_dora": True, "target_parameters": ["a"]})

@@ -2,22 +2,22 @@
 
 Hugging Face's become native ones and back, Megatron-LM's become native ones, native ones become torch's, and dense ones
 become mixtures of experts. Before the result gets its name, its logits are compared in fp32 with those of transformers,
-of the dense model or, on request, of Megatron-Core. The largest difference goes to parity.json.
+of the dense model or, on request, of Megatron-Core. The largest difference goes to parity.json. Adapters are merged
+into their base, and become PEFT's files and back.
 """
 
 import importlib.util
 import json
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
-from megapar_models.convert import dcp, megatron, megatron_core, upcycle
+from megapar_models.convert import adapters, dcp, megatron, megatron_core, upcycle
 from megapar_models.convert.config_json import (
     canonical_name,
     from_hugging_face,
@@ -36,15 +36,13 @@ from megapar_models.convert.parity import (
     transformers_reference,
     verify,
 )
+from megapar_models.convert.progress import progress
 from megapar_models.convert.recipes import Recipe, places, recipes, starred
 from megapar_models.convert.saved import saved_config
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar_models.counts import WholeModel
 from megapar_models.registry import validate, weight_options
-from rich.console import Console
-from rich.progress import Progress
-from torch import Tensor
 
 from megapar.checkpoint.format import BUFFER, Sizes, read_manifest
 from megapar.checkpoint.load import differences
@@ -442,19 +440,6 @@ def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
 # Files
 
 
-@contextmanager
-def progress(total: int) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Show a progress bar. The function moves it by one tensor and returns its argument."""
-    with Progress(console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("converting tensors", total=total)
-
-        def advance(values: Tensor) -> Tensor:
-            bar.advance(task)
-            return values
-
-        yield advance
-
-
 def copy_files(src: Path, dst: Path, names: tuple[str, ...]) -> None:
     for name in names:
         if (src / name).is_file():
@@ -581,6 +566,9 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {
     "megatron-to-native": (MegatronToNative, megatron_to_native),
     "native-to-dcp": (NativeToDcp, native_to_dcp),
     "upcycle": (Upcycle, upcycle_dense),
+    "merge": (adapters.Merge, adapters.merge),
+    "native-to-peft": (adapters.NativeToPeft, adapters.native_to_peft),
+    "peft-to-native": (adapters.PeftToNative, adapters.peft_to_native),
 }
 
 

@@ -220,8 +220,8 @@ def _load(
         hint = why(manifest)
         if stored <= {*WEIGHTS} and not weights_alone:
             hint = "; it holds weights alone: --checkpoint.init_from starts from them"
-        if manifest.base and weights_alone:
-            hint = "; it holds adapters alone, without the weights of their base"
+        if manifest.base and (weights_alone or stored <= {*WEIGHTS}):
+            hint = "; it holds adapters alone, without the weights of their base: convert_checkpoint.py merge adds them"
         head = f"{path} does not fit this run{hint} (checkpoint | run):"
         raise _everywhere(CheckpointError("\n  ".join([head, *_shortened(lines)])))
     try:

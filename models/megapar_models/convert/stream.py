@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapar.checkpoint.format import (
+    BASE,
     BUFFER,
     Chunk,
     Entry,
@@ -133,10 +134,12 @@ def write_weights(
     *,
     shard_bytes: int,
     buffers: Container[str] = (),
+    base: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a native checkpoint of step 0 to `folder`: fp32 main weights of a validated `config`, without moments.
 
-    `make` returns the logical tensor of a name in `shapes`, fp32. Those in `buffers` are no parameters.
+    `make` returns the logical tensor of a name in `shapes`, fp32. Those in `buffers` are no parameters. `base` is that
+    of adapters (`Manifest.base`).
     With `trainer.weights_only` in the manifest it has
     no moments, so no run can be resumed from it.
     """
@@ -159,5 +162,7 @@ def write_weights(
         write_file(folder / file, shard, stored)
         files[file] = (folder / file).stat().st_size
     trainer = {"updates": 0, "loss_scale": None, "weights_only": True, "config": flatten(config)}
+    if base is not None:
+        trainer[BASE] = dict(base)
     data: dict[str, Any] = {}
     write_manifest(folder, Manifest(0, 0, {}, weight_options(config), trainer, data, files, tensors))
