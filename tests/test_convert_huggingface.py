@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.convert.config_json import from_hugging_face, to_hugging_face, warnings_of
+from megapar_models.convert.exported import hf_recipes
 from megapar_models.convert.saved import load_model
 from megapar_models.convert.stream import TensorInfo, shards
 from megapar_models.generation import next_logits
@@ -539,7 +540,7 @@ def test_conversion_needs_no_more_than_two_of_the_largest_tensor(tmp_path: Path)
         source.mkdir(parents=True)
         (source / "config.json").write_text(json.dumps(raw))
         model = validate(replace(Config(), model=from_hugging_face(raw)), 1).model
-        stored = {name: torch.zeros(recipe.shape) for name, recipe in convert_checkpoint.hf_recipes(model).items()}
+        stored = {name: torch.zeros(recipe.shape) for name, recipe in hf_recipes(model).items()}
         save_file(stacked(stored) if kind == "mixtral" else stored, source / "model.safetensors")
         largest[kind] = max(tensor.nbytes for tensor in stored.values())
         total[kind] = sum(tensor.nbytes for tensor in stored.values())

@@ -27,6 +27,7 @@ from megapar_models.convert.config_json import (
     to_hugging_face,
     warnings_of,
 )
+from megapar_models.convert.exported import buffer_shapes, hf_infos, hf_recipes, in_fp32, native_shapes
 from megapar_models.convert.huggingface import Weights, hugging_face_tensor, native_tensor, write_model
 from megapar_models.convert.multimodal import PREFIXES
 from megapar_models.convert.parity import (
@@ -37,14 +38,14 @@ from megapar_models.convert.parity import (
     verify,
 )
 from megapar_models.convert.progress import progress
-from megapar_models.convert.recipes import Recipe, places, recipes, starred
+from megapar_models.convert.recipes import places
 from megapar_models.convert.saved import saved_config
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar_models.counts import WholeModel
 from megapar_models.registry import validate, weight_options
 
-from megapar.checkpoint.format import BUFFER, Sizes, read_manifest
+from megapar.checkpoint.format import BUFFER, read_manifest
 from megapar.checkpoint.load import differences
 from megapar.config.compatible import decided_by
 from megapar.config.data_spec import Entry
@@ -241,8 +242,7 @@ def native_to_hf(options: NativeToHf) -> None:
     dtype = model_dtype(config.train.precision) if options.dtype == "auto" else getattr(torch, options.dtype)
     raw["torch_dtype"] = str(dtype).removeprefix("torch.")
     wanted = hf_recipes(config.model)
-    infos = {name: TensorInfo(recipe.shape, dtype) for name, recipe in wanted.items()}
-    infos |= {name: TensorInfo(wanted[name].shape, torch.float32) for name in in_fp32(wanted, config.model)}
+    infos = hf_infos(config.model, dtype)
     with new_folder(options.dst, sum(info.nbytes for info in infos.values())) as folder:
         with progress(len(infos)) as advance:
             write_model(
@@ -405,36 +405,6 @@ def computed(model: ModelConfig) -> dict[str, Any]:
     if model.experts is not None:
         options["model.moe.balance"] = model.experts.balance == "bias"
     return options
-
-
-def native_shapes(model: ModelConfig) -> dict[str, Sizes]:
-    return {name: piece.shape for name, piece in WholeModel(model).tensors().items()}
-
-
-def buffer_shapes(model: ModelConfig) -> dict[str, Sizes]:
-    """The biases that select experts."""
-    return {name: piece.shape for name, piece in WholeModel(model).buffers().items()}
-
-
-def in_fp32(wanted: Mapping[str, Recipe], model: ModelConfig) -> set[str]:
-    """Theirs that have fp32 in files of any dtype: the biases that select experts, and what the family names."""
-    buffers, patterns = buffer_shapes(model), names_of(model).in_fp32
-
-    def kept(name: str) -> bool:
-        return name in buffers or starred(name)[0] in patterns
-
-    return {name for name, recipe in wanted.items() if any(kept(part.name) for part in recipe.parts)}
-
-
-def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
-    names = names_of(model)
-    shapes = native_shapes(model) | buffer_shapes(model)
-    modules = {**names.modules, **names.modules_of(model)}
-    found = recipes(shapes, modules, names.layouts, sizes=model, pairs=names.pairs(model))
-    for pattern, value in names.constants.items():
-        for layer in range(model.num_hidden_layers):
-            found[pattern.replace("*", str(layer))] = Recipe((), (), value)
-    return found
 
 
 # Files

@@ -5,13 +5,13 @@ and 1). `UnitGradients` keeps the gradients of this rank's shards alone (2 and 3
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
 from megapar_kernels.adamw import FlatRanges
 from megapar_kernels.dispatch import Implementation
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar.comm import collectives
 from megapar.data_parallel.buckets import Bucket, Range, intersect
@@ -80,6 +80,13 @@ class Weights(ABC):
     @abstractmethod
     def wait(self) -> None:
         """Wait for all gathers in flight."""
+
+    def hold(self, params: Iterable[nn.Parameter]) -> None:
+        """Let `params` be read outside of a step until the next call, which frees those of this one.
+
+        All ranks of an axis of gradients call it alike, with the parameters of the same logical tensors.
+        """
+        self.wait()
 
     def not_finite(self) -> list[str]:
         """Names of the parameters with an infinite or NaN element in `flat`, in the model's order."""

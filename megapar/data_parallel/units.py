@@ -4,12 +4,12 @@ A unit is a bucket of a layout made with `units`. The plan of a step says when i
 and when its gradient is reduced (`megapar.pipeline.sharding_plan`). The classes here follow the plan.
 """
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from functools import partial
 
 import torch
 from megapar_kernels.dispatch import Implementation
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar.comm import collectives
 from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot, zero_padding
@@ -37,6 +37,8 @@ class UnitWeights(Weights):
         self._shards = [self.part(*layout.shard(bucket)) for bucket in layout.buckets]
         self._whole: list[Tensor] = []
         self._arriving: dict[int, collectives.Pending] = {}
+        self._held: set[int] = set()
+        self._unit_of = {id(slot.param): slot.bucket_index for slot in layout.slots}
         # One unit after the other, so that only one of them takes memory twice.
         for unit, bucket in enumerate(layout.buckets):
             whole = torch.zeros(bucket.stop - bucket.start, dtype=layout.dtype, device=device)
@@ -75,6 +77,15 @@ class UnitWeights(Weights):
         forget_converted(slot.param for slot in self.layout.slots[bucket.first_param : bucket.end_param])
         self._whole[unit].untyped_storage().resize_(0)
         self.whole.change(-self.nbytes_of(unit))
+
+    def hold(self, params: Iterable[nn.Parameter]) -> None:
+        wanted = {self._unit_of[id(param)] for param in params if id(param) in self._unit_of}
+        for unit in self._held - wanted:
+            self.release(unit)
+        for unit in sorted(wanted - self._held):
+            self.gather_unit(unit)
+            self.wait_for(unit)
+        self._held = wanted
 
     def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
         return {"gather": self.gather_unit, "wait": self.wait_for, "release": self.release}

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from huggingface_hub.errors import StrictDataclassError
 from megapar_models.build import build_stages
 from megapar_models.convert.config_json import WITHOUT_EFFECT, from_hugging_face, names_of
+from megapar_models.convert.exported import hf_recipes
 from megapar_models.convert.saved import load_model
 from megapar_models.registry import validate
 from megapar_models.stage import Stage
@@ -33,7 +34,7 @@ from tests.support.config_fields import OF_FILES, others
 from tests.support.hugging_face import assert_same_tensors
 from tests.support.model_types import LENGTH, VOCABULARY
 from tests.support.rules import gradients
-from tools.convert_checkpoint import HfToNative, NativeToHf, hf_recipes, hf_to_native, native_to_hf
+from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 
 DOCUMENTS = (9, 1, LENGTH - 10)
 STEPS = 5

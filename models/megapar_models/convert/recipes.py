@@ -15,7 +15,7 @@ from torch import Tensor
 from megapar.checkpoint.format import Sizes
 from megapar.checkpoint.load import Reader
 from megapar.errors import ConfigError
-from megapar.params import MAIN
+from megapar.params import MAIN, Box
 from megapar_models.tensor_layouts import Layout, Pairs
 
 
@@ -40,6 +40,23 @@ class Part(NamedTuple):
         matrix = theirs.t() if self.transposed else theirs
         by_group = matrix if self.by_group else matrix.unflatten(0, (self.groups, self.rows))
         return by_group[:, self.first : self.first + self.shape[0] // self.groups]
+
+    def put(self, theirs: Tensor, box: Box, values: Tensor) -> None:
+        """Put the box of our tensor with `values` into theirs, without a copy in between. After all boxes, `turn`."""
+        view = self.view(theirs if self.expert is None else theirs[self.expert])
+        if self.groups == 1:
+            view[0][box.slices].copy_(values)
+            return
+        rows = torch.arange(box.offset[0], box.offset[0] + box.size[0], device=view.device)
+        in_group = self.shape[0] // self.groups
+        index: tuple[Tensor | slice, ...] = (rows // in_group, rows % in_group, *box.slices[1:])
+        view[index] = values.to(view.device, view.dtype)
+
+    def turn(self, theirs: Tensor) -> None:
+        """Put the rows of our whole tensor, which are in our order, into theirs if rotary pairs differ."""
+        if self.pairs is not None:
+            view = self.view(theirs if self.expert is None else theirs[self.expert])
+            view.copy_(self.pairs.theirs(view.flatten(0, 1)).unflatten(0, (self.groups, -1)))
 
     def read(self, theirs: Tensor) -> Tensor:
         """Our tensor, fp32 and contiguous, from theirs (of one expert if they are stacked)."""
