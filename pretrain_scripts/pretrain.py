@@ -9,7 +9,7 @@ from pathlib import Path
 from megapar_models.balance import times_of_stages, with_measured_partition
 from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import size_and_flops
-from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, sample_kind, validate
 
 from megapar import device
 from megapar.comm.flight import Board
@@ -45,7 +45,7 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
         ctx = join(config, env, process)
         resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, parts)
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
-        data, validation_sets = open_loaders(config, ctx, num_targets(config))
+        data, validation_sets = open_loaders(config, ctx, num_targets(config), sample_kind(config))
         run_dir = Path(config.run_dir)
         limit = memory.memory_limit(config, parts)
         with lock_run_dir(run_dir, ctx):

@@ -17,7 +17,7 @@ import tyro
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from megapar_models.build import build_stages
-from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, sample_kind, validate
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -290,7 +290,7 @@ def inspect(config: Config, args: Arguments, env: device.Environment, board: Boa
     """Inspect on one rank. Rank 0 prints."""
     with rank_process(config, env, board) as process:
         ctx = join(config, env, process)
-        data, _ = open_loaders(config, ctx, num_targets(config))
+        data, _ = open_loaders(config, ctx, num_targets(config), sample_kind(config))
         state, notes = start(config, ctx, build_stages(config, ctx))
         with closing(data):
             data.consumed_samples = state.consumed_samples
@@ -315,11 +315,11 @@ def inspect(config: Config, args: Arguments, env: device.Environment, board: Boa
 
 def steps_of_data(config: Config, ctx: ParallelContext, number: int) -> list[list[MicroBatch]]:
     """This rank's micro-batches of the first `number` steps, and then those of one process, which are held out."""
-    data, _ = open_loaders(config, ctx, num_targets(config))
+    data, _ = open_loaders(config, ctx, num_targets(config), sample_kind(config))
     with closing(data):
         steps = [data.next_step() for _ in range(number)]
     alone = replace(config, parallel=replace(config.parallel, dp=1))
-    whole, _ = open_loaders(alone, context.single(ctx.device), num_targets(config))
+    whole, _ = open_loaders(alone, context.single(ctx.device), num_targets(config), sample_kind(config))
     with closing(whole):
         whole.consumed_samples = number * config.train.global_batch_size
         steps.append(whole.next_step())

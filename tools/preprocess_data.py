@@ -4,6 +4,7 @@ Input files are .jsonl with a text in each line, plain text (.txt, .md, .py), bo
 killed run continues when it is started again. Further commands, each with its own --help:
 
   chat     conversations, rendered by a chat template, with a weight for each token
+  preferences  pairs of a chosen and a rejected answer, with weights on the answers
   merge    one pair out of several
   split    a pair into train, validation and test, by documents
   verify   a pair against its sizes, pointers and sidecar; with --full every token
@@ -26,6 +27,7 @@ from megapar.data.chat import Turns, load_template
 from megapar.data.chat_data import ChatCounts, describe, examples, marked, write_examples
 from megapar.data.conversations import read_conversations
 from megapar.data.corpus import find_files
+from megapar.data.preferences import members, read_pairs
 from megapar.data.prepared import merge_prepared, split, verify
 from megapar.data.preprocess import Counts, Recipe, preprocess
 from megapar.data.tokenizer import load_tokenizer
@@ -154,8 +156,49 @@ class Chat:
         print(f"{self.output}.bin: {', '.join(parts)}")
 
 
-Command = Tokenize | Chat | Merge | Split | Verify
-COMMANDS: dict[str, type[Command]] = {"chat": Chat, "merge": Merge, "split": Split, "verify": Verify}
+@dataclass
+class Preferences:
+    """Turn pairs of answers into tokens: of two answers to a prompt, one was chosen and one rejected.
+
+    Lines of .jsonl or rows of .parquet have prompt, chosen and rejected. Each is a text or a list of messages; without
+    prompt, the other two are whole conversations.
+    """
+
+    input: tuple[Path, ...]
+    """Files, or folders of files, in the order of their pairs."""
+    output: Path
+    """Prefix of the .bin, .idx, .weights and .json files to write."""
+    tokenizer: str
+    """As data.tokenizer names it. Of hf: tokenizers special tokens in the text become their ids."""
+    template: str = ""
+    """A file with a chat template, or chatml; by default the one beside the tokenizer."""
+    max_length: int = 0
+    """The most tokens of both answers together, such as train.seq_length; 0: any number."""
+    too_long: Literal["refuse", "skip"] = "refuse"
+    """What happens to a longer pair."""
+
+    def run(self) -> None:
+        files = find_files(self.input)
+        tokenizer = load_tokenizer(self.tokenizer, parse_special=self.tokenizer.startswith("hf:"))
+        template = load_template(self.template, self.tokenizer)
+        counts = ChatCounts()
+        found = members(read_pairs(files), tokenizer, template, self.max_length, self.too_long, counts)
+        made = partial(describe, files, self.tokenizer, tokenizer, template, "last", counts, pairs=True)
+        write_examples(found, self.output, tokenizer, made)
+        parts = [f"{counts.examples // 2:,} pairs", f"{counts.tokens:,} tokens"]
+        parts.append(f"{counts.trained_tokens:,} of them in answers ({counts.trained_share:.1%})")
+        parts += [f"{count:,} left out: {reason}" for reason, count in counts.left_out.items()]
+        print(f"{self.output}.bin: {', '.join(parts)}")
+
+
+Command = Tokenize | Chat | Preferences | Merge | Split | Verify
+COMMANDS: dict[str, type[Command]] = {
+    "chat": Chat,
+    "preferences": Preferences,
+    "merge": Merge,
+    "split": Split,
+    "verify": Verify,
+}
 
 
 def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:

@@ -137,9 +137,19 @@ def write_examples(
 
 
 def describe(
-    files: Sequence[Path], spec: str, tokenizer: Tokenizer, template: ChatTemplate, turns: Turns, counts: ChatCounts
+    files: Sequence[Path],
+    spec: str,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    turns: Turns,
+    counts: ChatCounts,
+    *,
+    pairs: bool = False,
 ) -> dict[str, Any]:
-    """The sidecar of a pair of conversations, without the hashes of its files."""
+    """The sidecar of a pair of conversations, without the hashes of its files.
+
+    `pairs`: each two documents in a row are a chosen and a rejected answer (`megapar.data.pairs`).
+    """
     return {
         "documents": counts.examples,
         "tokens": counts.tokens,
@@ -157,6 +167,7 @@ def describe(
             "turns": turns,
             "trained_tokens": counts.trained_tokens,
             "left_out": counts.left_out,
+            "pairs": pairs,
         },
     }
 

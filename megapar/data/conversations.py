@@ -31,14 +31,15 @@ def read_conversations(files: Sequence[Path]) -> Iterator[Conversation]:
     Raises ConfigError for another kind of file. Raises DataError for a row that is no conversation, with its place.
     """
     for path in files:
-        for place, row in _rows(path):
+        for place, row in rows(path):
             try:
                 yield Conversation(messages_of(row), place)
             except ValueError as error:
                 raise DataError(f"{place}: {error}") from None
 
 
-def _rows(path: Path) -> Iterator[tuple[str, Any]]:
+def rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (place, row) of a .jsonl or .parquet file. Raises ConfigError for another, DataError for no JSON."""
     if path.suffix == ".parquet":
         number = 0
         for batch in open_parquet(path).iter_batches():

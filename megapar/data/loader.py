@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from megapar.batch import MicroBatch, Targets
 from megapar.data.blend import Blend, Stage
 from megapar.data.order import micro_batch_positions, sample_ids
+from megapar.data.pairs import PairDataset
 from megapar.data.samples import Samples, Treatment, micro_batch
 from megapar.data.sources import Dataset
 from megapar.errors import DataError
@@ -38,6 +39,7 @@ class Mixture:
         chosen, turns = self.blend.locate(positions)
         samples: NDArray[np.int64] | None = None
         weights: NDArray[np.float32] | None = None
+        references: NDArray[np.float32] | None = None
         starts: list[list[int]] = [[0]] * len(positions)
         # One read for each source: a source can then ask the system for all of its pieces before it waits.
         for number in np.unique(chosen):
@@ -53,11 +55,16 @@ class Mixture:
                 if weights is None:
                     weights = np.ones(samples.shape, np.float32)
                 weights[rows] = of_tokens
+            of_answers = source.references(ids) if isinstance(source, PairDataset) else None
+            if of_answers is not None:
+                if references is None:
+                    references = np.zeros((len(positions), 2), np.float32)
+                references[rows] = of_answers
             if with_starts:
                 for row, starts_of_row in zip(rows, source.starts(ids, tokens), strict=True):
                     starts[row] = starts_of_row
         assert samples is not None, "read needs a position"
-        return Samples(samples, starts, weights)
+        return Samples(samples, starts, weights, references)
 
     def _ids(self, source: Dataset, turns: NDArray[np.int64]) -> NDArray[np.int64]:
         """The ids of the samples that `source` gives as its `turns`-th ones, counted from 0 over all epochs."""

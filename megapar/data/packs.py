@@ -55,6 +55,8 @@ class PackDataset:
     """
 
     shuffled = True
+    together = 1
+    """So many conversations in a row stay in one part."""
 
     def __init__(
         self,
@@ -72,7 +74,7 @@ class PackDataset:
         assert sidecar is not None, "open_dataset makes packs of pairs with a sidecar"
         self._padding = int(sidecar["tokenizer"]["eod"])
         self._weights = read_weights(prefix, len(self.file.tokens))
-        first, last = (round(fraction * len(self.file)) for fraction in part)
+        first, last = (self.together * round(edge * len(self.file) / self.together) for edge in part)
         if first == last:
             raise DataError(f"{self.file.bin_path}: no conversation in its part (data.split)")
         self._starts = np.array([self.file.document_start(number) for number in range(first, last + 1)])
@@ -84,7 +86,7 @@ class PackDataset:
                 f"train.seq_length={seq_length} holds {self.sample_tokens:,}: raise train.seq_length, or prepare with "
                 f"--max_length {self.sample_tokens} --too_long skip"
             )
-        self._packs = best_fit(lengths.tolist(), self.sample_tokens)
+        self._packs = self._bins(lengths.tolist(), seq_length)
         firsts = self._starts[:-1]
         # The first token of a conversation is nobody's target.
         trained = np.add.reduceat(self._weights[: self._starts[-1]], firsts, dtype=np.int64) - self._weights[firsts]
@@ -143,6 +145,10 @@ class PackDataset:
             stated = json.dumps(sidecar["sha256"], sort_keys=True).encode()
             found[str(sidecar_path(self.name))] = hashlib.blake2b(stated, digest_size=8).hexdigest()
         return found
+
+    def _bins(self, lengths: Sequence[int], seq_length: int) -> list[list[int]]:
+        """The numbers of the conversations in each sample."""
+        return best_fit(lengths, self.sample_tokens)
 
     def _spans(self, pack: np.int64) -> list[tuple[int, int]]:
         """The tokens [start, stop) of each conversation of a pack."""

@@ -186,7 +186,7 @@ def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:
 
 def _rules(chat: Any) -> Any:
     """What of a sidecar's entry decides the tokens of a conversation."""
-    return {name: chat.get(name) for name in ("template_sha256", "turns")} if isinstance(chat, dict) else None
+    return {name: chat.get(name) for name in ("template_sha256", "turns", "pairs")} if isinstance(chat, dict) else None
 
 
 def write_weights(prefix: str | Path, weights: Iterable[NDArray[np.uint8]]) -> None:
@@ -235,7 +235,10 @@ def split(prefix: Path, output: Path, fractions: Sequence[float]) -> dict[str, I
         raise ConfigError(f"--fractions {' '.join(map(str, fractions))}: give two or three positive numbers")
     dataset = IndexedDataset(prefix)
     sidecar = read_sidecar(prefix)
-    edges = [round(float(edge)) for edge in np.cumsum([0.0, *fractions]) / math.fsum(fractions) * len(dataset)]
+    # The two members of a pair of answers stay together.
+    together = 2 if sidecar and CHAT in sidecar and sidecar[CHAT].get("pairs") else 1
+    shares = np.cumsum([0.0, *fractions]) / math.fsum(fractions)
+    edges = [together * round(float(share) * len(dataset) / together) for share in shares]
     made = {}
     for name, first, last in zip(PARTS, edges, edges[1:], strict=False):
         if first == last:

@@ -4,7 +4,7 @@ Documents of a sample may be trained apart or in a row. In some of them the midd
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -31,17 +31,19 @@ class Samples:
     """Samples as sources give them. `tokens` are [n, seq_length + num_targets].
 
     `starts` has, for each sample, the positions within it at which documents begin. The first is 0. `weights` are those
-    of the tokens as targets, of the same shape. None: all are 1.
+    of the tokens as targets, of the same shape. None: all are 1. `references` [n, 2] are `MicroBatch.references_bd`.
     """
 
     tokens: NDArray[np.int64]
     starts: Sequence[Sequence[int]]
     weights: NDArray[np.float32] | None = None
+    references: NDArray[np.float32] | None = None
 
     def rows(self, first: int, last: int) -> "Samples":
         """The samples [first, last)."""
         weights = None if self.weights is None else self.weights[first:last]
-        return Samples(self.tokens[first:last], self.starts[first:last], weights)
+        references = None if self.references is None else self.references[first:last]
+        return Samples(self.tokens[first:last], self.starts[first:last], weights, references)
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def micro_batch(
         return Targets(torch.from_numpy(tokens[:, ahead : ahead + length].copy()), weights_bs)
 
     targets_bs, weights_bs = targets(1)
-    return MicroBatch.of_samples(
+    batch = MicroBatch.of_samples(
         tokens_bs=torch.from_numpy(tokens[:, :length].copy()),
         targets_bs=targets_bs,
         weights_bs=weights_bs,
@@ -92,6 +94,9 @@ def micro_batch(
         starts=packed_starts(starts, length) if treatment.apart else None,
         later_targets=[targets(ahead) for ahead in range(2, num_targets + 1)],
     )
+    if samples.references is None:
+        return batch
+    return replace(batch, references_bd=torch.from_numpy(samples.references.copy()))
 
 
 def fill_in_the_middle(

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from glob import glob
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,13 @@ from megapar.data.contents import content_hash
 from megapar.data.indexed import IndexedDataset
 from megapar.data.order import mix64, permute
 from megapar.data.packs import PackDataset
+from megapar.data.pairs import PairDataset
 from megapar.data.prepared import CHAT, read_sidecar, sidecar_path
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import ConfigError, DataError
+
+SampleKind = Literal["texts", "pairs", "referenced pairs"]
+"""What a sample is: text, or two answers to compare, with or without log-probabilities by a reference model."""
 
 
 class Dataset(Protocol):
@@ -274,17 +278,26 @@ def open_dataset(
     tokenizer: str,
     part: tuple[float, float] = (0.0, 1.0),
     num_targets: int = 1,
+    kind: SampleKind = "texts",
 ) -> Dataset:
     """Open the source that an entry of `data.train` or `data.validation` names.
 
     A source is a .bin/.idx prefix, of text or of conversations, `hf:...`, or `synthetic`. Only `synthetic` uses `seed`,
     only `hf:...` uses `tokenizer`, and only a prefix uses `part`. A sample has `num_targets` tokens more than
-    `seq_length`.
+    `seq_length`. `kind` is what the objective is of. Raises DataError for a source of another kind.
     """
+    sidecar = None if source.startswith(("synthetic", "hf:")) else read_sidecar(source)
+    has_pairs = bool(sidecar and CHAT in sidecar and sidecar[CHAT].get("pairs"))
+    if has_pairs != (kind != "texts"):
+        if has_pairs:
+            raise DataError(f"{source} has pairs of a chosen and a rejected answer; use train.objective dpo or another")
+        raise DataError(f"{source} has no pairs of answers; tools/preprocess_data.py preferences writes them")
+    if has_pairs:
+        referenced = kind == "referenced pairs"
+        return PairDataset(source, seq_length, vocab_size, part, num_targets, with_references=referenced)
     if source == "synthetic":
         return SyntheticDataset(seq_length, vocab_size, seed, num_targets=num_targets)
     if source.startswith("hf:"):
         return StreamDataset(source, seq_length, vocab_size, load_tokenizer(tokenizer), num_targets)
-    sidecar = read_sidecar(source)
     made = PackDataset if sidecar and CHAT in sidecar else ChunkDataset
     return made(source, seq_length, vocab_size, part, num_targets)

@@ -27,7 +27,7 @@ from megapar.data.order import ORDER_VERSION
 from megapar.data.packs import PackDataset
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
-from megapar.data.sources import Dataset, open_dataset
+from megapar.data.sources import Dataset, SampleKind, open_dataset
 from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
 from megapar.pipeline.schedules import embedding_ranks
@@ -38,11 +38,13 @@ WHOLE = (0.0, 1.0)  # the part of a source, as fractions of its documents
 ORDER = {"order": ORDER_VERSION, "blend": BLEND_VERSION}  # versions of the algorithms that order samples
 
 
-def open_loaders(config: Config, ctx: ParallelContext, num_targets: int = 1) -> tuple[Delivery, dict[str, Loader]]:
+def open_loaders(
+    config: Config, ctx: ParallelContext, num_targets: int = 1, kind: SampleKind = "texts"
+) -> tuple[Delivery, dict[str, Loader]]:
     """Open the training data, and the validation sets by name. A collective.
 
     `num_targets` is how many of the tokens after each position the model's losses are of
-    (`megapar_models.registry.num_targets`).
+    (`megapar_models.registry.num_targets`), and `kind` what its objective is of (`sample_kind` there).
 
     Raises DataError on every rank if opening fails on one rank, or if ranks have different files.
     """
@@ -77,12 +79,12 @@ def open_loaders(config: Config, ctx: ParallelContext, num_targets: int = 1) -> 
         )
 
     def open_all() -> tuple[Loader, dict[str, Loader]]:
-        opened = _open(config, [(source, parts["train"]) for source in sources], seed, num_targets)
+        opened = _open(config, [(source, parts["train"]) for source in sources], seed, num_targets, kind)
         training = Mixture(opened, [Stage(*stage) for stage in blend_stages(config)], seed=seed)
         sets: dict[str, Loader] = {}
         for name, source, part in held_out:
             # No seed: an evaluation reads the samples in their stored order, so that losses can be compared.
-            samples = Mixture(_open(config, [(source, part)], seed + 1, num_targets), seed=None)
+            samples = Mixture(_open(config, [(source, part)], seed + 1, num_targets, kind), seed=None)
             sets[name] = loader(samples, lambda _: train.global_batch_size, Treatment(apart))
         return loader(training, train.batch_size, fim), sets
 
@@ -114,7 +116,11 @@ def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _open(
-    config: Config, sources: Sequence[tuple[str, tuple[float, float]]], seed: int, num_targets: int
+    config: Config,
+    sources: Sequence[tuple[str, tuple[float, float]]],
+    seed: int,
+    num_targets: int,
+    kind: SampleKind,
 ) -> list[Dataset]:
     """Open each source. Raises one DataError with every unreadable source."""
     size = {
@@ -127,7 +133,7 @@ def _open(
     for source, part in sources:
         try:
             _check_tokenizer(source, config.data.tokenizer)
-            dataset = open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part)
+            dataset = open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part, kind=kind)
             if isinstance(dataset, PackDataset):
                 _check_conversations(config, source)
                 dataset.loss_mean = config.train.loss_mean

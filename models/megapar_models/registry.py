@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Set
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megapar.config import compatible
 from megapar.config import validate as checks
@@ -201,8 +201,12 @@ def _objective_problems(config: Config) -> Iterator[str]:
     if objective.divided_by == "pairs" and config.data.documents != "apart":
         text = "a sample has two answers, which must not attend to each other; use documents apart"
         yield problem(config, "train.objective data.documents", text)
-    if objective.divided_by == "pairs" and config.data.fim_rate:
-        yield problem(config, "train.objective data.fim_rate", "answers are read in their order; use 0.0")
+    if objective.divided_by == "pairs" and config.train.loss_mean == "sample":
+        text = "the objective divides by pairs already; use token, or objective dpo_norm"
+        yield problem(config, "train.objective train.loss_mean", text)
+    if objective.divided_by == "pairs" and num_targets(config) > 1:
+        text = "the family has losses of later tokens, which pairs of answers have none of; use another"
+        yield problem(config, "train.objective model.family", text)
 
 
 def weight_options(config: Config) -> dict[str, Any]:
@@ -213,3 +217,11 @@ def weight_options(config: Config) -> dict[str, Any]:
 def num_targets(config: Config) -> int:
     """How many of the tokens after each position the model's losses are of: what `open_loaders` must know."""
     return find(config.model.family).stage.declared(config.model).num_targets
+
+
+def sample_kind(config: Config) -> Literal["texts", "pairs", "referenced pairs"]:
+    """What the samples of the objective are: what `open_loaders` must know too."""
+    objective = find_objective(config.train.objective)
+    if objective.divided_by == "tokens":
+        return "texts"
+    return "referenced pairs" if objective.needs_references else "pairs"
