@@ -105,6 +105,9 @@ class Numbers:
     def read(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
         return ids[:, None]
 
+    def weights(self, ids: NDArray[np.int64]) -> None:
+        return None
+
     def fingerprints(self) -> dict[str, str]:
         return {}
 

@@ -13,17 +13,23 @@ import torch
 
 from megapar import context
 from megapar.batch import MicroBatch
+from megapar.data.blend import Stage
+from megapar.data.indexed import IndexedWriter
 from megapar.data.loader import Loader, Mixture
-from megapar.data.packs import PackDataset, best_fit
+from megapar.data.packs import PACKS_VERSION, PackDataset, best_fit
+from megapar.data.prepared import CHAT, weights_path, write_sidecar, write_weights
 from megapar.data.samples import Treatment
-from megapar.data.sources import ChunkDataset, open_dataset
+from megapar.data.sources import ChunkDataset, SyntheticDataset, open_dataset
 from megapar.errors import DataError
+from megapar.launch.grid import grid_of
+from megapar.train.data import open_loaders
 from tests.support import program, tiny_models
 from tests.support.close import assert_close
 from tests.support.conversations import prepare
 from tests.support.grid import GPT
 from tests.support.rules import gradients
 from tests.support.runs import assert_bitwise, stored
+from tests.support.small_training import make_config
 
 LENGTH = 240
 WORDS = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
@@ -45,6 +51,18 @@ def prefix(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def opened(prefix: Path, **options: Any) -> PackDataset:
     return PackDataset(prefix, options.pop("seq_length", LENGTH), 257, **options)
+
+
+def numbered(prefix: Path, lengths: list[int], trained: list[list[int]] | None = None, eod: int = 130) -> Path:
+    """A pair with tokens 0, 1, 2, ... of so many in each conversation. By default the second halves are trained."""
+    trained = trained or [list(range(n // 2 or 1, n)) for n in lengths]
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        writer.add_documents(np.arange(sum(lengths)), lengths)
+    write_weights(prefix, [np.isin(np.arange(n), at).astype(np.uint8) for n, at in zip(lengths, trained, strict=True)])
+    tokenizer = {"spec": "bytes", "vocab_size": 257, "sha256": "bytes", "eod": eod}
+    counts = {"documents": len(lengths), "tokens": sum(lengths), "append_eod": False, "sources": []}
+    write_sidecar(prefix, {**counts, "tokenizer": tokenizer, CHAT: {}})
+    return prefix
 
 
 def naive(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -69,6 +87,84 @@ def test_bins_are_those_of_best_fit_decreasing(seed: int) -> None:
     assert best_fit([], capacity) == []
 
 
+def test_packs_of_this_version_are_frozen() -> None:
+    """Other bins are another PACKS_VERSION: a resumed run would read other samples."""
+    assert PACKS_VERSION == "best-fit-decreasing-v1"
+    assert best_fit([3, 7, 5, 5, 2, 8, 1], 10) == [[5, 4], [1, 0], [2, 3], [6]]
+    assert best_fit([6, 6, 4, 4, 7, 3], 10) == [[4, 5], [0, 2], [1, 3]]
+
+
+def test_the_first_packs_are_not_those_of_the_longest(tmp_path: Path) -> None:
+    """An evaluation reads the first packs. Best fit decreasing leaves the longest conversations there."""
+    lengths = np.random.default_rng(0).integers(2, 60, 200).tolist()
+    dataset = PackDataset(numbered(tmp_path / "many", lengths), 63, 1 << 15)
+    ids = np.arange(len(dataset))
+    longest = [max(b - a for a, b in pairwise([*starts, 64])) for starts in dataset.starts(ids, dataset.read(ids))]
+    halves = np.array_split(longest, 2)
+    assert abs(halves[0].mean() - halves[1].mean()) < 4 < np.diff(np.quantile(longest, (0.1, 0.9)))
+
+
+def test_a_changed_weight_is_found(tmp_path: Path) -> None:
+    prefix = numbered(tmp_path / "pair", [5, 4, 3])
+    before = PackDataset(prefix, 11, 131).fingerprints()
+    assert set(before) == {f"{prefix}.{suffix}" for suffix in ("bin", "idx", "json", "weights")}
+    with weights_path(prefix).open("r+b") as file:
+        file.write(b"\1")
+    now = PackDataset(prefix, 11, 131).fingerprints()
+    assert [name for name in now if now[name] != before[name]] == [f"{prefix}.weights"]
+
+
+@pytest.mark.parametrize("num_targets", [1, 2, 3])
+def test_every_trained_token_is_a_target_once(tmp_path: Path, num_targets: int) -> None:
+    """SF4, with multi-token prediction: tokens behind position S are targets of later losses alone."""
+    lengths = [5, 7, 3, 2, 12, 6, 12]
+    prefix = numbered(tmp_path / "pair", lengths)
+    dataset = PackDataset(prefix, 11, 131, num_targets=num_targets)
+    found = batches(dataset, seq_length=11, num_targets=num_targets)
+    firsts = np.cumsum([0, *lengths]).tolist()
+    for ahead in range(1, num_targets + 1):
+        targets = [batch.targets(ahead) for batch in found]
+        seen = sorted(int(token) for one in targets for token in one.tokens_bs[one.weights_bs > 0])
+        # The second half of each conversation, without the tokens that have no input so far before them.
+        spans = [range(first + max(n // 2, ahead), first + n) for first, n in zip(firsts, lengths, strict=False)]
+        assert seen == [token for span in spans for token in span]
+    with pytest.raises(
+        DataError, match=r"conversation 4 has 12 tokens, a sample of train.seq_length=10 holds 11: raise"
+    ):
+        PackDataset(prefix, 10, 131, num_targets=num_targets)
+
+
+def test_conversations_of_a_blend_count_alike(tmp_path: Path) -> None:
+    """With train.loss_mean=sample a source of long answers weighs no more than another."""
+    sources = [numbered(tmp_path / "short", [4] * 20), numbered(tmp_path / "long", [40] * 20)]
+    config = make_config(dp=1)
+    train = replace(config.train, loss_mean="sample", seq_length=63, global_batch_size=8)
+    data = replace(config.data, train=tuple(map(str, sources)), documents="apart")
+    model = replace(config.model, vocab_size=1000)
+    loader = open_loaders(replace(config, model=model, train=train, data=data), context.create(grid_of(config)))[
+        0
+    ].loader
+    sums = set()
+    for batch in loader.step_after(0):
+        assert batch.starts is not None
+        row = batch.weights_bs.flatten()
+        sums |= {round(float(row[a:b].sum()), 3) for a, b in pairwise(batch.starts.tolist()) if row[a:b].any()}
+        sizes = {b - a for a, b in pairwise(batch.starts.tolist())}
+        assert sizes & {4, 40}
+    assert sums == {11.0}  # half of the tokens of both
+
+
+def test_text_beside_conversations_is_trained_whole(tmp_path: Path) -> None:
+    chat = PackDataset(numbered(tmp_path / "pair", [5, 7, 3]), 11, 131)
+    samples = Mixture([chat, SyntheticDataset(11, 131, 0, num_samples=30)], [Stage(0, (0.5, 0.5))], seed=3)
+    found = samples.read_documents(np.arange(30), with_starts=True)
+    assert found.weights is not None
+    of_text = np.array([len(starts) == 1 for starts in found.starts])
+    assert of_text.any()
+    assert found.weights[of_text].all()
+    assert not found.weights[~of_text].all(axis=1).any()
+
+
 def test_every_conversation_is_in_one_pack_whole_with_its_weights(prefix: Path) -> None:
     dataset = opened(prefix)
     ids = np.arange(len(dataset))
@@ -85,7 +181,7 @@ def test_every_conversation_is_in_one_pack_whole_with_its_weights(prefix: Path) 
     expected = [(tuple(file.tokens[a:b]), tuple(stated[a:b].astype(np.float32))) for a, b in spans]
     assert sorted(item for item in found if any(item[1])) == sorted(expected)
     assert len(padding) < len(dataset) == len(best_fit([b - a for a, b in spans], LENGTH + 1))
-    assert dataset.describe().endswith(f"40 conversations in {len(dataset)} packs, {dataset.fullness:.1%} full")
+    assert f"40 conversations in {len(dataset)} packs, {dataset.fullness:.1%} full; " in dataset.describe()
 
 
 def batches(dataset: PackDataset, treatment: Treatment | None = None, **options: Any) -> list[MicroBatch]:
@@ -144,7 +240,8 @@ def summed(found: list[MicroBatch]) -> dict[str, torch.Tensor]:
 def test_packed_gradients_are_those_of_each_conversation_alone(prefix: Path, loss_mean: Any) -> None:
     """SF6: however many targets a micro-batch has, the sums are those of one batch."""
     dataset = opened(prefix)
-    dataset.loss_mean = loss_mean
+    if loss_mean == "sample":
+        dataset.weigh_alike(float(dataset.targets.mean()))
     packed = batches(dataset, micro_batch_size=len(dataset))
     alone = []
     count = dataset._weights.astype(np.int64)
@@ -163,7 +260,7 @@ def test_packed_gradients_are_those_of_each_conversation_alone(prefix: Path, los
 def test_each_conversation_counts_alike_with_loss_mean_sample(prefix: Path) -> None:
     dataset = opened(prefix)
     by_token = trained(batches(dataset))
-    dataset.loss_mean = "sample"
+    dataset.weigh_alike(len(by_token) / 40)
     found = batches(dataset)
     assert [item[:2] for item in trained(found)] == [item[:2] for item in by_token]
     sums = []
@@ -184,8 +281,13 @@ def test_what_packs_cannot_hold_is_told(prefix: Path, tmp_path: Path) -> None:
     assert isinstance(
         open_dataset(str(prefix), seq_length=LENGTH, vocab_size=257, seed=1, tokenizer="bytes"), PackDataset
     )
-    with pytest.raises(DataError, match=r"token id 2\d\d is outside the vocabulary of 200"):
-        PackDataset(prefix, LENGTH, 200).read(np.arange(len(opened(prefix))))
+    with pytest.raises(DataError, match=r"talks.json: the id of padding, 256, is outside the vocabulary of 256: set"):
+        PackDataset(prefix, LENGTH, 256)
+    silent = numbered(tmp_path / "silent", [5, 4, 3], [[1], [0], [2]])
+    with pytest.raises(DataError, match=r"conversation 1 has no trained token .*prepare the conversations again"):
+        PackDataset(silent, 11, 131)
+    with pytest.raises(DataError, match=r"conversation 2, offset 1: token id 10 is outside the vocabulary of 10: set"):
+        PackDataset(numbered(tmp_path / "ids", [5, 4, 3], eod=0), 11, 10).read(np.arange(1))
     copy = tmp_path / "copy"
     for suffix in ("bin", "idx", "weights", "json"):
         Path(f"{copy}.{suffix}").write_bytes(Path(f"{prefix}.{suffix}").read_bytes())

@@ -53,10 +53,10 @@ class PairDataset(PackDataset):
             return None
         sums = np.zeros((len(ids), 2), np.float64)
         for row, pair in zip(sums, ids, strict=True):
-            for number, (start, stop) in enumerate(self._spans(pair)):
+            for member, number in enumerate(self._packs[pair]):
                 # The first token of a conversation is nobody's target.
-                inside = slice(start + 1, stop)
-                row[number] = (self._references[inside] * self._weights[inside]).sum(dtype=np.float64)
+                inside = slice(self._starts[number] + 1, self._starts[number + 1])
+                row[member] = (self._references[inside] * self._weights[inside]).sum(dtype=np.float64)
         return sums.astype(np.float32)
 
     def fingerprints(self) -> Mapping[str, str]:
@@ -66,7 +66,7 @@ class PairDataset(PackDataset):
             found[str(path)] = content_hash(path)
         return found
 
-    def _bins(self, lengths: Sequence[int], seq_length: int) -> list[list[int]]:
+    def _packed(self, lengths: Sequence[int], seq_length: int) -> list[list[int]]:
         pairs = [[number, number + 1] for number in range(0, len(lengths), 2)]
         for number, (chosen, rejected) in enumerate(pairs):
             length = lengths[chosen] + lengths[rejected]

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapar.config.messages import counted
+from megapar.data.contents import content_hash
 from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
 from megapar.errors import ConfigError, DataError, reason_of, storing
@@ -215,6 +216,19 @@ def read_weights(prefix: str | Path, tokens: int) -> NDArray[np.uint8]:
     if size != tokens:
         raise DataError(f"{path}: has {size:,} bytes, and the pair has {tokens:,} tokens: not of one preparation")
     return np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+
+
+def pair_fingerprints(pair: IndexedDataset, prefix: str | Path) -> dict[str, str]:
+    """A hash of the contents of each file of a pair, by its path: the pair's, and those beside it if there are some."""
+    found = pair.fingerprints()
+    sidecar = read_sidecar(prefix)
+    if sidecar:
+        # It states the SHA-256 of the other files. So a pair that was made anew is found, wherever it differs.
+        stated = json.dumps(sidecar["sha256"], sort_keys=True).encode()
+        found[str(sidecar_path(prefix))] = hashlib.blake2b(stated, digest_size=8).hexdigest()
+        if CHAT in sidecar:
+            found[str(weights_path(prefix))] = content_hash(weights_path(prefix))
+    return found
 
 
 def _without_location(value: Any) -> Any:

@@ -1,7 +1,5 @@
 """Sources of samples: .bin/.idx pairs, Hugging Face datasets, and a synthetic language."""
 
-import hashlib
-import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from glob import glob
@@ -17,7 +15,7 @@ from megapar.data.indexed import IndexedDataset
 from megapar.data.order import mix64, permute
 from megapar.data.packs import PackDataset
 from megapar.data.pairs import PairDataset
-from megapar.data.prepared import CHAT, read_sidecar, sidecar_path
+from megapar.data.prepared import CHAT, pair_fingerprints, read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import ConfigError, DataError
 
@@ -121,13 +119,7 @@ class ChunkDataset:
         return None
 
     def fingerprints(self) -> Mapping[str, str]:
-        found = self.file.fingerprints()
-        sidecar = read_sidecar(self.name)
-        if sidecar:
-            # It states the SHA-256 of both files. So a pair that was made anew is found, wherever it differs.
-            stated = json.dumps(sidecar["sha256"], sort_keys=True).encode()
-            found[str(sidecar_path(self.name))] = hashlib.blake2b(stated, digest_size=8).hexdigest()
-        return found
+        return pair_fingerprints(self.file, self.name)
 
 
 class SyntheticDataset:

@@ -24,7 +24,7 @@ from megapar.data.blend import BLEND_VERSION, Stage
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
 from megapar.data.order import ORDER_VERSION
-from megapar.data.packs import PackDataset
+from megapar.data.packs import PACKS_VERSION, PackDataset
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, SampleKind, open_dataset
@@ -35,7 +35,11 @@ from megapar.pipeline.schedules import embedding_ranks
 TEST = "test"  # the name of the set that is evaluated only after the last step
 _SAMPLED = 64  # samples of a source whose ids are looked at before the first step
 WHOLE = (0.0, 1.0)  # the part of a source, as fractions of its documents
-ORDER = {"order": ORDER_VERSION, "blend": BLEND_VERSION}  # versions of the algorithms that order samples
+ORDER = {
+    "order": ORDER_VERSION,
+    "blend": BLEND_VERSION,
+    "packs": PACKS_VERSION,
+}  # versions of the algorithms that order samples
 
 
 def open_loaders(
@@ -80,10 +84,13 @@ def open_loaders(
 
     def open_all() -> tuple[Loader, dict[str, Loader]]:
         opened = _open(config, [(source, parts["train"]) for source in sources], seed, num_targets, kind)
+        if train.loss_mean == "sample":
+            _weigh_conversations_alike(opened)
         training = Mixture(opened, [Stage(*stage) for stage in blend_stages(config)], seed=seed)
         sets: dict[str, Loader] = {}
         for name, source, part in held_out:
-            # No seed: an evaluation reads the samples in their stored order, so that losses can be compared.
+            # No seed: an evaluation reads the samples in their stored order, so that losses can be compared. It takes
+            # the mean of tokens for the same reason, whatever train.loss_mean is.
             samples = Mixture(_open(config, [(source, part)], seed + 1, num_targets, kind), seed=None)
             sets[name] = loader(samples, lambda _: train.global_batch_size, Treatment(apart))
         return loader(training, train.batch_size, fim), sets
@@ -101,6 +108,23 @@ def _check_conversations(config: Config, source: str) -> None:
         raise DataError(
             f"{source} has conversations: data.fim_rate={config.data.fim_rate} would tear their turns apart"
         )
+
+
+def _weigh_conversations_alike(sources: Sequence[Dataset]) -> None:
+    """Give each conversation of all sources the same weight: the mean number of trained tokens of all.
+
+    Raises DataError for a source that has no conversations.
+    """
+    packs = [source for source in sources if isinstance(source, PackDataset)]
+    others = [source.name for source in sources if not isinstance(source, PackDataset)]
+    if others:
+        raise DataError(
+            f"{first_few(others, 3)} has no conversations, whose means train.loss_mean=sample takes; use token"
+        )
+    # One weight for all sources: the mean of each would count those of a source with long answers more.
+    mean = float(np.concatenate([source.targets for source in packs]).mean())
+    for source in packs:
+        source.weigh_alike(mean)
 
 
 def packs_in_words(loader: Loader) -> list[str]:
@@ -136,9 +160,6 @@ def _open(
             dataset = open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part, kind=kind)
             if isinstance(dataset, PackDataset):
                 _check_conversations(config, source)
-                dataset.loss_mean = config.train.loss_mean
-            elif config.train.loss_mean == "sample":
-                raise DataError(f"{source} has no conversations, whose means train.loss_mean=sample takes; use token")
             if not tokenizer_is_named(config):
                 # Every id is compared with the vocabulary when it is read. Some are read now: a vocabulary that is too
                 # small ends the run before its first step.
