@@ -211,8 +211,8 @@ class TrainConfig:
     """Validation samples of one evaluation, rounded up to whole global batches."""
     objective: str = "cross_entropy"
     """What the steps minimize. cross_entropy: that of the next tokens. dpo, dpo_norm (by length), ipo: preferences of
-    pairs of answers, beside a reference model. reward: the same pairs, with model.head score. MODULE:NAME is one of
-    your own, a megapar_models.objectives.Objective."""
+    pairs of answers, beside a reference model. MODULE:NAME is one of your own, a
+    megapar_models.objectives.Objective."""
     beta: float = 0.1
     """dpo, dpo_norm, ipo: how strongly the model is held to its reference. DPO's rewards are log-ratios times it."""
     label_smoothing: float = 0.0

@@ -1,8 +1,7 @@
 """What a run minimizes: an objective, chosen by train.objective.
 
-The last stage computes a value of each token: the log-probability of its target, or with model.head score a score. An
-objective makes losses of them. Losses are sums over a step, and are divided once: by the step's target tokens, or by
-its pairs.
+The last stage computes the log-probability of each target. An objective makes losses of them. Losses are sums over a
+step, and are divided once: by the step's target tokens, or by its pairs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -24,8 +23,8 @@ from megapar.tensor_parallel.regions import reduce_from_tp
 class Scored:
     """A micro-batch, and what the model says of each of its tokens.
 
-    `values_sb`, fp32 [s, b], are the log-probabilities of the targets in nats. With model.head score they are the
-    scores of the positions. The columns are those of this context-parallel rank. `cp` are the ranks with the others.
+    `values_sb`, fp32 [s, b], are the log-probabilities of the targets in nats. The columns are those of this
+    context-parallel rank. `cp` are the ranks with the others.
     """
 
     values_sb: Tensor
@@ -47,10 +46,6 @@ class Scored:
         parts = [torch.where(number_bs == number, x_sb.t(), 0.0).sum(dim=1) for number in range(documents)]
         return reduce_from_tp(torch.stack(parts, dim=1), self.cp)
 
-    def last_of_documents_sb(self) -> Tensor:
-        """Whether a position is the last one of its document, [s, b]."""
-        return self.batch.last_of_documents_bs().t()
-
 
 class Losses(NamedTuple):
     """What an objective makes of a micro-batch.
@@ -70,15 +65,13 @@ class Objective:
 
     With `divided_by` pairs, each sample has two documents to compare, and then padding (`megapar.data.pairs`).
     `metrics` are the names of further values. Their means over the step are logged. `needs_references`: the micro-batch
-    must have the log-probabilities by a reference model (`MicroBatch.references_bd`). `head` is the model.head that the
-    objective is for.
+    must have the log-probabilities by a reference model (`MicroBatch.references_bd`).
     """
 
     function: Callable[[Scored, TrainConfig], Losses]
     divided_by: Literal["tokens", "pairs"] = "tokens"
     metrics: Sequence[str] = ()
     needs_references: bool = False
-    head: Literal["tokens", "score"] = "tokens"
     options: Sequence[str] = ()
     """The options that the function reads, such as train.beta. With other objectives they are refused."""
 

@@ -1,4 +1,4 @@
-"""Objectives of preferences: of two answers to a prompt, one was chosen. Losses of DPO, IPO and of reward models.
+"""Objectives of preferences: of two answers to a prompt, one was chosen. The losses of DPO and IPO.
 
 A sample is a pair: the document with the chosen answer, that with the rejected one, and padding. The weights of the
 targets are 0 outside of the answers.
@@ -33,10 +33,10 @@ def _differences(rewards_bd: Tensor) -> Tensor:
     return rewards_bd[:, 0] - rewards_bd[:, 1]
 
 
-def _losses(losses_b: Tensor, rewards_bd: Tensor, scale: float = 1.0) -> Losses:
-    """The losses with METRICS. `scale` multiplies the rewards."""
+def _losses(losses_b: Tensor, rewards_bd: Tensor, beta: float) -> Losses:
+    """The losses with METRICS."""
     differences_b = _differences(rewards_bd)
-    values = (scale * rewards_bd[:, 0], scale * differences_b, (differences_b > 0).to(losses_b.dtype))
+    values = (beta * rewards_bd[:, 0], beta * differences_b, (differences_b > 0).to(losses_b.dtype))
     return Losses(losses_b, dict(zip(METRICS, values, strict=True)))
 
 
@@ -68,16 +68,9 @@ def _ipo(scored: Scored, train: TrainConfig) -> Losses:
     return _losses(losses_b, rewards_bd, train.beta)
 
 
-def _reward(scored: Scored, train: TrainConfig) -> Losses:
-    """-log sigmoid(r_chosen - r_rejected) of the scores at the last tokens (Bradley and Terry; arXiv 2203.02155)."""
-    rewards_bd = scored.sums(scored.values_sb * scored.last_of_documents_sb())
-    return _losses(-F.logsigmoid(_differences(rewards_bd)), rewards_bd)
-
-
 PREFERENCES = {
     "dpo": Objective(_dpo, "pairs", METRICS, needs_references=True, options=("train.beta", "train.label_smoothing")),
     "dpo_norm": Objective(_dpo_norm, "pairs", METRICS, needs_references=True, options=("train.beta",)),
     "ipo": Objective(_ipo, "pairs", METRICS, needs_references=True, options=("train.beta",)),
-    "reward": Objective(_reward, "pairs", METRICS, head="score"),
 }
 """The objectives of preferences by the name of train.objective."""
