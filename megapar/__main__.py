@@ -28,7 +28,8 @@ class Command(NamedTuple):
 # Programs that are for work on this repository are not here: benchmark.py measures the checkout beside other packages,
 # code_figures.py, docs_hooks.py and draw_architecture.py read its sources, compare_flags.py writes a page of its
 # documentation, gpu_facts.py is a part of gpu_check.sh. calibrate.py measures with the benchmarks.
-# plan_accuracy.py and strategy_tables.py write pages of the documentation. own_loop.py is an example to copy.
+# plan_accuracy.py and strategy_tables.py write pages of the documentation. own_loop.py and grpo.py are
+# examples to copy.
 COMMANDS = {
     "pretrain": Command("pretrain_scripts.pretrain", "Train a model, on this machine or as a rank of a job."),
     "presets": Command("tools.presets", "List the models that --config knows by name, or print one."),

@@ -67,6 +67,16 @@ def test_what_is_drawn_does_not_depend_on_the_batch(tmp_path: Path) -> None:
     assert other != together
 
 
+def test_prompts_with_seeds_of_their_own_are_drawn_apart(tmp_path: Path) -> None:
+    """Else equal prompts, and the errors of unequal ones, would be alike."""
+    stage = stage_of("llama", tmp_path)
+    prompts = [PROMPTS[0]] * 3
+    sampling = Sampling(temperature=1.0)
+    rows = generate(stage, prompts, 20, EOD, sampling, 2, seeds=[3, 4, 3])
+    assert rows[:2] == rows[4:] == generate(stage, prompts[:1], 20, EOD, Sampling(1.0, seed=3), 2)
+    assert len({tuple(row) for row in rows}) == 4
+
+
 def test_a_row_ends_before_the_end_of_a_document(tmp_path: Path) -> None:
     stage = stage_of("llama", tmp_path)
     (whole,) = generate(stage, PROMPTS[:1], 12, -1, GREEDY)

@@ -8,7 +8,7 @@ Shapes: b prompts, s columns, n query heads, d width of a query and a key, v voc
 
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -236,15 +236,25 @@ def decoding(stage: Stage, rows: Sequence[Ids], tokens: int) -> Iterator[Decoder
 
 @torch.no_grad()
 def generate(
-    stage: Stage, prompts: Sequence[Ids], tokens: int, eod: int, sampling: Sampling, samples: int = 1
+    stage: Stage,
+    prompts: Sequence[Ids],
+    tokens: int,
+    eod: int,
+    sampling: Sampling,
+    samples: int = 1,
+    seeds: Sequence[int] = (),
 ) -> list[list[int]]:
     """The ids of each prompt with its continuation: `samples` of the first prompt, then of the second, and so on.
 
     A continuation ends before the token `eod`, or after `tokens` tokens. The model sees the last
-    `max_position_embeddings` tokens.
+    `max_position_embeddings` tokens. `seeds` has a seed for each prompt in place of that of `sampling`, which gives all
+    prompts the same random numbers.
     """
     rows = [list(prompt) for prompt in prompts for _ in range(samples)]
-    generators = [sampling.generator(number % samples) for number in range(len(rows))]
+    of_prompts = [replace(sampling, seed=seed) for seed in seeds] or [sampling] * len(prompts)
+    generators = [
+        own.generator(sample) for own, _ in zip(of_prompts, prompts, strict=True) for sample in range(samples)
+    ]
     if why_no_cache(stage, prompts, tokens):
         logits = _logits_by_whole_rows(stage, rows)
     else:
