@@ -35,6 +35,7 @@ COMMANDS = {
     "presets": Command("tools.presets", "List the models that --config knows by name, or print one."),
     "plan": Command("tools.plan", "Rank the layouts of a model on a number of GPUs, before renting them."),
     "build_corpus": Command("tools.build_corpus", "Make a corpus of Python's own sources, without a download."),
+    "docstrings": Command("tools.docstrings", "Make conversations of the docstrings of Python's library."),
     "train_tokenizer": Command("tools.train_tokenizer", "Train a sentencepiece tokenizer on documents."),
     "preprocess": Command("tools.preprocess_data", "Turn text into tokens; merge, split and verify the results."),
     "inspect": Command("tools.inspect_checkpoint", "Show what a checkpoint holds, check it, compare it with another."),

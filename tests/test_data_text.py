@@ -127,10 +127,10 @@ def test_data_described_by_an_earlier_version_is_trained_on(tmp_path: Path):
     config = Config(model=ModelConfig(vocab_size=400), train=TrainConfig(seq_length=4), data=data)
     for digest in (facts["tokenizer"]["sha256"], older):
         write_sidecar(prefix, facts | {"tokenizer": facts["tokenizer"] | {"sha256": digest}})
-        assert len(train_data._open(config, [(str(prefix), (0.0, 1.0))], seed=0, num_targets=1)) == 1
+        assert len(train_data._open(config, [(str(prefix), (0.0, 1.0))], seed=0, num_targets=1, kind="texts")) == 1
     write_sidecar(prefix, facts | {"tokenizer": facts["tokenizer"] | {"sha256": "0"}})
     with pytest.raises(DataError, match="is another: name the one that made them"):
-        train_data._open(config, [(str(prefix), (0.0, 1.0))], seed=0, num_targets=1)
+        train_data._open(config, [(str(prefix), (0.0, 1.0))], seed=0, num_targets=1, kind="texts")
 
 
 def test_special_tokens_in_a_text_become_ids_only_where_that_is_asked_for(tmp_path: Path):

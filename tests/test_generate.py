@@ -8,12 +8,12 @@ import torch
 from megapar_models.convert import stream
 from megapar_models.convert.saved import is_kept, load_model, saved_config
 from megapar_models.counts import WholeModel
+from megapar_models.generation import Sampling, generate
 
 from megapar.checkpoint.format import read_manifest
 from megapar.config.options import flatten
 from megapar.errors import CheckpointError
 from tests.support import tiny_models
-from tools.generate import Arguments, generate
 
 CONFIG = tiny_models.config(tiny_models.model("llama", num_hidden_layers=1, vocab_size=257))
 NEWER = ("train.z_loss", "kernels.loss_chunk", "data.fim_tokens", "model.rope_scaling.factor", "launch.time_limit")
@@ -42,8 +42,8 @@ def test_a_checkpoint_older_than_an_option_is_read_and_the_option_has_its_defaul
     assert config.model == CONFIG.model
     for (name, param), other in zip(stage.named_parameters(), older_stage.parameters(), strict=True):
         assert torch.equal(param, other), name
-    args = Arguments(older, "", tokens=5, temperature=0)
-    assert generate(config, older_stage, [7, 8], 256, args) == generate(expected, stage, [7, 8], 256, args)
+    greedy = Sampling(temperature=0)
+    assert generate(older_stage, [[7, 8]], 5, 256, greedy) == generate(stage, [[7, 8]], 5, 256, greedy)
 
 
 def test_a_tool_reads_no_option_but_those_of_the_model_its_data_and_its_weights(tmp_path: Path) -> None:

@@ -275,7 +275,13 @@ LAUNCHERS = {
 
 
 def test_every_launch_script_is_known() -> None:
-    others = {"quickstart", "quickstart_data", "moe_laptop", "setup"}  # they install and train for minutes
+    others = {
+        "quickstart",
+        "quickstart_data",
+        "finetune_laptop",
+        "moe_laptop",
+        "setup",
+    }  # they install and train for minutes
     assert {path.stem for path in SCRIPTS.glob("*.sh")} - others == set(LAUNCHERS)
 
 

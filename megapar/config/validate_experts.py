@@ -73,7 +73,8 @@ def _router(config: Config, moe: MoEConfig) -> Iterator[str]:
     """Problems of how the experts of a token are chosen."""
     groups = "model.moe.n_group model.moe.topk_group"
     if moe.num_experts % moe.n_group:
-        fits = [n for n in divisors(moe.num_experts) if n >= moe.topk_group]
+        # Groups of one expert are no groups, and some families add up two scores of each.
+        fits = [n for n in divisors(moe.num_experts) if moe.topk_group <= n <= moe.num_experts // 2]
         text = f"groups must have equal numbers of experts; use {listed(fits or [moe.num_experts])}"
         yield problem(config, "model.moe.n_group model.moe.num_experts", text)
     elif moe.topk_group > moe.n_group:

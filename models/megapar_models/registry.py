@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megapar.config import compatible
 from megapar.config import validate as checks
-from megapar.config.messages import listed, problem, shown
+from megapar.config.messages import divisors, listed, problem, shown
 from megapar.config.model_rules import Families, ModelRules
 from megapar.config.options import Config, ModelConfig, TrainConfig, flatten
 from megapar.config.plugins import named
@@ -170,7 +170,7 @@ def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
 def _router_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
     """A group's score needs the experts whose scores it adds: whole shares, two of V3, or the best one of V2."""
     for kind in kinds:
-        if kind.mixture is None:
+        if kind.mixture is None or not kind.mixture.num_experts:
             continue
         rule = kind.router or router_rule(kind.mixture)
         if rule.n_group > 1 and rule.group_score == "share" and rule.top_k % rule.topk_group:
@@ -181,7 +181,13 @@ def _router_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
             yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
             return
         if rule.n_group > 1 and rule.counted_in_group > kind.mixture.num_experts // rule.n_group:
-            text = f"a group's score adds its best {rule.counted_in_group} experts, and there are fewer in a group"
+            fits = [
+                n for n in divisors(kind.mixture.num_experts) if kind.mixture.num_experts // n >= rule.counted_in_group
+            ]
+            text = (
+                f"a group's score adds its best {rule.counted_in_group} experts, and there are fewer in a group; use "
+            )
+            text += listed(fits or [1])
             yield problem(config, "model.moe.n_group model.moe.num_experts", text)
             return
 
