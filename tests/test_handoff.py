@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.profiler import profile
 
 from megapar.comm.giving import Giver, Taker
+from megapar.config.options import AdapterConfig
 from megapar.errors import CommunicationError, ConfigError
 from megapar.launch.grid import grid_of
 from megapar.params import spec_of
@@ -330,6 +331,12 @@ def test_a_receiver_needs_a_bucket_and_a_message() -> None:
         assert message <= sender[0] <= message + 8_000
         whole = bucket
     assert whole > 3 * 80_000
+
+
+def test_weights_that_an_export_has_not_are_refused() -> None:
+    config = replace(Layout(QWEN3, tp=2).config(), adapter=AdapterConfig(rank=2))
+    with pytest.raises(ConfigError, match=r"layers\.0\.attention\.k\.lora_a.* are no part of an export.*adapters"):
+        plan_buckets(config, grid_of(config))
 
 
 def test_every_rank_has_the_same_plan_and_each_box_one_owner() -> None:

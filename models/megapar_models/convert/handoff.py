@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from megapar.comm import collectives
 from megapar.comm.giving import Giver
+from megapar.config.messages import first_few
 from megapar.config.options import Config
 from megapar.context import ParallelContext, planned
+from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.params import Box, ParamSpec, Piece, spec_of
 from megapar.precision import model_dtype
@@ -106,10 +108,17 @@ def _view(flat: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -
 def plan_buckets(config: Config, grid: Grid, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
     """The buckets of a run, sorted by the tensors' names: the same on every rank.
 
-    A bucket has at most `bucket_bytes` bytes, or one larger tensor.
+    A bucket has at most `bucket_bytes` bytes, or one larger tensor. Raises ConfigError if the run has weights that an
+    export has not.
     """
     owners = _owners(config, grid)
     wanted = hf_recipes(config.model)
+    known = {part.name for recipe in wanted.values() for part in recipe.parts}
+    if others := sorted(owners.keys() - known):
+        raise ConfigError(
+            f"weights cannot be handed over: {first_few(others)} of this run are no part of an export to Hugging Face, "
+            "such as adapters, which convert_checkpoint.py merges or writes as PEFT's files"
+        )
     groups: list[list[Theirs]] = []
     end = bucket_bytes
     for name, info in sorted(hf_infos(config.model, model_dtype(config.train.precision)).items()):
