@@ -24,7 +24,7 @@ finetune() { # NAME, then flags
         --checkpoint.init_from $base --launch.nproc 4 --parallel.dp 2 --parallel.tp 2 --parallel.pp 1 \
         --data.train $run/talks/train --data.validation $run/talks/validation --data.tokenizer $tokenizer \
         --data.documents apart --train.seq_length 256 --train.global_batch_size 16 --train.micro_batch_size 4 \
-        --train.eval_samples 32 --train.recompute none --optimizer.warmup_steps 5 --log.every 20 --log.profile none "${@:2}"
+        --train.eval_samples 32 --train.recompute none --log.every 20 --log.profile none "${@:2}"
 }
 
 answers() { # a checkpoint
@@ -36,12 +36,14 @@ answers() { # a checkpoint
 }
 
 echo "== before: a step of learning rate 0 evaluates $base"
-finetune base --train.steps 1 --optimizer.lr 0 --optimizer.min_lr 0 --optimizer.weight_decay 0 | grep held-out
+finetune base --train.steps 1 --optimizer.warmup_steps 0 --optimizer.lr 0 --optimizer.min_lr 0 \
+    --optimizer.weight_decay 0 | grep validation
 answers $base
 echo "== all weights"
-finetune full --train.steps 60 --optimizer.lr 2e-3 --optimizer.min_lr 2e-4
+finetune full --train.steps 60 --optimizer.warmup_steps 5 --optimizer.lr 2e-3 --optimizer.min_lr 2e-4
 answers "$(ls -d $run/full/checkpoints/step_* | tail -n 1)"
 echo "== an adapter alone"
-finetune adapter --train.steps 60 --optimizer.lr 1e-2 --optimizer.min_lr 1e-3 --adapter.rank 16 --adapter.alpha 32
-answers "$(ls -d $run/adapter/checkpoints/step_* | tail -n 1)"
+finetune adapter --train.steps 60 --optimizer.warmup_steps 5 --optimizer.lr 1e-2 --optimizer.min_lr 1e-3 --adapter.rank 16 --adapter.alpha 32
+python tools/convert_checkpoint.py merge "$(ls -d $run/adapter/checkpoints/step_* | tail -n 1)" $base $run/merged
+answers $run/merged
 echo "== everything lies in $run"
