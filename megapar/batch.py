@@ -34,7 +34,8 @@ class MicroBatch:
     a mask. `positions_s` are the positions of the columns inside their samples. Rotary tables, learned positions and
     dropout keys read them. `sample_length` is the number of positions of a whole sample.
     `grad_scale`, 0-d fp32, multiplies the gradient of every added loss (`add_loss`). It is None outside of training.
-    `loss_sums`, 0-d fp64 by name, add up the losses besides the main one.
+    `loss_sums`, 0-d fp64 by name, add up the losses besides the main one. `hits`, 0-d fp64, adds up the weights of the
+    targets that the model gives the highest logit. Only an evaluation has it.
     `starts` is for samples of several documents, without attention between them. It is int32 [documents + 1]: the
     position of each document's start, counted through all whole samples one after the other, and b * sample_length at
     the end. With None each sample is one document. `starts_on_host` are the same numbers for the host. Otherwise it
@@ -55,6 +56,7 @@ class MicroBatch:
     references_bd: Tensor | None = None
     later_targets: tuple[Targets, ...] = ()
     loss_sums: Mapping[str, Tensor] | None = None
+    hits: Tensor | None = None
 
     @classmethod
     def of_samples(

@@ -21,17 +21,17 @@ from megapar.context_parallel.dropout import AttentionDropout
 from megapar.data.loader import Loader, Mixture
 from megapar.data.samples import Treatment
 from megapar.data.sources import SyntheticDataset
-from megapar.errors import ConfigError
+from megapar.errors import ConfigError, DataError
 from megapar.random import keep_mask
 from megapar.sharding import Sharding
 from megapar.stage_set import AddedLoss, Declared
 from megapar.train.metrics import attention_load
 from megapar.train.step import train_step
 from megapar.verify import logical
-from megapar.verify.logical import held_gradients
+from megapar.verify.logical import held_gradients, held_weights
 from tests.support import close
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, Layout, make_state, micro_batches
+from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, Layout, bitwise, make_state, micro_batches
 from tests.support.plans import PARTS
 
 FOUR_KV_HEADS = replace(LLAMA, num_key_value_heads=4)
@@ -238,8 +238,33 @@ def test_targets_on_one_rank_alone(form: Any) -> None:
         same_as_one_process(layout, change)
 
 
+def one_target(batch: MicroBatch) -> MicroBatch:
+    """A weight at the first position of the first sample alone."""
+    first = (batch.sample_ids_b[:, None] == 0) & (batch.positions_s == 0)
+    return replace(batch, weights_bs=first.float())
+
+
 def nothing(batch: MicroBatch) -> MicroBatch:
     return replace(batch, weights_bs=torch.zeros_like(batch.weights_bs))
+
+
+def refused_step(config: Config) -> tuple[str, bool]:
+    """The words that refuse a step without targets, and whether its weights are those of before."""
+    state = make_state(config)
+    before = logical.assemble([held_weights(state)])
+    batches = [nothing(batch) for batch in micro_batches(config, state.ctx, 0)]
+    with pytest.raises(DataError) as caught:
+        train_step(state, batches)
+    return str(caught.value), bitwise(logical.assemble([held_weights(state)]), before)
+
+
+def test_a_step_without_targets_is_refused_and_changes_nothing() -> None:
+    """SF7: on every rank, with the same words, and not as a NaN."""
+    layout = Layout(ONE_KV_HEAD, cp=2, micro_batch_size=6)
+    found = [refused_step(replace(layout, cp=1).config()), *run_ranks(2, refused_step, layout.config())]
+    assert found == [found[0]] * 3
+    assert found[0][0].startswith("step 1: no token of its samples is trained")
+    assert found[0][1]
 
 
 class _WithOwnLoss(nn.Module):
@@ -271,15 +296,15 @@ OWN_LOSS = replace(LLAMA_FAMILY, name="own loss", stage=OwnLossStage)
 
 
 def gradients_of_own_loss(config: Config) -> list[logical.Held]:
-    """Gradients of a loss of the third layer alone: no token has a weight in the cross entropy."""
+    """Gradients of a loss of the third layer, beside the cross entropy of one token."""
     state = make_state(without_clipping(config))
-    train_step(state, [nothing(batch) for batch in micro_batches(config, state.ctx, 0)])
+    train_step(state, [one_target(batch) for batch in micro_batches(config, state.ctx, 0)])
     return held_gradients(state)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 def test_a_loss_beside_the_cross_entropy_has_the_same_weight(cp: int) -> None:
-    """Fault cp-auxiliary-losses: its gradient alone, with every token of the cross entropy masked."""
+    """Fault cp-auxiliary-losses: its gradient with all but one token of the cross entropy masked."""
     model = replace(LLAMA, family=f"{__name__}:OWN_LOSS")
     layout = Layout(model, cp=cp, micro_batch_size=6)
     alone = gradients_of_own_loss(Layout(model, micro_batch_size=12).config())

@@ -259,7 +259,7 @@ def train_with(layout: Layout, spoil: Callable[[pytest.MonkeyPatch], None]) -> t
                 spoil(patch)
             state = make_state(layout.config())
             results = [train_step(state, micro_batches(state.config, state.ctx, step)) for step in range(STEPS)]
-            loss, tokens = evaluate(state, micro_batches(state.config, state.ctx, STEPS))
+            loss, tokens, _ = evaluate(state, micro_batches(state.config, state.ctx, STEPS))
         numbers = [(result.loss, result.grad_norm) for result in results]
         found.append((numbers, loss, tokens, state.optimizer.each[0].shards[0].main.tolist()))
     return found[0], found[1]

@@ -78,7 +78,7 @@ class CrossEntropy:
         lse - z[t] + z_loss * lse^2
 
     Rows are tokens. This rank has their logits [rows, width] from id `start` on. The first `columns` of them stand for
-    ids, the others are padding.
+    ids, the others are padding. `hits`, bool [rows], is filled by `losses`: whether no logit is above the target's.
     """
 
     start: int
@@ -86,15 +86,23 @@ class CrossEntropy:
     z_loss: float
     tp: Axis
     impl: Implementation
+    hits: Tensor | None = None
 
     @classmethod
     def of(
-        cls, width: int, vocab_size: int, start: int, tp: Axis, z_loss: float, impl: Implementation
+        cls,
+        width: int,
+        vocab_size: int,
+        start: int,
+        tp: Axis,
+        z_loss: float,
+        impl: Implementation,
+        hits_sb: Tensor | None = None,
     ) -> "CrossEntropy":
         """The loss for `width` local columns, from id `start` on."""
         # Padding is at the end of the vocabulary. A rank may hold padding alone.
         columns = max(0, min(width, vocab_size - start))
-        return cls(start, columns, z_loss, tp, impl)
+        return cls(start, columns, z_loss, tp, impl, None if hits_sb is None else hits_sb.view(-1))
 
     def statistics(self, logits: Tensor, target: Tensor) -> Tensor:
         """Statistics of this rank's columns, [3, rows]. `losses` takes them."""
@@ -112,6 +120,9 @@ class CrossEntropy:
         shift = maximum - highest
         sums[0] *= shift.exp()
         exp_sum, picked = collectives.all_reduce(sums, self.tp)
+        if self.hits is not None:
+            # Exact: one rank has the target's logit, and the others add 0.
+            torch.eq(picked, highest, out=self.hits)
         # All terms are relative to the highest logit. The loss is a small difference: with large logits, rounding of
         # log-sum-exp itself would lose it.
         loss = exp_sum.log() + (highest - picked)
@@ -161,17 +172,19 @@ def vocab_parallel_cross_entropy(
     z_loss: float = 0.0,
     impl: Implementation = "torch",
     inplace: bool = False,
+    hits_sb: Tensor | None = None,
 ) -> Tensor:
     """Loss of each token, fp32 [s, b], as torch's cross_entropy on the whole vocabulary would give it.
 
     `logits_sbv` are this rank's columns. The first one is token id `start`. Columns for ids at or beyond `vocab_size`
     are padding and take no part. `z_loss` times the squared log-sum-exp is added to the loss of each token (PaLM, arXiv
-    2204.02311). Communicates one max and one sum of [s, b] statistics.
+    2204.02311). `hits_sb`, bool, is filled with whether a target has the highest logit. Communicates one max and one
+    sum of [s, b] statistics.
 
     `inplace` lets the gradient overwrite the logits, for callers that use them nowhere else. autograd then raises
     RuntimeError at a second backward, or if another op needs the logits.
     """
     logits = logits_sbv.reshape(-1, logits_sbv.shape[-1])
     target = targets_sb.reshape(-1)
-    entropy = CrossEntropy.of(logits.shape[-1], vocab_size, start, tp, z_loss, impl)
+    entropy = CrossEntropy.of(logits.shape[-1], vocab_size, start, tp, z_loss, impl, hits_sb)
     return _VocabParallelCrossEntropy.apply(logits, target, entropy, inplace).view(targets_sb.shape)

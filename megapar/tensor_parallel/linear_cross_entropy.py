@@ -129,6 +129,7 @@ def linear_cross_entropy(
     products: MatrixProducts = TORCH_PRODUCTS,
     bias: Tensor | None = None,
     rule: LogitRule = PLAIN_LOGITS,
+    hits_sb: Tensor | None = None,
 ) -> Tensor:
     """Loss of each token, fp32 [s, b]: `vocab_parallel_cross_entropy` of the logits x W^T + bias, by `rule`.
 
@@ -141,7 +142,7 @@ def linear_cross_entropy(
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows is {chunk_rows}: it must be at least 1")
     region = input_region(tp, sequence_parallel)
-    entropy = CrossEntropy.of(weight.shape[0], vocab_size, start, tp, z_loss, impl)
+    entropy = CrossEntropy.of(weight.shape[0], vocab_size, start, tp, z_loss, impl, hits_sb)
     target = targets_sb.reshape(-1)
     losses = _LinearCrossEntropy.apply(x_sbh, weight, bias, target, entropy, rule, region, products, chunk_rows)
     return losses.view(targets_sb.shape)

@@ -132,6 +132,11 @@ def packs_in_words(loader: Loader) -> list[str]:
     return [source.describe() for source in loader.samples.sources if isinstance(source, PackDataset)]
 
 
+def holds_conversations(loader: Loader) -> bool:
+    """Whether every source of a loader holds conversations."""
+    return all(isinstance(source, PackDataset) for source in loader.samples.sources)
+
+
 def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
     """Start and end of each share of `data.split`, as fractions of the number of documents."""
     if not split:

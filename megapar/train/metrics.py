@@ -91,17 +91,17 @@ class Meter:
         # A step that was queued while the step before was computed begins when that one ends.
         seconds = now - max(measured.start, self._end)
         self._end = now
-        tflops = self.flops_per_token * result.tokens / seconds / self.ctx.world.size / 1e12
+        tflops = self.flops_per_token * result.positions / seconds / self.ctx.world.size / 1e12
         line: dict[str, Any] = {
             "step": result.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": result.lr,
-            "tokens": int(result.tokens),
+            "tokens": round(result.tokens),
             "consumed_samples": result.consumed_samples,
             "step_seconds": seconds,
             "data_seconds": measured.data_seconds,
-            "tokens_per_second": result.tokens / seconds,
+            "tokens_per_second": result.positions / seconds,
             "tflops_per_device": tflops,
             "mfu": tflops / self.peak_tflops if self.peak_tflops else None,
             "peak_memory_bytes": device.peak_memory_bytes(self.ctx.device),

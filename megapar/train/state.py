@@ -16,6 +16,7 @@ from megapar.batch import MicroBatch, PipelineStage
 from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.errors import DataError
 from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.precision import LossScale
@@ -59,7 +60,8 @@ class StepResult:
 
     `step` is the number of the step, counted from 1. `loss` is the mean in nats per target token. `grad_norm` is taken
     before clipping. `tokens` is the sum of the loss weights: the number of target tokens if all weights are 0 or 1. It
-    is a float because weights may be fractions. `consumed_samples` counts those of this step too, unless the step has
+    is a float because weights may be fractions. `positions` are all that the step computed, whatever their weight.
+    `consumed_samples` counts those of this step too, unless the step has
     failed. `stop` is True if some rank has to stop, because of a signal or launch.time_limit. `losses` are those
     besides the main one by name, divided by the same number of tokens. `tallies` are what modules counted in the step,
     by name, int64 [rows, n] (`megapar.tally`).
@@ -70,6 +72,7 @@ class StepResult:
     grad_norm: float
     lr: float
     tokens: float
+    positions: int
     consumed_samples: int
     loss_scale: LossScale  # the one that the step used
     stop: bool
@@ -94,6 +97,21 @@ class StepResult:
     def failed(self) -> bool:
         """Whether the step is not finite and a smaller loss scale would not avoid it. It ends the run."""
         return not self.finite and not self.overflowed
+
+    def check_targets(self) -> None:
+        """Raise DataError if no target of the step had a weight. Its loss is then 0 / 0, on every rank."""
+        if self.tokens == 0.0:
+            raise without_targets(f"step {self.step}")
+
+
+def without_targets(what: str) -> DataError:
+    """The error of a step or an evaluation without a target that has a weight. All ranks have it."""
+    error = DataError(
+        f"{what}: no token of its samples is trained, so there is no loss to take the mean of: look at the data with "
+        "tools/preprocess_data.py chat --show 3, or raise train.global_batch_size"
+    )
+    error.everywhere = True
+    return error
 
 
 @dataclass(frozen=True)
@@ -129,14 +147,16 @@ class QueuedStep:
         loss, grad_norm, tokens, votes, *others = self.numbers.wait().tolist()
         names = [declared.name for declared in self.state.stages.declared.losses]
         before = self.before
-        consumed = before.consumed_samples + self.state.config.train.batch_size(before.consumed_samples)
+        train = self.state.config.train
+        samples = train.batch_size(before.consumed_samples)
         result = StepResult(
             step=before.step + 1,
             loss=loss,
             grad_norm=grad_norm,
             lr=self.lr,
             tokens=tokens,
-            consumed_samples=consumed,
+            positions=samples * train.seq_length,
+            consumed_samples=before.consumed_samples + samples,
             loss_scale=self.loss_scale,
             stop=votes > 0,
             losses=dict(zip(names, others, strict=True)),

@@ -17,19 +17,19 @@ from megapar.optimizer.clip import clip_coefficient, reduce_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.stage_set import AddedLoss
 from megapar.tally import counting_modules, end_step, tables
-from megapar.train.state import Position, QueuedStep, StepResult, TrainState
+from megapar.train.state import Position, QueuedStep, StepResult, TrainState, without_targets
 
 
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
-    """Sum the loss weights of all samples of the step over all replicas; returns a 0-d fp32 tensor, at least 1.
+    """Sum the loss weights of all samples of the step over all replicas; returns a 0-d fp32 tensor.
 
-    It is the only divisor of the step's loss and gradients, unless its objective divides by pairs.
+    It is the only divisor of the step's loss and gradients, unless its objective divides by pairs. It is 0 if no target
+    has a weight. The loss is then NaN, so the step updates nothing, and is refused (`StepResult.check_targets`).
     """
     tokens = torch.zeros((), device=ctx.device)
     if batches:  # a replica has none if the step has fewer micro-batches than replicas
         tokens = torch.stack([batch.weights_bs.sum() for batch in batches]).sum().to(ctx.device)
-    # At least 1, because samples without any target would give 0 / 0.
-    return collectives.all_reduce(tokens, ctx.grad).clamp_(min=1.0)
+    return collectives.all_reduce(tokens, ctx.grad)
 
 
 class Divisors(NamedTuple):
@@ -47,7 +47,8 @@ class Divisors(NamedTuple):
         tokens = count_targets(batches, state.ctx)
         if state.stages.declared.divided_by == "tokens":
             return cls(tokens, tokens)
-        return cls(tokens, torch.full_like(tokens, samples))  # a sample is a pair
+        # A sample is a pair. It may be compared without a weight of any token.
+        return cls(tokens.clamp(min=1.0), torch.full_like(tokens, samples))
 
     def of_added(self, loss: AddedLoss) -> Tensor:
         """That of a loss besides the main one."""
@@ -142,10 +143,12 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
 def train_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_stop: bool = False) -> StepResult:
     """`queue_step`, then `finish`: the step is complete when this returns.
 
-    Raises NumericError if the loss or the norm is not finite. The step has then changed nothing. After an fp16 overflow
-    it returns if a smaller loss scale may avoid the overflow: see `StepResult.overflowed`.
+    Raises DataError if no target has a weight, and NumericError if the loss or the norm is not finite. The step has
+    then changed nothing. After an fp16 overflow it returns if a smaller loss scale may avoid the overflow: see
+    `StepResult.overflowed`.
     """
     result = queue_step(state, batches, asked_to_stop=asked_to_stop).finish()
+    result.check_targets()
     if result.failed:
         raise NumericError(
             f"step {result.step}: loss {result.loss}, gradient norm {result.grad_norm}. No weight was changed: a lower "
@@ -154,17 +157,32 @@ def train_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
     return result
 
 
-def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, float]:
-    """Evaluate one global batch without dropout; returns the loss sum and its divisor over all ranks.
+class Evaluated(NamedTuple):
+    """Sums over all ranks: of the losses, what they are divided by (target tokens, or pairs), and the hits.
 
-    The divisor is the number of target tokens, or of pairs.
-    `batches` are this rank's micro-batches. They may be on the host.
+    Hits are the weights of targets with the highest logit. A target that shares it with another id counts too.
     """
-    batches = [batch.to(state.ctx.device) for batch in batches]
+
+    loss: float
+    divisor: float
+    hits: float
+
+
+def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> Evaluated:
+    """Evaluate one global batch without dropout.
+
+    `batches` are this rank's micro-batches. They may be on the host. Raises DataError if no target has a weight.
+    """
+    ctx = state.ctx
+    hits = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    batches = [replace(batch.to(ctx.device), hits=hits) for batch in batches]
     for stage in state.stages.values():
         stage.eval()
     divisor = Divisors.of(state, batches, state.config.train.global_batch_size).main
-    loss = mean_loss(state.pipeline.evaluate(batches, num_microbatches(state.config)), divisor, state.ctx)
+    loss = mean_loss(state.pipeline.evaluate(batches, num_microbatches(state.config)), divisor, ctx)
     for stage in state.stages.values():
         stage.train()
-    return (loss * divisor).item(), divisor.item()
+    hits = collectives.all_reduce(collectives.all_reduce(hits, ctx.grad), ctx.pp)
+    if divisor.item() == 0.0:
+        raise without_targets("an evaluation")
+    return Evaluated((loss * divisor).item(), divisor.item(), hits.item())

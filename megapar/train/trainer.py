@@ -35,7 +35,7 @@ from megapar.precision import LossScale, model_dtype
 from megapar.random import initialize
 from megapar.stage_set import StageSet
 from megapar.train import checkpoints, not_finite, prediction
-from megapar.train.data import TEST, packs_in_words
+from megapar.train.data import TEST, holds_conversations, packs_in_words
 from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
 from megapar.train.prediction import Comparison, Prediction
@@ -348,7 +348,11 @@ def _reporter(run: Run) -> Reporter:
 def _explain_not_finite(
     state: TrainState, batches: Sequence[MicroBatch], result: StepResult, reporter: Reporter
 ) -> None:
-    """Report gradients beyond the range of fp16. Raises NumericError if a smaller loss scale would not avoid it."""
+    """Report gradients beyond the range of fp16. Raises NumericError if a smaller loss scale would not avoid it.
+
+    Raises DataError if no target has a weight.
+    """
+    result.check_targets()
     if result.failed:
         cause = not_finite.explain(state, batches, result)
         raise NumericError(
@@ -373,29 +377,36 @@ def report_validation(state: TrainState, sets: Mapping[str, Loader], reporter: R
     """Report the mean loss on each validation set, and after the last step on the test set.
 
     The key in metrics.jsonl is `validation_loss`, or `validation_loss/NAME` if there are several sets, and `test_loss`.
+    Sets of conversations have an accuracy too, under `validation_accuracy` and so on: the share of the trained tokens
+    with the highest logit.
     """
     validation = [name for name in sets if name != TEST]
-    keys = {name: f"validation_loss/{name}" for name in validation}
-    if len(validation) == 1:
-        keys = {validation[0]: "validation_loss"}
-    if last and TEST in sets:
-        keys[TEST] = "test_loss"
-    losses = {key: mean_validation_loss(state, sets[name]) for name, key in keys.items()}
-    if losses:
-        reporter.write({"step": state.step, **losses})
-        shown = " | ".join(f"{key.replace('_', ' ')} {loss:.4f}" for key, loss in losses.items())
+    values: dict[str, float] = {}
+    for name, data in sets.items():
+        if name == TEST and not last:
+            continue
+        kind = "test" if name == TEST else "validation"
+        suffix = f"/{name}" if name != TEST and len(validation) > 1 else ""
+        loss, accuracy = validate(state, data)
+        values[f"{kind}_loss{suffix}"] = loss
+        if holds_conversations(data) and state.stages.declared.divided_by == "tokens":
+            values[f"{kind}_accuracy{suffix}"] = accuracy
+    if values:
+        reporter.write({"step": state.step, **values})
+        shown = " | ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in values.items())
         reporter.say(f"step {state.step}/{state.config.train.steps} | {shown}")
 
 
-def mean_validation_loss(state: TrainState, data: Loader) -> float:
-    """The mean loss over the first `train.eval_samples` samples, in nats per target token.
+def validate(state: TrainState, data: Loader) -> tuple[float, float]:
+    """The mean loss in nats, and the share of hits, over the targets of the first `train.eval_samples` samples.
 
     These are the same samples at each call. They are read in whole global batches, and none of them twice.
     """
     size = data.batch_size(0)
     batches = min(-(-state.config.train.eval_samples // size), len(data.samples) // size)
     sums = [evaluate(state, data.step_after(i * size)) for i in range(batches)]
-    return sum(loss for loss, _ in sums) / sum(tokens for _, tokens in sums)
+    divisor = sum(one.divisor for one in sums)
+    return sum(one.loss for one in sums) / divisor, sum(one.hits for one in sums) / divisor
 
 
 def _due(step: int, every: int) -> bool:

@@ -208,15 +208,23 @@ class Stage(PipelineStage, Generic[M]):
     def scored(self, x_sbh: Tensor, batch: MicroBatch) -> Scored:
         """The log-probabilities of the next tokens, from the hidden states after the last layer."""
         assert self.norm is not None
-        losses_sb = self.token_losses(self.norm(x_sbh), batch.targets())
+        if batch.hits is None:
+            losses_sb = self.token_losses(self.norm(x_sbh), batch.targets())
+        else:
+            hits_sb = torch.empty(batch.targets_bs.t().shape, dtype=torch.bool, device=x_sbh.device)
+            losses_sb = self.token_losses(self.norm(x_sbh), batch.targets(), hits_sb)
+            batch.hits.add_((hits_sb * batch.weights_bs.t()).sum())
         return Scored(-losses_sb, batch, self.factory.sharding.cp)
 
     def cross_entropy(self, normed_sbh: Tensor, targets: Targets) -> Tensor:
         """The sum of weight * cross entropy over targets: 0-d fp32, the same on every tp rank."""
         return (self.token_losses(normed_sbh, targets) * targets.weights_bs.t()).sum()
 
-    def token_losses(self, normed_sbh: Tensor, targets: Targets) -> Tensor:
-        """The cross entropy of each target, fp32 [s, b], the same on every tp rank. In training with train.z_loss."""
+    def token_losses(self, normed_sbh: Tensor, targets: Targets, hits_sb: Tensor | None = None) -> Tensor:
+        """The cross entropy of each target, fp32 [s, b], the same on every tp rank. In training with train.z_loss.
+
+        `hits_sb`, bool, is filled with whether a target has the highest logit.
+        """
         sharding = self.factory.sharding
         impl = self.factory.kernels.cross_entropy
         vocab_size = self.model.vocab_size
@@ -240,6 +248,7 @@ class Stage(PipelineStage, Generic[M]):
                 products=self.factory.products_of("head"),
                 bias=self.head_bias,
                 rule=self.ends.logits,
+                hits_sb=hits_sb,
             )
         return vocab_parallel_cross_entropy(
             self._head_of(normed_sbh),
@@ -250,6 +259,7 @@ class Stage(PipelineStage, Generic[M]):
             z_loss=z_loss,
             impl=impl,
             inplace=not self.ends.logits.cap,  # a cap keeps its logits for its own gradient
+            hits_sb=hits_sb,
         )
 
 
