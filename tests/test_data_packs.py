@@ -1,7 +1,9 @@
 """Packs of conversations: nothing lost, nothing torn, nothing trained that is not the assistant's."""
 
 import json
+import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,10 +16,9 @@ import torch
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.data.blend import Stage
-from megapar.data.indexed import IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.packs import PACKS_VERSION, PackDataset, best_fit
-from megapar.data.prepared import CHAT, weights_path, write_sidecar, write_weights
+from megapar.data.prepared import weights_path
 from megapar.data.samples import Treatment
 from megapar.data.sources import ChunkDataset, SyntheticDataset, open_dataset
 from megapar.errors import DataError
@@ -25,7 +26,8 @@ from megapar.launch.grid import grid_of
 from megapar.train.data import open_loaders
 from tests.support import program, tiny_models
 from tests.support.close import assert_close
-from tests.support.conversations import prepare
+from tests.support.conversations import prepare, write_pair
+from tests.support.faults import on_rank
 from tests.support.grid import GPT
 from tests.support.rules import gradients
 from tests.support.runs import assert_bitwise, stored
@@ -53,16 +55,9 @@ def opened(prefix: Path, **options: Any) -> PackDataset:
     return PackDataset(prefix, options.pop("seq_length", LENGTH), 257, **options)
 
 
-def numbered(prefix: Path, lengths: list[int], trained: list[list[int]] | None = None, eod: int = 130) -> Path:
-    """A pair with tokens 0, 1, 2, ... of so many in each conversation. By default the second halves are trained."""
-    trained = trained or [list(range(n // 2 or 1, n)) for n in lengths]
-    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
-        writer.add_documents(np.arange(sum(lengths)), lengths)
-    write_weights(prefix, [np.isin(np.arange(n), at).astype(np.uint8) for n, at in zip(lengths, trained, strict=True)])
-    tokenizer = {"spec": "bytes", "vocab_size": 257, "sha256": "bytes", "eod": eod}
-    counts = {"documents": len(lengths), "tokens": sum(lengths), "append_eod": False, "sources": []}
-    write_sidecar(prefix, {**counts, "tokenizer": tokenizer, CHAT: {}})
-    return prefix
+def numbered(prefix: Path, lengths: list[int], trained: Sequence[Sequence[int]] = (), eod: int = 130) -> Path:
+    """A pair with tokens 0, 1, 2, ... through all of its conversations."""
+    return write_pair(prefix, np.arange(sum(lengths)), lengths, trained, eod)
 
 
 def naive(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -257,6 +252,16 @@ def test_packed_gradients_are_those_of_each_conversation_alone(prefix: Path, los
     assert_close(summed(packed), summed(alone), rtol=1e-12)
 
 
+def test_micro_batches_of_one_and_of_many_targets_add_up_to_one_batch(tmp_path: Path) -> None:
+    """SF6: packs with a single trained token beside packs where all are, in fp64."""
+    lengths = [LENGTH + 1] * 4
+    every = [[7], list(range(1, LENGTH + 1)), [LENGTH], list(range(100, 150))]
+    tokens = np.random.default_rng(0).integers(0, 257, sum(lengths))
+    dataset = opened(write_pair(tmp_path / "pair", tokens, lengths, every))
+    assert sorted(int(batch.weights_bs.sum()) for batch in batches(dataset)) == [1, 1, 50, LENGTH]
+    assert_close(summed(batches(dataset)), summed(batches(dataset, micro_batch_size=4)), rtol=1e-12)
+
+
 def test_each_conversation_counts_alike_with_loss_mean_sample(prefix: Path) -> None:
     dataset = opened(prefix)
     by_token = trained(batches(dataset))
@@ -314,22 +319,28 @@ DATA = (
 
 
 def test_a_run_on_conversations_resumes_bitwise(prefix: Path, tmp_path: Path) -> None:
-    """Five steps, and two and then three; the order of packs is a function of the seed and the files alone."""
+    """Five steps, and the same ones by a run that is killed in its fourth step; the validation has an accuracy."""
     flags = ("--data.train", str(prefix), "--data.validation", str(prefix), "--data.tokenizer", "bytes", *DATA)
     flags += ("--model.vocab_size", "257", "--train.loss_mean", "sample", "--parallel.dp", "2", "--launch.nproc", "2")
-    for name, steps in (("whole", ("5",)), ("parts", ("2", "5"))):
+    flags += ("--checkpoint.every", "2", "--train.steps", "5")
+    for name in ("whole", "parts"):
         (tmp_path / name).mkdir()
-        for last in steps:
-            ended = program.run(*flags, "--train.steps", last, cwd=tmp_path / name)
-            assert ended.code == 0, ended.err
-            assert "40 conversations in " in ended.out
+    killed = program.run(*flags, cwd=tmp_path / "parts", plant=on_rank(1, 3, lambda ctx: os.kill(os.getpid(), 9)))
+    assert killed.code != 0
+    for name in ("whole", "parts"):
+        ended = program.run(*flags, cwd=tmp_path / name)
+        assert ended.code == 0, ended.err
+        assert "40 conversations in " in ended.out
+        assert ("resumed step 2 from" in ended.out) == (name == "parts")
     folders = [tmp_path / name / "run" for name in ("whole", "parts")]
     found, expected = (stored(folder / "checkpoints/step_00000005") for folder in folders)
     assert_bitwise(found, expected, "resumed")
     lines = [json.loads(line) for line in (folders[0] / "metrics.jsonl").read_text().splitlines()]
     # The sum of weights of a step is about the number of its trained tokens, whatever the mean is of.
     assert all(20 < line["tokens"] < 4 * LENGTH for line in lines if "loss" in line)
-    assert any("validation" in key for line in lines for key in line), "held-out conversations are evaluated"
+    assert set(lines[-1]) == {"step", "validation_loss", "validation_accuracy"}
+    assert 0 <= lines[-1]["validation_accuracy"] < 0.5
+    assert all(line["tokens_per_second"] * line["step_seconds"] == pytest.approx(4 * LENGTH) for line in lines[:-1])
 
 
 @pytest.mark.parametrize(
