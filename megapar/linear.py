@@ -65,11 +65,16 @@ class KeptWeight(NamedTuple):
 
     converted: ConvertedWeight
     main_grad: MainGrad | None
+    products: MatrixProducts
 
     @classmethod
-    def of(cls, weight: Tensor) -> "KeptWeight":
+    def of(cls, weight: Tensor, products: MatrixProducts) -> "KeptWeight":
         """Read it in forward: under activation checkpointing the tensor that backward unpacks has no attributes."""
-        return cls(ConvertedWeight.of(weight), main_grad_of(weight))
+        return cls(ConvertedWeight.of(weight), main_grad_of(weight), products)
+
+    def get(self, weight: Tensor) -> Any:
+        """The weight as its products get it."""
+        return self.converted.get(weight, self.products)
 
 
 def keep_for_backward(
@@ -87,8 +92,7 @@ def keep_for_backward(
     # Not the input of the product. Under sequence parallelism, the gathered input would take tp times the memory.
     ctx.save_for_backward(x, *weights, *others)
     ctx.region = region
-    ctx.products = products
-    ctx.kept = [KeptWeight.of(weight) for weight in weights]
+    ctx.kept = [KeptWeight.of(weight, products) for weight in weights]
 
 
 def weight_gradient(
@@ -134,7 +138,6 @@ def linear_backward(
 
     x and the weights are saved tensors. The bias is that of the first product. See `LinearFunction` for the order.
     """
-    products = ctx.products
     grad_x = grad_bias = None
     entering = Pending()  # an empty Pending: its wait returns at once
     leaving = Pending()
@@ -146,14 +149,14 @@ def linear_backward(
         region = LOCAL
     if ctx.needs_input_grad[0]:
         for grad_y, weight, kept in zip(grads_y, weights, ctx.kept, strict=True):
-            part = products.input_gradient(grad_y, kept.converted.get(weight, products))
+            part = kept.products.input_gradient(grad_y, kept.get(weight))
             grad_x = part if grad_x is None else grad_x.add_(part)
         entering.wait()
         # This communication runs during the product of the weight gradient.
         grad_x, leaving = ctx.region.leave_async(grad_x)
     entering.wait()  # again, because the input may need no gradient; a second wait does nothing
     grad_weights = [
-        weight_gradient(products, kept.main_grad, grad_y, x, region) if needs else None
+        weight_gradient(kept.products, kept.main_grad, grad_y, x, region) if needs else None
         for needs, kept, grad_y in zip(needs_weights, ctx.kept, grads_y, strict=True)
     ]
     if needs_bias:
@@ -180,7 +183,7 @@ class LinearFunction(torch.autograd.Function):
     ) -> Tensor:
         x = products.convert_input(x)
         keep_for_backward(ctx, x, [weight], region, products)
-        return products.forward(region.enter(x), ctx.kept[0].converted.get(weight, products), bias)
+        return products.forward(region.enter(x), ctx.kept[0].get(weight), bias)
 
     @staticmethod
     @once_differentiable

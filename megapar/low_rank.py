@@ -12,11 +12,12 @@ s B A x is added before the one sum over tp. The gradient of a whole factor is t
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from megapar_kernels.dispatch import MainGrad, main_grad_of
+from megapar_kernels.dispatch import Implementation, MainGrad, main_grad_of
+from megapar_kernels.dropout import dropout
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,21 +28,88 @@ from megapar.products import TORCH_PRODUCTS, MatrixProducts
 
 @dataclass(frozen=True)
 class LoraRule:
-    """The rank r of adapters, and s in y = W x + s B A x."""
+    """The rank r of adapters, and s in y = W x + s B A x.
+
+    In training an input of A is dropped with probability `dropout`; `impl` says what computes that.
+    """
 
     rank: int
     scale: float
+    dropout: float = 0.0
+    impl: Implementation = "torch"
+
+
+@dataclass(frozen=True)
+class InputDropout:
+    """Drops inputs [..., in] of A with probability `p`, and divides the others by 1 - p.
+
+    `keys` are those of the rows of inputs (`megapar_kernels.dropout.keep_mask`). Backward makes the mask again.
+    """
+
+    keys: Tensor
+    p: float
+    impl: Implementation
+
+    def apply(self, x: Tensor) -> Tensor:
+        return dropout(x, self.keys.view(x.shape[:-1]), self.p, self.impl)
+
+
+@dataclass(frozen=True, eq=False)
+class DroppedInputs(MatrixProducts):
+    """The products of A: those of `base`, of inputs of which some are dropped."""
+
+    base: MatrixProducts = TORCH_PRODUCTS
+    dropped: InputDropout | None = None
+
+    def _drop(self, x: Tensor) -> Tensor:
+        assert self.dropped is not None
+        return self.dropped.apply(x)
+
+    def convert_input(self, x: Tensor) -> Tensor:
+        if self.base.convert_input(x) is not x:
+            raise ValueError("adapter.dropout: needs products that leave the inputs of layers as they are")
+        return x
+
+    def convert_weight(self, weight: Tensor) -> Any:
+        return self.base.convert_weight(weight)
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return self.base.forward(self._drop(x), weight, bias)
+
+    def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
+        return self._drop(self.base.input_gradient(grad_y, weight))
+
+    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
+        return self.base.weight_gradient(grad_2d, self._drop(x_2d))
+
+    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
+        self.base.add_weight_gradient(total, grad_2d, self._drop(x_2d), overwrite=overwrite)
 
 
 @dataclass(frozen=True)
 class LowRank:
     """Adds s B_j z_j to some columns of a layer's output: to `columns[j]`. `scale` is s.
 
-    The z_j of a token lie one after the other: z is [..., n r]. The products are in the dtype of activations.
+    The z_j of a token lie one after the other: z is [..., n r]. The products are in the dtype of activations. `dropped`
+    are the inputs of A that are dropped in this pass, if any are. All A_j read the same ones.
     """
 
     scale: float
     columns: tuple[slice, ...]
+    dropped: InputDropout | None = None
+
+    def products_of_a(self, products: MatrixProducts) -> MatrixProducts:
+        """The products of A, in a layer with `products`."""
+        if self.dropped is None:
+            return products
+        return DroppedInputs(products.impl, products, self.dropped)
+
+    def dropped_chunk(self, x: Tensor, slices: int, tokens: slice) -> Tensor:
+        """The inputs of A, from those x [slices, tokens, in] of the layer. They are `tokens` of each slice."""
+        if self.dropped is None:
+            return x
+        keys = self.dropped.keys.reshape(slices, -1)[:, tokens].contiguous()
+        return replace(self.dropped, keys=keys).apply(x)
 
     def add(self, y: Tensor, z: Tensor, b: Tensor) -> None:
         """Add s B_j z_j to contiguous y [..., out], in place."""
@@ -88,6 +156,8 @@ def keep_adapted(
 ) -> None:
     """`keep_for_backward` of a layer with an adapter. The saved tensors are x, the weights, z and b."""
     keep_for_backward(ctx, x, weights, region, products, z, b)
+    # A is the last of the weights, if it is one of them.
+    ctx.kept[1:] = [kept._replace(products=rule.products_of_a(products)) for kept in ctx.kept[1:]]
     ctx.rule = rule
     ctx.main_grad_b = main_grad_of(b)
 
@@ -110,11 +180,11 @@ class AdaptedLinear(torch.autograd.Function):
         products: MatrixProducts,
         rule: LowRank,
     ) -> Tensor:
-        x = products.convert_input(x)
+        products_of_a = rule.products_of_a(products)
+        x = products_of_a.convert_input(x)
         entered = region.enter(x)
-        of_weight, of_a = KeptWeight.of(weight), KeptWeight.of(a)
-        y = products.forward(entered, of_weight.converted.get(weight, products), bias)
-        z = products.forward(entered, of_a.converted.get(a, products), None)
+        y = products.forward(entered, KeptWeight.of(weight, products).get(weight), bias)
+        z = products_of_a.forward(entered, KeptWeight.of(a, products_of_a).get(a), None)
         rule.add(y, z, b)
         keep_adapted(ctx, x, [weight, a], region, products, z, b, rule)
         return y

@@ -8,6 +8,7 @@ it exactly.
 import hashlib
 import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 
 from megapar.params import Init, Piece, spec_of
 
-__all__ = ["fill", "initial_values", "initialize", "keep_mask", "row_keys"]
+__all__ = ["Tokens", "fill", "initial_values", "initialize", "keep_mask", "row_keys"]
 
 _MASK = 0xFFFFFFFF
 
@@ -79,3 +80,16 @@ def row_keys(seed: int, use: int, first: Tensor, *others: Tensor) -> Tensor:
     for x in others:
         key = mix(mix((key + x) & _MASK) ^ (x >> 32))
     return key
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """The tokens [s, b] of a micro-batch, by sample and position, and the seed of dropout: what masks follow from."""
+
+    seed: int
+    sample_ids_b: Tensor
+    positions_s: Tensor
+
+    def keys(self, use: int) -> Tensor:
+        """The keys [s, b] of the mask of a place with dropout, with number `use`."""
+        return row_keys(self.seed, use, self.sample_ids_b[None, :], self.positions_s[:, None])

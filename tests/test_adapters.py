@@ -14,8 +14,13 @@ from megapar import context
 from megapar.checkpoint.format import read_manifest
 from megapar.config.options import AdapterConfig, Config, ModelConfig
 from megapar.errors import CheckpointError, ConfigError
-from megapar.params import spec_of
-from megapar.random import initialize
+from megapar.low_rank import LoraRule
+from megapar.params import ZEROS, spec_of
+from megapar.random import Tokens, initialize
+from megapar.sharding import Sharding
+from megapar.tensor_parallel.columns import Columns
+from megapar.tensor_parallel.layers import ColumnParallelLinear
+from megapar.tensor_parallel.lora import lora_of_columns
 from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
 from megapar.train.trainer import start
@@ -40,6 +45,7 @@ from tests.support.sweeps import slow_but
 
 ALL = AdapterConfig(rank=3, alpha=7.0)
 SOME = AdapterConfig(rank=4, alpha=8.0, targets=("q", "v", "down"), rslora=True)
+DROPPED = replace(ALL, dropout=0.25)
 
 LATENT = tiny_models.small(
     "deepseek",
@@ -73,6 +79,11 @@ LAYOUTS = [
     Layout(LLAMA, tp=2, dp=2, pp=2, sequence_parallel=True, zero_stage=2, schedule="zb-v", vpp=2, adapter=ALL),
     Layout(LATENT, tp=2, sequence_parallel=True, pp=2, adapter=ALL),
     Layout(LATENT, tp=2, dp=2, zero_stage=3, adapter=ALL),
+    Layout(STRADDLING, tp=4, sequence_parallel=True, tp_overlap_chunks=2, micro_batch_size=3, adapter=DROPPED),
+    Layout(LLAMA, tp=2, tp_overlap_chunks=2, pp=2, schedule="zb-h1", micro_batch_size=3, adapter=DROPPED),
+    Layout(GPT, cp=2, tp=2, sequence_parallel=True, recompute="full", adapter=DROPPED),
+    Layout(LATENT, tp=2, sequence_parallel=True, pp=2, adapter=replace(DROPPED, targets=("*.attention.*",))),
+    Layout(LLAMA, dp=2, tp=2, zero_stage=3, micro_batch_size=3, adapter=DROPPED),
 ]
 
 
@@ -112,7 +123,52 @@ def test_new_adapters_change_nothing_and_are_drawn_as_peft_draws_them() -> None:
         assert not drawn[f"layers.1.{matrix}.lora_b"].any()
 
 
-@pytest.mark.parametrize("layout", slow_but([0, 1, 2, 7, 11], LAYOUTS), ids=name)
+def identities(sharding: Sharding, number: int = 0, size: int = 60) -> ColumnParallelLinear:
+    """Two matrices of zeros beside each other, with adapters whose A and B are identities: y = (x, x), where none is
+    dropped."""
+    columns = [Columns.even(f"layers.{number}.{name}", size, sharding.tp) for name in ("one", "two")]
+    lora = lora_of_columns(LoraRule(size, 1.0, dropout=0.25), size, columns, [True, True], sharding)
+    assert lora is not None
+    with torch.no_grad():
+        for factor in (lora.a, lora.b):
+            factor.copy_(torch.eye(size).repeat(2, 1))
+    return ColumnParallelLinear(size, columns, sharding, init=ZEROS, bias=False, lora=lora)
+
+
+def test_dropout_drops_inputs_of_a_in_training() -> None:
+    """By sample, position and layer. The others are divided by 1 - p, and so are gradients."""
+    sharding = Sharding.of(context.single(), torch.float64)
+    tokens = Tokens(5, torch.arange(4), torch.arange(100))
+    layer = identities(sharding)
+    layer.weight.data.zero_()
+    x_sbi = torch.ones(100, 4, 60, dtype=torch.float64, requires_grad=True)
+    y_sbo = layer(x_sbi, tokens)
+    kept, also_kept = y_sbo.chunk(2, dim=-1)
+    assert torch.equal(kept, also_kept)
+    values = torch.tensor([0.0, 1 / 0.75], dtype=torch.float64)
+    assert torch.equal(kept.unique(), values)
+    assert (kept == 0).double().mean() == pytest.approx(0.25, abs=0.01)
+    rows = kept.flatten(0, 1)
+    assert len(rows.unique(dim=0)) == len(rows)
+    other = identities(sharding, number=1)
+    other.weight.data.zero_()
+    assert not torch.equal(other(x_sbi, tokens), y_sbo)
+    # y = drop(x), so its gradient is drop(grad_y), and that of A and B of outer products of both.
+    grad_sbo = torch.randn(100, 4, 120, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y_sbo.backward(grad_sbo)
+    one, two = grad_sbo.chunk(2, dim=-1)
+    torch.testing.assert_close(x_sbi.grad, (one + two) * kept.detach())
+    assert layer.lora is not None
+    expected = torch.cat([part.flatten(0, 1).t() @ rows.detach() for part in (one, two)])
+    torch.testing.assert_close(layer.lora.a.grad, expected)
+    torch.testing.assert_close(layer.lora.b.grad, expected)
+    with torch.no_grad():
+        assert torch.equal(layer.eval()(x_sbi), torch.ones(100, 4, 120, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"the layer of layers.0.one.lora_a is called without the tokens of its input"):
+        layer.train()(x_sbi)
+
+
+@pytest.mark.parametrize("layout", slow_but([0, 1, 2, 7, 11, 18, 20], LAYOUTS), ids=name)
 def test_adapters_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
     """Loss, norm, every gradient and every weight of two steps. B is random: with zeros A would have no gradient.
 
@@ -264,6 +320,7 @@ def test_a_base_may_lack_the_factors_and_nothing_else(tmp_path: Path) -> None:
     [
         (AdapterConfig(alpha=3.0), (), "adapter.alpha=3.0, adapter.rank=0: there is no adapter"),
         (ALL, ("norm.*",), "train.trainable=norm.*, adapter.rank=3: the patterns leave adapters frozen"),
+        (replace(ALL, dropout=1.0), (), "adapter.dropout=1.0: must be at least 0 and below 1"),
     ],
 )
 def test_options_without_effect_are_refused(adapter: AdapterConfig, trainable: tuple[str, ...], said: str) -> None:
@@ -289,3 +346,8 @@ def test_a_target_without_a_matrix_is_refused_on_every_rank() -> None:
     assert build(Layout(LLAMA, adapter=AdapterConfig(rank=2, targets=("layers.3.attention.?",)))) == ""
     some = AdapterConfig(rank=2, targets=("layers.*.experts.1.up",))
     assert "matches up of some experts of layers.0.mlp.experts: name all" in build(Layout(MIXTRAL, adapter=some))
+    text = (
+        "adapter.dropout=0.25: layers.0.mlp.experts have adapters, which take no dropout; use 0.0, or adapter.targets"
+    )
+    assert build(Layout(MIXTRAL, adapter=DROPPED)).startswith(text)
+    assert build(Layout(MIXTRAL, adapter=replace(DROPPED, targets=("q", "v")))) == ""

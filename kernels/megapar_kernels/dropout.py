@@ -27,6 +27,11 @@ def mix(x: Number) -> Number:
     return x ^ (x >> 16)
 
 
+def keys_from_column(keys: Tensor, first: int) -> Tensor:
+    """Keys of the same rows for a part of their columns: column 0 of the part is column `first` of the row."""
+    return (keys + first * 0x9E3779B1) & _MASK
+
+
 def keep_mask(keys: Tensor, columns: int | Tensor, p: float) -> Tensor:
     """The mask of rows with the given keys: bool [*keys.shape, columns], False with probability `p`.
 
@@ -112,6 +117,16 @@ class _DropoutAdd(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             dx = _launch(dy, None, ctx.saved_tensors[0], ctx.p).to(x_dtype)
         return dx, dy.to(residual_dtype), None, None
+
+
+def dropout(x: Tensor, keys: Tensor, p: float, impl: Implementation = "torch") -> Tensor:
+    """x * keep / (1 - p), with the `keep_mask` of `keys`, int64 [x.shape[:-1]].
+
+    Autograd does not see it: a function with a backward of its own calls it on x, and on the gradient.
+    """
+    if not fused(impl, x):
+        return x * keep_mask(keys, x.shape[-1], p) / (1.0 - p)
+    return _launch(x, None, keys, p)
 
 
 def dropout_add(x: Tensor, residual: Tensor, keys: Tensor | None, p: float, impl: Implementation = "torch") -> Tensor:

@@ -68,10 +68,11 @@ def function_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def adapter_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Parts of a message as those of `function_changes`, for the options of adapters."""
+    """Parts of a message as those of `function_changes`, for the options of adapters. Dropout may change."""
     before = {**_as_json(flatten(default_config())), **saved}
     now = _as_json(flatten(config))
-    different = [path for path in now if path.startswith("adapter.") and before[path] != now[path]]
+    decides = [path for path in now if path.startswith("adapter.") and path != "adapter.dropout"]
+    different = [path for path in decides if before[path] != now[path]]
     return [f"{path} ({shown(before[path])} | {shown(now[path])})" for path in different]
 
 

@@ -271,6 +271,8 @@ class AdapterConfig:
     names, such as layers.1?.attention.*; empty: all matrices of the layers, without those of routers."""
     rslora: bool = False
     """s is alpha / sqrt(rank) (arXiv 2312.03732)."""
+    dropout: float = 0.0
+    """Probability with which an input of A is dropped in training. Adapters of experts take none."""
 
     @property
     def scale(self) -> float:

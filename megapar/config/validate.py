@@ -20,7 +20,7 @@ from megapar.config.options import ADAPTERS, Config, ModelConfig, ParallelConfig
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
-_BELOW_ONE = {"model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
+_BELOW_ONE = {"adapter.dropout", "model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
 # An option may be 0 if that is its default, or if it is listed here.
 _MAY_BE_ZERO = {
     "parallel.partition",

@@ -194,7 +194,7 @@ class _GatherLinear(torch.autograd.Function):
         y_slices = _in_slices(y, region.slices)
         x = products.convert_input(x)
         keep_for_backward(ctx, x, [weight], region, products)
-        converted = ctx.kept[0].converted.get(weight, products)
+        converted = ctx.kept[0].get(weight)
         for tokens, chunk in region.enter_in_chunks(x.reshape(-1, x.shape[-1])):
             products.forward_slices(y_slices[:, tokens], chunk, converted, bias)
         return y
@@ -222,11 +222,11 @@ class _GatherAdapted(torch.autograd.Function):
     ) -> Tensor:
         y, z = (x.new_empty(region.slices * x.shape[0], *x.shape[1:-1], len(matrix)) for matrix in (weight, a))
         y_slices, z_slices = _in_slices(y, region.slices), _in_slices(z, region.slices)
-        x = products.convert_input(x)
-        of_weight, of_a = (KeptWeight.of(matrix).converted.get(matrix, products) for matrix in (weight, a))
+        x = rule.products_of_a(products).convert_input(x)
+        of_weight, of_a = (KeptWeight.of(matrix, products).get(matrix) for matrix in (weight, a))
         for tokens, chunk in region.enter_in_chunks(x.reshape(-1, x.shape[-1])):
             products.forward_slices(y_slices[:, tokens], chunk, of_weight, bias)
-            products.forward_slices(z_slices[:, tokens], chunk, of_a, None)
+            products.forward_slices(z_slices[:, tokens], rule.dropped_chunk(chunk, region.slices, tokens), of_a, None)
         rule.add(y, z, b)
         keep_adapted(ctx, x, [weight, a], region, products, z, b, rule)
         return y
@@ -262,7 +262,7 @@ class _LinearReduce(torch.autograd.Function):
         else:
             keep_adapted(ctx, x, [weight], region, products, z, b, rule)
         x_slices = _in_slices(x.contiguous(), region.slices)
-        converted = ctx.kept[0].converted.get(weight, products)
+        converted = ctx.kept[0].get(weight)
         for tokens, partial in region.leave_in_chunks(y.view(-1, y.shape[-1])):
             products.forward_slices(partial, x_slices[:, tokens], converted, None)
             if z is not None and b is not None and rule is not None:
@@ -281,12 +281,12 @@ class _LinearReduce(torch.autograd.Function):
         # From here on grad_y is the gradient of the product's output, no longer that of the layer's.
         grad_y, chunks = ctx.region.enter_gradient(grad_y)
         of_weight = ctx.kept[0]
-        converted = of_weight.converted.get(weight, ctx.products)
+        converted = of_weight.get(weight)
         for tokens in chunks:
             if grad_x is not None:
                 places = _in_slices(grad_x, slices)[:, tokens]
-                ctx.products.input_gradient_slices(places, _in_slices(grad_y, slices)[:, tokens], converted)
-        grad_weight = weight_gradient(ctx.products, of_weight.main_grad, grad_y, x) if needs_weight else None
+                of_weight.products.input_gradient_slices(places, _in_slices(grad_y, slices)[:, tokens], converted)
+        grad_weight = weight_gradient(of_weight.products, of_weight.main_grad, grad_y, x) if needs_weight else None
         grad_z = grad_b = None
         if factors:
             z, b = factors

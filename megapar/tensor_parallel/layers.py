@@ -30,6 +30,7 @@ from megapar.params import (
     shared_piece,
 )
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.random import Tokens
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.chunks import ChunkedGather, gather_adapted, gather_linear, linear_reduce, output_region
 from megapar.tensor_parallel.columns import Columns
@@ -44,36 +45,46 @@ def column_linear(
     sharding: Sharding,
     products: MatrixProducts = TORCH_PRODUCTS,
     lora: Lora | None = None,
+    tokens: Tokens | None = None,
 ) -> Tensor:
     """This rank's columns of x W^T + b: [s, b, o/tp], from x [s, b, i], or [s/tp, b, i] with sequence parallelism.
 
-    The outputs of the adapter `lora` are added to them.
+    The outputs of the adapter `lora` are added to them. Its dropout needs the tokens [s, b].
     """
     if sharding.splits_sequence and sharding.overlap_chunks > 1:
         chunked = ChunkedGather(sharding.tp, sharding.overlap_chunks)
         if lora is None:
             return gather_linear(x, weight, bias, chunked, products)
-        return gather_adapted(x, weight, bias, lora.a, lora.b, chunked, products, lora.rule)
+        return gather_adapted(x, weight, bias, lora.a, lora.b, chunked, products, lora.for_pass(tokens))
     region = input_region(sharding.tp, sharding.sequence_parallel)
     if lora is None:
         return LinearFunction.apply(x, weight, bias, region, products)
-    return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, region, products, lora.rule)
+    return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, region, products, lora.for_pass(tokens))
 
 
 def local_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, products: MatrixProducts = TORCH_PRODUCTS, lora: Lora | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    products: MatrixProducts = TORCH_PRODUCTS,
+    lora: Lora | None = None,
+    tokens: Tokens | None = None,
 ) -> Tensor:
-    """x W^T + b [..., o], and the output of the adapter `lora`, from x [..., i]. Nothing is communicated."""
+    """x W^T + b [..., o], and the output of the adapter `lora`, from x [..., i]. Nothing is communicated.
+
+    The adapter's dropout needs the tokens of x.
+    """
     if lora is None:
         return LinearFunction.apply(x, weight, bias, LOCAL, products)
-    return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, LOCAL, products, lora.rule)
+    return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, LOCAL, products, lora.for_pass(tokens))
 
 
 class ColumnParallelLinear(nn.Module):
     """Several matrices with the same input in one product, each cut by its outputs: y_sbo = x_sbi W^T + b.
 
     The input is [s, b, i], the same on every rank, or with sequence parallelism this rank's [s/tp, b, i]. The output
-    [s, b, o] concatenates this rank's columns of each matrix in order. `lora` are the adapters of some of them.
+    [s, b, o] concatenates this rank's columns of each matrix in order. `lora` are the adapters of some of them, and the
+    tokens [s, b] decide what their dropout drops.
     """
 
     def __init__(
@@ -100,19 +111,19 @@ class ColumnParallelLinear(nn.Module):
             biases = tuple(c.piece("bias", (c.size,), tp) for c in columns)
             self.bias = sharding.parameter(biases, (rows,), ZEROS, decay=False)
 
-    def forward(self, x_sbi: Tensor) -> Tensor:
-        return column_linear(x_sbi, self.weight, self.bias, self.sharding, self.products, self.lora)
+    def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
+        return column_linear(x_sbi, self.weight, self.bias, self.sharding, self.products, self.lora, tokens)
 
-    def product(self, x_sbi: Tensor) -> Tensor:
+    def product(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
         """The output without the bias, for callers adding the bias in a kernel of their own."""
-        return column_linear(x_sbi, self.weight, None, self.sharding, self.products, self.lora)
+        return column_linear(x_sbi, self.weight, None, self.sharding, self.products, self.lora, tokens)
 
 
 class RowParallelLinear(nn.Module):
     """A matrix cut by its inputs: y_sbo = (sum over tp of x_sbi W^T) + b.
 
     The input is this rank's [s, b, i/tp]. The output is [s, b, o] on every rank, or this rank's [s/tp, b, o] with
-    sequence parallelism. `lora` is its adapter.
+    sequence parallelism. `lora` is its adapter, and the tokens [s, b] decide what its dropout drops.
     """
 
     def __init__(
@@ -136,14 +147,14 @@ class RowParallelLinear(nn.Module):
         self.weight = sharding.parameter((weight,), weight.local_shape, init, decay=True)
         self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
 
-    def forward(self, x_sbi: Tensor) -> Tensor:
-        y = self._product_and_sum(x_sbi)
+    def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
+        y = self._product_and_sum(x_sbi, tokens)
         # The bias is added after the sum: before it, it would be added tp times.
         if self.bias is None:
             return y
         return y + self.bias
 
-    def _product_and_sum(self, x_sbi: Tensor) -> Tensor:
+    def _product_and_sum(self, x_sbi: Tensor, tokens: Tokens | None) -> Tensor:
         # The input is this rank's slice already, so nothing is communicated before the product.
         sharding = self.sharding
         lora = self.lora
@@ -151,9 +162,10 @@ class RowParallelLinear(nn.Module):
             region = output_region(sharding.tp, sharding.sequence_parallel, sharding.overlap_chunks)
             if lora is None:
                 return linear_reduce(x_sbi, self.weight, region, self.products)
-            z = LinearFunction.apply(x_sbi, lora.a, None, LOCAL, self.products)
-            return linear_reduce(x_sbi, self.weight, region, self.products, z, lora.b, lora.rule)
-        partial = local_linear(x_sbi, self.weight, None, self.products, lora)
+            rule = lora.for_pass(tokens)
+            z = LinearFunction.apply(x_sbi, lora.a, None, LOCAL, rule.products_of_a(self.products))
+            return linear_reduce(x_sbi, self.weight, region, self.products, z, lora.b, rule)
+        partial = local_linear(x_sbi, self.weight, None, self.products, lora, tokens)
         if sharding.sequence_parallel:
             return scatter_sum(partial, sharding.tp)
         return reduce_from_tp(partial, sharding.tp)

@@ -6,13 +6,17 @@ For a matrix `name` [out, in] these are its logical tensors, with r the rank of 
     name.lora_b   [out, r]   zeros, so a model with new adapters computes what it did without
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+from megapar_kernels.dropout import keys_from_column
 from torch import nn
 
-from megapar.low_rank import LoraRule, LowRank
+from megapar.low_rank import InputDropout, LoraRule, LowRank
 from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, Sizes, cut, make_piece, shared_piece
+from megapar.random import Tokens
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.columns import Columns
 
@@ -27,7 +31,10 @@ class Lora(nn.Module):
         self, rule: LoraRule, a: Sequence[Piece], b: Sequence[Piece], columns: Sequence[slice], sharding: Sharding
     ):
         super().__init__()
+        self.options = rule
         self.rule = LowRank(rule.scale, tuple(columns))
+        self.name = a[0].name
+        self.first_input = a[0].held.offset[1]
         self.a = factor(a, Init("uniform", 1 / math.sqrt(a[0].shape[1])), sharding)
         self.b = factor(b, ZEROS, sharding)
 
@@ -47,6 +54,21 @@ class Lora(nn.Module):
         a = shared_piece(f"{name}.lora_a", (rule.rank, in_features), sharding.tp, partial=partial)
         b = shared_piece(f"{name}.lora_b", (out_features, rule.rank), sharding.tp, partial=partial)
         return cls(rule, [a], [b], [slice(0, out_features)], sharding)
+
+    def for_pass(self, tokens: Tokens | None) -> LowRank:
+        """The products of a forward pass over these tokens, and of its backward. In training some inputs are dropped.
+
+        Raises ValueError if dropout needs the tokens, and they are None.
+        """
+        p = self.options.dropout
+        if not p or not self.training:
+            return self.rule
+        if tokens is None:
+            raise ValueError(f"adapter.dropout: the layer of {self.name} is called without the tokens of its input")
+        # The number of this place among all with dropout: it follows from the name alone, as initial weights do.
+        use = int.from_bytes(hashlib.blake2b(self.name.encode(), digest_size=4).digest(), "little")
+        keys = keys_from_column(tokens.keys(use), self.first_input)
+        return replace(self.rule, dropped=InputDropout(keys, p, self.options.impl))
 
 
 def factor(pieces: Sequence[Piece], init: Init, sharding: Sharding) -> nn.Parameter:

@@ -116,8 +116,9 @@ class Attention(nn.Module):
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
-        qkv_sbc = self.qkv(x_sbh)
-        return self.out(recompute.run(context.recomputes_attention, self._core, qkv_sbc, context))
+        qkv_sbc = self.qkv(x_sbh, context.tokens)
+        y_sbc = recompute.run(context.recomputes_attention, self._core, qkv_sbc, context)
+        return self.out(y_sbc, context.tokens)
 
     def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
         """The attention between the projections: [s, b, c] to [s, b, n * d]. Selective recomputation repeats it."""

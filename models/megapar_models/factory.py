@@ -24,6 +24,7 @@ from megapar.expert_parallel.experts import Experts
 from megapar.low_rank import LoraRule
 from megapar.params import Init, Sizes
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.random import Tokens
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,
@@ -135,7 +136,7 @@ class Factory:
         return self.adapter.rank > 0 and self.adapter.is_target(name)
 
     def _lora_rule(self) -> LoraRule:
-        return LoraRule(self.adapter.rank, self.adapter.scale)
+        return LoraRule(self.adapter.rank, self.adapter.scale, self.adapter.dropout, self.kernels.dropout)
 
     def _beside(self, matrix: Matrix) -> nn.Module | None:
         for pattern, make in self.beside.items():
@@ -158,7 +159,7 @@ class Factory:
     ) -> Experts:
         """The experts of a layer. Raises ValueError if `beside` names a matrix of theirs: their rows are grouped.
 
-        Raises ConfigError if an adapter is for some of the experts alone.
+        Raises ConfigError if an adapter is for some of the experts alone, or would drop inputs of theirs.
         """
         adapted = []
         for matrix in ("gate", "up", "down"):
@@ -167,6 +168,10 @@ class Factory:
                 text = f"matches {matrix} of some experts of {name}: name all of them or none"
                 raise ConfigError(f"adapter.targets {' '.join(self.adapter.targets)}: {text}")
             adapted += [matrix] * of_experts.pop()
+            if self.adapter.dropout and matrix in adapted:
+                # Rows reach an expert without their samples and positions. PEFT takes none there either.
+                text = f"{name} have adapters, which take no dropout; use 0.0, or adapter.targets without experts"
+                raise ConfigError(f"adapter.dropout={self.adapter.dropout}: {text}")
             for pattern in self.beside:
                 if fnmatchcase(f"{name}.0.{matrix}", pattern):
                     raise ValueError(f"Factory.beside {pattern}: matches {name}.0.{matrix}; an expert takes none")
@@ -234,11 +239,11 @@ class _ColumnsBeside(ColumnParallelLinear):
     widths: list[int]  # columns of each matrix on this rank
     beside: nn.ModuleDict
 
-    def forward(self, x_sbi: Tensor) -> Tensor:
-        return self._with_beside(super().forward(x_sbi), x_sbi)
+    def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
+        return self._with_beside(super().forward(x_sbi, tokens), x_sbi)
 
-    def product(self, x_sbi: Tensor) -> Tensor:
-        return self._with_beside(super().product(x_sbi), x_sbi)
+    def product(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
+        return self._with_beside(super().product(x_sbi, tokens), x_sbi)
 
     def _with_beside(self, y_sbo: Tensor, x_sbi: Tensor) -> Tensor:
         parts = list(y_sbo.split(self.widths, dim=-1))
@@ -252,8 +257,8 @@ class _RowsBeside(RowParallelLinear):
 
     beside: nn.Module
 
-    def forward(self, x_sbi: Tensor) -> Tensor:
-        y_sbo: Tensor = super().forward(x_sbi) + self.beside(x_sbi)
+    def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
+        y_sbo: Tensor = super().forward(x_sbi, tokens) + self.beside(x_sbi)
         return y_sbo
 
 

@@ -1,14 +1,14 @@
 """What the layers of a stage share in a forward pass: the micro-batch, the rotary tables and the keys of dropout."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from torch import Tensor
 
 from megapar.batch import MicroBatch
 from megapar.expert_parallel.dispatch import Dispatch
-from megapar.random import row_keys
+from megapar.random import Tokens
 from megapar.sharding import Sharding
 from megapar_models.rotary import Rotary
 
@@ -28,6 +28,15 @@ class ForwardContext:
     seed: int = 0
     recomputes_attention: bool = False
     dispatches: dict[int, Dispatch] = field(default_factory=dict)
+
+    @property
+    def tokens(self) -> Tokens:
+        """The tokens [s, b] of this context-parallel rank. Adapters drop inputs by them."""
+        return Tokens(self.seed, self.batch.sample_ids_b, self.batch.positions_s)
+
+    def tokens_of_rank(self, sharding: Sharding) -> Tokens:
+        """Those of this rank between layers: all, or [s/tp, b] under sequence parallelism."""
+        return replace(self.tokens, positions_s=rows_of_rank(self.batch.positions_s, sharding))
 
 
 class DropoutSite(IntEnum):
@@ -50,8 +59,7 @@ def hidden_keys(context: ForwardContext, use: int, sharding: Sharding) -> Tensor
 
     `use` is the site's number (`dropout_use`).
     """
-    position_s = rows_of_rank(context.batch.positions_s, sharding)
-    return row_keys(context.seed, use, context.batch.sample_ids_b[None, :], position_s[:, None])
+    return context.tokens_of_rank(sharding).keys(use)
 
 
 def rows_of_rank(x_s: Tensor, sharding: Sharding) -> Tensor:

@@ -76,17 +76,18 @@ class LatentAttention(nn.Module):
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
         q_input = x_sbh
         if self.q_a is not None and self.q_a_norm is not None:
-            q_input = self.q_a_norm(self.q_a(x_sbh))
-        q_sbc = self.q(q_input)
+            q_input = self.q_a_norm(self.q_a(x_sbh, context))
+        q_sbc = self.q(q_input, context.tokens)
         # Under sequence parallelism each rank makes the latents of its own tokens, and short rows travel in place of x.
-        latent_sbr, k_rope_sbr = self.kv_a(x_sbh).split([self.rule.kv_rank, self.rule.rope_width], dim=-1)
-        kv_sbc = self.kv_b(self.kv_a_norm(latent_sbr))
+        latent_sbr, k_rope_sbr = self.kv_a(x_sbh, context).split([self.rule.kv_rank, self.rule.rope_width], dim=-1)
+        kv_sbc = self.kv_b(self.kv_a_norm(latent_sbr), context.tokens)
         # All heads read the rotated part, so each rank computes a part of its gradient.
         if self.sharding.splits_sequence:
             k_rope_sbr = gather_sequence(k_rope_sbr, self.sharding.tp)
         else:
             k_rope_sbr = copy_to_tp(k_rope_sbr, self.sharding.tp)
-        return self.out(recompute.run(context.recomputes_attention, self._core, q_sbc, kv_sbc, k_rope_sbr, context))
+        y_sbc = recompute.run(context.recomputes_attention, self._core, q_sbc, kv_sbc, k_rope_sbr, context)
+        return self.out(y_sbc, context.tokens)
 
     def _core(self, q_sbc: Tensor, kv_sbc: Tensor, k_rope_sbr: Tensor, context: ForwardContext) -> Tensor:
         """The attention between the projections, [s, b, n * value width]. Selective recomputation repeats it."""
@@ -129,7 +130,9 @@ class WholeLinear(nn.Module):
         self.weight = sharding.parameter((piece,), shape, factory.init, decay=True)
         self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
         self.products = factory.products_of(name)
+        self.sharding = sharding
         self.lora = factory.lora_of_whole(name, shape)
 
-    def forward(self, x_sbi: Tensor) -> Tensor:
-        return local_linear(x_sbi, self.weight, self.bias, self.products, self.lora)
+    def forward(self, x_sbi: Tensor, context: ForwardContext) -> Tensor:
+        tokens = context.tokens_of_rank(self.sharding)
+        return local_linear(x_sbi, self.weight, self.bias, self.products, self.lora, tokens)

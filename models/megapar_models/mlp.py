@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from megapar.config.options import ModelConfig
 from megapar.params import Init
+from megapar.random import Tokens
 from megapar.tensor_parallel.layers import Columns, shared_vector
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
@@ -88,7 +89,7 @@ class GatedMLP(nn.Module):
         self.down = factory.row_parallel(f"{name}.down", width, hidden_size, bias=bias)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        return self.down(self.activation(self.gate_up(x_sbh)))
+        return self.down(self.activation(self.gate_up(x_sbh, context.tokens)), context.tokens)
 
 
 class DenseMLP(GatedMLP):
@@ -120,13 +121,18 @@ class PlainMLP(nn.Module):
         self.down = factory.row_parallel(f"{name}.down", width, model.hidden_size, bias=kind.mlp_bias)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        return self.down(self._inner(x_sbh, context.tokens), context.tokens)
+
+    def _inner(self, x_sbh: Tensor, tokens: Tokens) -> Tensor:
+        """act(up x)."""
         if self.xielu is not None:
-            return self.down(self.xielu(self.up(x_sbh)))
+            inner: Tensor = self.xielu(self.up(x_sbh, tokens))
+            return inner
         activation = PLAIN[self.activation]
         if activation is not gelu or self.impl == "torch" or self.up.bias is None:
-            return self.down(activation(self.up(x_sbh), self.impl))
+            return activation(self.up(x_sbh, tokens), self.impl)
         # The kernel adds the bias itself, which saves a pass over the activations.
-        return self.down(bias_gelu(self.up.product(x_sbh), self.up.bias, self.impl))
+        return bias_gelu(self.up.product(x_sbh, tokens), self.up.bias, self.impl)
 
 
 class XIELU(nn.Module):

@@ -37,7 +37,7 @@ FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 PREFIX = "base_model.model."
 # Fields of adapter_config.json with the only value that is written, and read.
 UNCHANGED: dict[str, Any] = {
-    **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "use_dora": False, "bias": "none"},
+    **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "use_dora": False, "bias": "none"},
     **{"fan_in_fan_out": False, "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {}},
     "modules_to_save": None,
 }
@@ -258,6 +258,7 @@ def peft_config(adapter: AdapterConfig, target_modules: Sequence[str], base_name
         "base_model_name_or_path": base_name or None,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha or float(adapter.rank),
+        "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
         "target_modules": list(target_modules),
         "inference_mode": True,
@@ -276,5 +277,8 @@ def adapter_from_peft(document: Mapping[str, Any]) -> AdapterConfig:
     if wrong:
         raise ConfigError(f"{PEFT_CONFIG}: not read: {', '.join(wrong)}")
     return AdapterConfig(
-        rank=document["r"], alpha=float(document["lora_alpha"]), rslora=bool(document.get("use_rslora", False))
+        rank=document["r"],
+        alpha=float(document["lora_alpha"]),
+        rslora=bool(document.get("use_rslora", False)),
+        dropout=float(document.get("lora_dropout", 0.0)),
     )
