@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.errors import CheckpointError, ConfigError
+from megapar.params import Box
 
 SIZES = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2)
 D = 4
@@ -31,17 +32,19 @@ class FromMemory:
         return self.tensors[name.removeprefix("main.")].clone()
 
     def fill(self, name: str, offset: tuple[int, ...], out: Tensor) -> None:
-        assert not any(offset)
-        out.copy_(self.tensor(name))
+        box = Box(offset, tuple(out.shape))
+        out.copy_(self.tensor(name)[box.slices])
 
 
 def there_and_back(stored, made):
     """Ours from `stored`; asserts that theirs made of ours are `stored`, bit for bit."""
     assert {name: recipe.shape for name, recipe in made.items()} == {n: tuple(t.shape) for n, t in stored.items()}
     ours = {}
-    for name, (source, part) in places(made).items():
-        theirs = stored[source] if part.expert is None else stored[source][part.expert]
-        ours[name] = part.read(theirs)
+    for name, found in places(made).items():
+        parts = []
+        for source, part in found:
+            parts.append(part.read(stored[source] if part.expert is None else stored[source][part.expert]))
+        ours[name] = torch.cat(parts)
     for name, recipe in made.items():
         out = torch.full(recipe.shape, torch.nan)
         for part in recipe.parts:
@@ -110,6 +113,43 @@ def test_a_weight_of_a_norm_with_a_row_for_each_head() -> None:
     ours = there_and_back(stored, recipes(shapes, names, layouts, sizes=SIZES, pairs=pairs))
     halves = stored["h.0.q_norm.weight"].view(6, D // 2, 2).transpose(1, 2)
     assert torch.equal(ours["layers.0.attention.q_norm.weight"], halves.flatten())
+
+
+def test_a_weight_of_a_norm_with_a_tensor_for_each_head() -> None:
+    """As StableLM 2 12B has them: twelve heads, so that the order of the numbers is not that of their digits."""
+    sizes = SimpleNamespace(num_attention_heads=12)
+    layouts = {"h.*.norms.*": Layout("num_attention_heads")}
+    shapes = {"layers.3.attention.q_norm.weight": (12 * D,)}
+    names = {"layers.*.attention.q_norm": "h.*.norms.*"}
+    stored = {f"h.3.norms.{head}.weight": torch.randn(D) for head in range(12)}
+    ours = there_and_back(stored, recipes(shapes, names, layouts, sizes=sizes))
+    assert torch.equal(ours["layers.3.attention.q_norm.weight"], torch.cat(list(stored.values())))
+    pairs = {"layers.*.attention.q_norm": Pairs(D, 0, D)}
+    ours = there_and_back(stored, recipes(shapes, names, layouts, sizes=sizes, pairs=pairs))
+    halves = torch.stack(list(stored.values())).view(12, D // 2, 2).transpose(1, 2)
+    assert torch.equal(ours["layers.3.attention.q_norm.weight"], halves.flatten())
+    with pytest.raises(ConfigError, match=r"h.3.norms.\*.weight: 50 rows do not divide by 12 groups"):
+        recipes({"layers.3.attention.q_norm.weight": (50,)}, names, layouts, sizes=sizes)
+
+
+@pytest.mark.parametrize("boxes", [[(0, 50)], [(0, 7), (7, 43)], [(13, 37), (0, 13)]])
+def test_boxes_of_a_tensor_that_is_several_of_theirs(boxes: list[tuple[int, int]]) -> None:
+    """Boxes as ranks own them, which begin and end within heads."""
+    shapes = {"layers.0.attention.q_norm.weight": (50,)}
+    made = recipes(
+        shapes,
+        {"layers.*.attention.q_norm": "h.*.norms.*"},
+        {"h.*.norms.*": Layout("num_attention_heads")},
+        sizes=SimpleNamespace(num_attention_heads=5),
+    )
+    ours = torch.randn(50)
+    theirs = {name: torch.full(recipe.shape, torch.nan) for name, recipe in made.items()}
+    for name, recipe in made.items():
+        for start, size in boxes:
+            box = recipe.parts[0].inside(Box((start,), (size,)))
+            if box is not None:
+                recipe.parts[0].put(theirs[name], box, ours[box.slices])
+    assert torch.equal(torch.cat(list(theirs.values())), ours)
 
 
 @pytest.mark.parametrize("pairs", [Pairs(D, 0, D), Pairs(D, 2, 2), Pairs(6, 0, 4), Pairs(0, 20, 4)])

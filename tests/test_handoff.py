@@ -43,7 +43,7 @@ BUCKET_BYTES = 20_000  # smaller than some tensors, larger than most
 
 
 def published(kind: str) -> Any:
-    return published_model(kind, TYPES[kind].fields)
+    return published_model(TYPES[kind].model_type, TYPES[kind].fields)
 
 
 def trained(layout: Layout, precision: str = "fp32") -> TrainState:
@@ -103,6 +103,7 @@ LAYOUTS = [
     Layout(published("gpt_oss"), tp=2, dp=2, ep=2, etp=2, zero_stage=1),
     Layout(published("glm4_moe"), tp=2, ep=2, etp=1, sequence_parallel=True),
     Layout(published("cohere"), tp=2),
+    Layout(published("stablelm, norms"), tp=4),
 ]
 
 
@@ -156,9 +157,9 @@ def test_each_rank_of_a_group_receives_what_an_export_holds_and_a_model_takes_it
     assert all(torch.equal(param, weights[key]) for key, param in stage.named_parameters())
 
 
-def test_a_model_of_experts_takes_over_its_stream() -> None:
-    """Biases that select experts, rotary pairs beside each other, and stacks of experts."""
-    for kind in ("deepseek_v3", "gpt_oss"):
+def test_a_model_takes_over_its_stream() -> None:
+    """Biases that select experts, rotary pairs beside each other, and stacks of experts; and norms of each head."""
+    for kind in ("deepseek_v3", "gpt_oss", "stablelm, norms"):
         state = trained(Layout(published(kind)))
         other = make_state(state.config)
         loader = Loader(next(iter(other.stages.values())))  # type: ignore[arg-type]

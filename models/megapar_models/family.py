@@ -58,8 +58,9 @@ class HuggingFace:
     modules: dict[str, str]
     """From our modules to theirs. The first * is the layer's number, the second one the expert's.
 
-    One of theirs may hold several of ours, or those of all experts: then it has no second *. A key may also be one of
-    our tensors, and its value the whole name of theirs.
+    One of theirs may hold several of ours, or those of all experts: then it has no second *. One of ours may also be
+    several of theirs, such as a norm's weight for each head: a further * of theirs is the number of the group, and
+    `layouts` says the groups. A key may also be one of our tensors, and its value the whole name of theirs.
     """
     modules_of: Callable[[Any], Mapping[str, str]] = _no_modules
     """Modules that have other names in the files of some models: those of `modules` for the options of a model."""

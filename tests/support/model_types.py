@@ -268,7 +268,6 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"tp": 2, "sequence_parallel": True},
         unread=("attention_dropout", "hidden_dropout"),
         changes=(GELU, {"layer_norm_eps": 1e-1}),
-        refused={"qk_layernorm": True},
     ),
     "stablelm, parallel": ModelTypeCase(
         model_type="stablelm",
@@ -277,6 +276,15 @@ TYPES: dict[str, ModelTypeCase] = {
             "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5},
         },
         layout={"pp": 2},
+        unread=("attention_dropout", "hidden_dropout"),
+    ),
+    "stablelm, norms": ModelTypeCase(
+        model_type="stablelm",
+        fields={
+            **{**NEOX, "num_key_value_heads": 2, "use_parallel_residual": True, "qk_layernorm": True},
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5},
+        },
+        layout={"tp": 2, "sequence_parallel": True},
         unread=("attention_dropout", "hidden_dropout"),
     ),
     "falcon": ModelTypeCase(

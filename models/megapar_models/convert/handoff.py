@@ -134,7 +134,10 @@ def _bucket(group: Sequence[Theirs], owners: Mapping[str, Sequence[tuple[int, Bo
     messages: dict[int, list[Sent]] = {}
     for theirs in group:
         for part in theirs.recipe.parts:
-            for rank, box in owners[part.name]:
+            for rank, owned in owners[part.name]:
+                box = part.inside(owned)
+                if box is None:
+                    continue
                 message = messages.setdefault(rank, [])
                 message.append(Sent(part, theirs, box, message[-1].end if message else 0))
     last = group[-1]
@@ -339,18 +342,17 @@ class Loader:
     """Puts the tensors of a stream into a whole model in one stage, such as one that generates. Dtypes may differ."""
 
     def __init__(self, stage: Stage):
-        self._places = places(hf_recipes(stage.model))
-        self._held: dict[str, list[_Held]] = {}
+        found = places(hf_recipes(stage.model))
+        self._held: dict[str, list[tuple[_Held, Part]]] = {}
         for tensor, spec in _declared([stage]):
             for piece, start, _ in spec.segments():
                 # An expert's matrices lie in one tensor of theirs.
-                source = self._places[piece.name].source
-                self._held.setdefault(source, []).append(_Held(tensor, piece, start))
+                for place in found[piece.name]:
+                    self._held.setdefault(place.source, []).append((_Held(tensor, piece, start), place.part))
 
     @torch.no_grad()
     def load(self, tensors: Tensors) -> None:
         """Take over the tensors of a bucket."""
         for name, theirs in tensors.items():
-            for ours in self._held.get(name, ()):  # a constant is part of no tensor of ours
-                part = self._places[ours.piece.name].part
-                ours.box(ours.piece.held).copy_(part.read(theirs if part.expert is None else theirs[part.expert]))
+            for ours, part in self._held.get(name, ()):  # a constant is part of no tensor of ours
+                ours.box(part.box).copy_(part.read(theirs if part.expert is None else theirs[part.expert]))

@@ -269,9 +269,10 @@ class Weights:
             raise CheckpointError(f"{self.folder}: {name} is {stored.item()}; models here compute with {value}")
 
 
-def native_tensor(weights: Weights, source: Place) -> Tensor:
-    """The logical tensor at `source`, fp32 and contiguous."""
-    return source.part.read(weights.read(source.source, source.part.expert))
+def native_tensor(weights: Weights, sources: Sequence[Place]) -> Tensor:
+    """The logical tensor at `sources`, fp32 and contiguous."""
+    parts = [place.part.read(weights.read(place.source, place.part.expert)) for place in sources]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype) -> Tensor:

@@ -2,7 +2,8 @@
 
 One of theirs may hold several of ours: whole ones below each other (a fused qkv_proj), or a few rows of each in turn
 (grouped qkv, interleaved gate and up), and all of this for every expert. It may be transposed. A projection may have
-the two numbers of a rotary pair beside each other. Ours has them half a head apart.
+the two numbers of a rotary pair beside each other. Ours has them half a head apart. One of ours may also be several of
+theirs, one for each group of its rows (a norm's weight for each head).
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +23,8 @@ from megapar_models.tensor_layouts import Layout, Pairs
 class Part(NamedTuple):
     """One of our tensors within one of theirs: the rows from `first` on of each group, of one expert or of all.
 
-    `rows` is the number of rows of one group, over all of its parts.
+    `rows` is the number of rows of one group, over all of its parts. If ours is several of theirs, this is the part of
+    ours in one of them: `shape` is that of the part, and `start` its first row in ours.
     """
 
     name: str
@@ -34,6 +36,18 @@ class Part(NamedTuple):
     transposed: bool
     by_group: bool
     pairs: Pairs | None
+    start: int = 0
+
+    @property
+    def box(self) -> Box:
+        """The part of our tensor."""
+        return Box((self.start, *(0 for _ in self.shape[1:])), self.shape)
+
+    def inside(self, box: Box) -> Box | None:
+        """What the part has of a box of our tensor, if anything."""
+        start = max(box.offset[0], self.start)
+        rows = min(box.offset[0] + box.size[0], self.start + self.shape[0]) - start
+        return Box((start, *box.offset[1:]), (rows, *box.size[1:])) if rows > 0 else None
 
     def view(self, theirs: Tensor) -> Tensor:
         """The view [groups, rows of ours in a group, ...] of `theirs`, which is one expert's if they are stacked."""
@@ -42,7 +56,8 @@ class Part(NamedTuple):
         return by_group[:, self.first : self.first + self.shape[0] // self.groups]
 
     def put(self, theirs: Tensor, box: Box, values: Tensor) -> None:
-        """Put the box of our tensor with `values` into theirs, without a copy in between. After all boxes, `turn`."""
+        """Put a box `inside` the part with `values` into theirs, without a copy in between. After all boxes, `turn`."""
+        box = Box((box.offset[0] - self.start, *box.offset[1:]), box.size)
         view = self.view(theirs if self.expert is None else theirs[self.expert])
         if self.groups == 1:
             view[0][box.slices].copy_(values)
@@ -53,13 +68,13 @@ class Part(NamedTuple):
         view[index] = values.to(view.device, view.dtype)
 
     def turn(self, theirs: Tensor) -> None:
-        """Put the rows of our whole tensor, which are in our order, into theirs if rotary pairs differ."""
+        """Put the rows of the whole part, which are in our order, into theirs if rotary pairs differ."""
         if self.pairs is not None:
             view = self.view(theirs if self.expert is None else theirs[self.expert])
             view.copy_(self.pairs.theirs(view.flatten(0, 1)).unflatten(0, (self.groups, -1)))
 
     def read(self, theirs: Tensor) -> Tensor:
-        """Our tensor, fp32 and contiguous, from theirs (of one expert if they are stacked)."""
+        """The part of ours, fp32 and contiguous, from theirs (of one expert if they are stacked)."""
         ours = torch.empty(self.shape, dtype=torch.float32)
         ours.unflatten(0, (self.groups, -1)).copy_(self.view(theirs))
         if self.pairs is None:
@@ -67,15 +82,15 @@ class Part(NamedTuple):
         return self.pairs.ours(ours)
 
     def write(self, reader: Reader, theirs: Tensor, state: str = MAIN) -> None:
-        """Put our tensor, read from a native checkpoint, into theirs. There it has the state MAIN or BUFFER."""
+        """Put the part, read from a native checkpoint, into theirs. There our tensor has the state MAIN or BUFFER."""
         if self.expert is not None:
             theirs = theirs[self.expert]
         view = self.view(theirs)
         name = f"{state}.{self.name}"
         if self.groups == 1 and self.pairs is None:
-            reader.fill(name, (0,) * len(self.shape), view[0])  # without a copy in between
+            reader.fill(name, self.box.offset, view[0])  # without a copy in between
             return
-        ours = reader.tensor(name)
+        ours = reader.tensor(name)[self.start : self.start + self.shape[0]]
         if self.pairs is not None:
             ours = self.pairs.theirs(ours)
         view.copy_(ours.unflatten(0, (self.groups, -1)))
@@ -101,11 +116,13 @@ def recipes(
 
     `shapes` are the shapes of the model's logical tensors, in order. `modules` maps each of our modules to the Hugging
     Face module, with `*` for the numbers of layer and expert, or one of our tensors to the whole name of theirs.
-    Several of ours may have the same one. If theirs has no * for the expert, it is a stack of all experts. `layouts`
-    are those of their modules or tensors, and `pairs` those of our modules. `sizes` has the options named by
-    `Layout.groups`. Raises ConfigError if rows do not divide into groups.
+    Several of ours may have the same one. If theirs has no * for the expert, it is a stack of all experts. If it has a
+    further *, ours is several of theirs, and the * is the number of the group. `layouts` are those of their modules or
+    tensors, and `pairs` those of our modules. `sizes` has the options named by `Layout.groups`. Raises ConfigError if
+    rows do not divide into groups.
     """
     found: dict[str, list[tuple[str, Sizes, str]]] = {}
+    divided: dict[str, Recipe] = {}
     layout_of: dict[str, Layout] = {}
     for name, shape in shapes.items():
         pattern, numbers = starred(name)
@@ -113,12 +130,30 @@ def recipes(
         theirs = modules.get(pattern) or f"{modules[module]}.{kind}"
         layout = (layouts or {}).get(theirs) or (layouts or {}).get(theirs.rpartition(".")[0], Layout())
         target = _numbered(theirs, numbers)
+        if len(numbers) < theirs.count("*"):
+            divided |= _divided(target, name, shape, getattr(sizes, layout.groups), (pairs or {}).get(module))
+            continue
         expert = ""
         if len(numbers) > theirs.count("*"):
             expert = numbers[-1]
         found.setdefault(target, []).append((name, shape, expert))
         layout_of[target] = layout
-    return {target: _recipe(target, ours, layout_of[target], sizes, pairs or {}) for target, ours in found.items()}
+    whole = {target: _recipe(target, ours, layout_of[target], sizes, pairs or {}) for target, ours in found.items()}
+    return whole | divided
+
+
+def _divided(target: str, name: str, shape: Sizes, groups: int, pairs: Pairs | None) -> dict[str, Recipe]:
+    """The recipes of several of theirs with the rows of one of ours, a group each. `target` has a * for its number."""
+    if shape[0] % groups:
+        raise ConfigError(f"{target}: {shape[0]} rows do not divide by {groups} groups")
+    rows = shape[0] // groups
+    size = (rows, *shape[1:])
+    return {
+        _numbered(target, [str(group)]): Recipe(
+            size, (Part(name, size, 0, rows, 1, None, False, False, pairs, start=group * rows),)
+        )
+        for group in range(groups)
+    }
 
 
 def _recipe(
@@ -172,12 +207,16 @@ def _numbered(pattern: str, numbers: Iterable[str]) -> str:
 
 
 class Place(NamedTuple):
-    """The place of one of our tensors: the name of theirs, and the part of it."""
+    """The place of one of our tensors, or of a part of it: the name of theirs, and the part."""
 
     source: str
     part: Part
 
 
-def places(wanted: Mapping[str, Recipe]) -> dict[str, Place]:
-    """The place of each native tensor by its name: the inverse of the recipes."""
-    return {part.name: Place(source, part) for source, recipe in wanted.items() for part in recipe.parts}
+def places(wanted: Mapping[str, Recipe]) -> dict[str, list[Place]]:
+    """The places of each native tensor by its name, in the order of its rows: the inverse of the recipes."""
+    found: dict[str, list[Place]] = {}
+    for source, recipe in wanted.items():
+        for part in recipe.parts:
+            found.setdefault(part.name, []).append(Place(source, part))
+    return found

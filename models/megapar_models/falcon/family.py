@@ -32,8 +32,6 @@ _RENAMED = {"hidden_act": "activation", "intermediate_size": "ffn_hidden_size"}
 _FIELDS = {_RENAMED.get(name, name): name for name in FIELDS} | {"layer_norm_epsilon": "rms_norm_eps"}
 _DEFAULTS: dict[str, Any] = {"activation": "gelu", "ffn_hidden_size": None, "layer_norm_epsilon": 1e-5}
 _DEFAULTS |= {"tie_word_embeddings": True, "initializer_range": 0.02, "max_position_embeddings": 2048}
-# ALiBi, of Falcon-RW, is a bias of scores, which no rule computes.
-_FIXED = {"alibi": False}
 
 
 def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
@@ -41,6 +39,8 @@ def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
     values, problems = read_rope(raw, default_theta=10000.0)
     flags = {name: raw.get(name, default) for name, default in _FLAGS.items()}
     problems += [f"{name}={value!r} should be bool" for name, value in flags.items() if not isinstance(value, bool)]
+    if raw.get("alibi", False) is not False:
+        problems.append(f"alibi={raw['alibi']!r} is not supported: no rule adds a bias to scores; False is")
     is_new, is_parallel = flags["new_decoder_architecture"], flags["parallel_attn"]
     norms = raw.get("num_ln_in_parallel_attn")
     if is_new and not is_parallel:
@@ -98,7 +98,7 @@ FALCON = Family(
     options=GPTNeoXModel,
     problems=partial_problems,
     hugging_face=HuggingFace(
-        model_types={"falcon": ModelType(_DEFAULTS, _FIXED)},
+        model_types={"falcon": ModelType(_DEFAULTS, {})},
         modules=_MODULES,
         modules_of=_modules_of,
         layouts={f"{_LAYER}.self_attention.query_key_value": Layout("num_key_value_heads")},

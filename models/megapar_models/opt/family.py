@@ -26,24 +26,27 @@ _FIELDS = {_RENAMED.get(name, name): name for name in FIELDS}
 _FIELDS |= {"dropout": "hidden_dropout", "attention_dropout": "attention_dropout"}
 _DEFAULTS: dict[str, Any] = {"activation_function": "relu", "tie_word_embeddings": True, "init_std": 0.02}
 _DEFAULTS |= {"dropout": 0.1, "attention_dropout": 0.0}
-# OPT 350M has norms of the residual stream itself, and an embedding of another width.
-_FIXED = {"do_layer_norm_before": True, "_remove_final_layer_norm": False, "layerdrop": 0.0}
-_FIXED |= {"enable_bias": True, "layer_norm_elementwise_affine": True}
+_FIXED = {"_remove_final_layer_norm": False, "layerdrop": 0.0, "enable_bias": True}
+_FIXED |= {"layer_norm_elementwise_affine": True}
 
 
 def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
-    """The width of the embedding from a config.json. Its eps is no field."""
-    width = raw.get("word_embed_proj_dim")
+    """What OPT 350M has otherwise, from a config.json. The eps of norms is no field."""
+    width, size, before = (raw.get(name) for name in ("word_embed_proj_dim", "hidden_size", "do_layer_norm_before"))
     problems = []
-    if width not in (None, raw.get("hidden_size")):
-        problems.append(f"word_embed_proj_dim={width} is not supported; hidden_size is, {raw.get('hidden_size')}")
+    if width not in (None, size):
+        text = "is not supported: no rule projects embeddings to the width of layers and back"
+        problems.append(f"word_embed_proj_dim={width} {text}; hidden_size is, {size}")
+    if before not in (None, True):
+        text = "is not supported: no rule norms the residual stream itself"
+        problems.append(f"do_layer_norm_before={before!r} {text}; True is")
     return {"rms_norm_eps": 1e-5}, problems
 
 
 def _write(model: OPTModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if opt does not represent it."""
     demand(model, "opt", num_key_value_heads=model.num_attention_heads, rms_norm_eps=1e-5)
-    fields |= {**_FIXED, "word_embed_proj_dim": model.hidden_size, "pad_token_id": None}
+    fields |= {**_FIXED, "do_layer_norm_before": True, "word_embed_proj_dim": model.hidden_size, "pad_token_id": None}
     return {"model_type": "opt", "architectures": ["OPTForCausalLM"], **fields}
 
 

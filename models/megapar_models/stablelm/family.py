@@ -8,16 +8,25 @@ from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_ML
 from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope
 from megapar_models.rope import factor_warnings
 from megapar_models.stablelm.model import StableLmModel, StableLmStage
+from megapar_models.tensor_layouts import Layout
 
 # Hugging Face
 
+# Every head's norm is a tensor of its own.
+_NORMS = {
+    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_layernorm.norms.*",
+    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_layernorm.norms.*",
+}
+_LAYOUTS = {
+    _NORMS["layers.*.attention.q_norm"]: Layout("num_attention_heads"),
+    _NORMS["layers.*.attention.k_norm"]: Layout("num_key_value_heads"),
+}
 _DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "tie_word_embeddings": False}
 _DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": 32, "use_qkv_bias": False}
-_DEFAULTS |= {"use_parallel_residual": False}
+_DEFAULTS |= {"use_parallel_residual": False, "qk_layernorm": False}
 _OWN_FIELDS = {"layer_norm_eps": "rms_norm_eps", "num_key_value_heads": "num_key_value_heads"}
 _OWN_FIELDS |= {"use_qkv_bias": "attention_bias", "use_parallel_residual": "parallel_residual"}
-# With norms of q and k (the 12B) every head's norm is a tensor of its own, which no layout puts together.
-_FIXED = {"qk_layernorm": False}
+_OWN_FIELDS |= {"qk_layernorm": "qk_norm"}
 
 
 def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
@@ -41,8 +50,9 @@ STABLELM = Family(
     options=StableLmModel,
     problems=partial_problems,
     hugging_face=HuggingFace(
-        model_types={"stablelm": ModelType(_DEFAULTS, _FIXED)},
-        modules=MODULES_BUT_MLP | MLP_MODULES,
+        model_types={"stablelm": ModelType(_DEFAULTS, {})},
+        modules=MODULES_BUT_MLP | MLP_MODULES | _NORMS,
+        layouts=_LAYOUTS,
         fields=FIELDS | _OWN_FIELDS,
         activations=ACTIVATIONS,
         tied=TIED,
