@@ -104,7 +104,8 @@ def run(config: Config, ctx: context.ParallelContext, seed: int = 0) -> list[flo
     """Train; returns the mean reward of each iteration. Every rank generates the same samples from the same weights."""
     state, _ = start(config, ctx, build_stages(config, ctx))
     everyone = range(ctx.world.size)
-    handoff = Handoff(config, grid_of(config), ctx, state.stages.values(), state.weights, receivers=everyone)
+    slices = state.optimizer.slices()
+    handoff = Handoff(config, grid_of(config), ctx, state.stages.values(), state.weights, slices, receivers=everyone)
     alone = context.single(ctx.device)
     generator = build_stages(options(1), alone)[0].eval()
     loader = Loader(generator)

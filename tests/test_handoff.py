@@ -55,7 +55,10 @@ def trained(layout: Layout, precision: str = "fp32") -> TrainState:
 
 def handoff_of(state: TrainState, **options: Any) -> Handoff:
     options = {"bucket_bytes": BUCKET_BYTES, **options}
-    return Handoff(state.config, grid_of(state.config), state.ctx, state.stages.values(), state.weights, **options)
+    slices = state.optimizer.slices()
+    return Handoff(
+        state.config, grid_of(state.config), state.ctx, state.stages.values(), state.weights, slices, **options
+    )
 
 
 def save(state: TrainState, folder: Path) -> None:
@@ -117,6 +120,19 @@ def test_a_file_of_the_stream_is_byte_for_byte_that_of_an_export(
     assert set(others) <= {buckets}
     native_to_hf(NativeToHf(tmp_path / "checkpoints/step_00000001", tmp_path / "exported", verify=False))
     assert (tmp_path / "handed" / SINGLE).read_bytes() == (tmp_path / "exported" / SINGLE).read_bytes()
+
+
+ROUTERS = [
+    Layout(published("ernie4_5_moe"), dp=4, ep=2, zero_stage=3, shard_ranks=2),
+    Layout(published("ernie4_5_moe"), dp=2, ep=2, zero_stage=0),
+    Layout(published("minimax_m2"), dp=2, tp=2, ep=2, etp=1, zero_stage=1),
+    Layout(published("minimax_m2"), dp=2, pp=2, trainable=("layers.1.*",)),
+]
+
+
+@pytest.mark.parametrize("layout", slow_but([0], ROUTERS), ids=name)
+def test_routers_that_a_bf16_file_has_in_fp32_are_handed_over_unrounded(layout: Layout, tmp_path: Path) -> None:
+    test_a_file_of_the_stream_is_byte_for_byte_that_of_an_export(layout, "bf16", tmp_path)
 
 
 # Other receivers

@@ -6,7 +6,8 @@ sends one message with its boxes to each receiver. The receiver puts them where 
 (`megapar_models.convert.recipes`). What arrives is bitwise what `tools/convert_checkpoint.py native-to-hf` writes.
 
 A receiver needs the memory of a bucket, and of the largest message of one owner. An owner needs that of its message.
-With ZeRO-3 each rank also gathers the units of the bucket's weights.
+With ZeRO-3 each rank also gathers the units of the bucket's weights. What a bf16 file has in fp32 (routers of some
+families) comes from the main weights.
 """
 
 import math
@@ -25,7 +26,7 @@ from megapar.config.options import Config
 from megapar.context import ParallelContext, planned
 from megapar.errors import ConfigError
 from megapar.grid import Grid
-from megapar.params import Box, ParamSpec, Piece, spec_of
+from megapar.params import Box, ParamSpec, Piece, StateSlice, spec_of
 from megapar.precision import model_dtype
 from megapar_models.build import build_stages
 from megapar_models.convert.exported import hf_infos, hf_recipes
@@ -94,6 +95,10 @@ class Bucket:
     def names(self) -> set[str]:
         """The logical names of ours in the bucket."""
         return {part.name for theirs in self.tensors for part in theirs.recipe.parts}
+
+    def names_of(self, dtype: torch.dtype) -> set[str]:
+        """Those of `names` that are handed over in `dtype`."""
+        return {part.name for theirs in self.tensors if theirs.info.dtype == dtype for part in theirs.recipe.parts}
 
 
 def _after(offset: int, nbytes: int) -> int:
@@ -201,8 +206,8 @@ class _Held:
 class Handoff:
     """Streams the weights of `stages` to the ranks `receivers`, again and again while they are trained.
 
-    `grid` is that of `config` (`megapar.launch.grid.grid_of`), and `weights` are `TrainState.weights`. Making it costs
-    the declarations of one replica of the model, on the meta device.
+    `grid` is that of `config` (`megapar.launch.grid.grid_of`), `weights` are `TrainState.weights`, and `slices` are
+    those of `TrainState.optimizer`. Making it costs the declarations of one replica of the model, on the meta device.
     """
 
     def __init__(
@@ -212,6 +217,7 @@ class Handoff:
         ctx: ParallelContext,
         stages: Iterable[nn.Module],
         weights: Weights,
+        slices: Iterable[StateSlice],
         *,
         bucket_bytes: int = BUCKET_BYTES,
         receivers: Sequence[int] = (0,),
@@ -225,6 +231,9 @@ class Handoff:
         for tensor, spec in _declared(stages):
             for piece, start, _ in spec.segments():
                 self._held[piece.name] = _Held(tensor, piece, start)
+        self._slices: dict[int, list[StateSlice]] = {}
+        for part in slices:
+            self._slices.setdefault(id(part.param), []).append(part)
 
     @property
     def receives(self) -> bool:
@@ -247,26 +256,40 @@ class Handoff:
         own: Tensor | None = None
         try:
             for bucket in self.buckets:
-                self._weights.hold(
-                    held.tensor
-                    for name in sorted(bucket.names)
-                    if (held := self._held.get(name)) and isinstance(held.tensor, nn.Parameter)
-                )
+                held = {name: self._held[name] for name in sorted(bucket.names) if name in self._held}
+                self._weights.hold(one.tensor for one in held.values() if isinstance(one.tensor, nn.Parameter))
+                held |= self._mains(bucket)
                 if not self.receives:
-                    self._exchange(bucket, None)
+                    self._exchange(bucket, None, held)
                     yield {}
                     continue
                 if memory is None and own is None:
                     own = torch.empty(self.most_nbytes, dtype=torch.uint8, device=self._ctx.device)
                 flat = memory(bucket.nbytes) if memory is not None else own
                 assert flat is not None
-                self._exchange(bucket, flat)
+                self._exchange(bucket, flat, held)
                 yield {theirs.name: theirs.of(flat) for theirs in bucket.tensors}
         finally:
             self._weights.hold(())
 
-    def _exchange(self, bucket: Bucket, flat: Tensor | None) -> None:
-        """Send this rank's boxes, and fill the bucket `flat` if this rank receives."""
+    def _mains(self, bucket: Bucket) -> dict[str, _Held]:
+        """The fp32 main weights of those in the bucket that the model rounds and the file does not."""
+        found = {}
+        for name in sorted(bucket.names_of(torch.float32)):
+            held = self._held.get(name)
+            if held is None or held.tensor.dtype == torch.float32 or not held.tensor.requires_grad:
+                continue  # another stage's, or nothing is rounded, or frozen: then there are no main weights
+            param = held.tensor
+            main = torch.full((param.numel(),), -math.inf, dtype=torch.float32, device=self._ctx.device)
+            for part in self._slices.get(id(param), ()):
+                main[part.start : part.stop].copy_(part.main)
+            # By the largest, because each element may have several copies, and ranks without one have -inf.
+            collectives.all_reduce(main, spec_of(param).grad_axis, "max")
+            found[name] = _Held(main, held.piece, held.start)
+        return found
+
+    def _exchange(self, bucket: Bucket, flat: Tensor | None, held: Mapping[str, _Held]) -> None:
+        """Send this rank's boxes of `held`, and fill the bucket `flat` if this rank receives."""
         rank = self._ctx.world.rank
         # Owners take turns, so that a receiver has one message at a time. In each turn a rank sends or receives, and
         # all have the same turns, so none waits for another in a circle.
@@ -274,7 +297,7 @@ class Handoff:
             others = [receiver for receiver in self._receivers if receiver != owner]
             message = None
             if rank == owner and others:
-                message = self._packed(sent)
+                message = self._packed(sent, held)
                 collectives.exchange([(message, receiver) for receiver in others], [], self._ctx.world).wait()
             if flat is None:
                 continue
@@ -282,7 +305,7 @@ class Handoff:
                 message = torch.empty(sent[-1].end, dtype=torch.uint8, device=self._ctx.device)
                 collectives.exchange([], [(message, owner)], self._ctx.world).wait()
             for item in sent:
-                values = self._held[item.part.name].box(item.box) if rank == owner else item.of(message)  # type: ignore[arg-type]
+                values = held[item.part.name].box(item.box) if rank == owner else item.of(message)  # type: ignore[arg-type]
                 item.part.put(item.theirs.of(flat), item.box, values)
         if flat is not None:
             for theirs in bucket.tensors:
@@ -291,11 +314,11 @@ class Handoff:
                 for part in theirs.recipe.parts:
                     part.turn(theirs.of(flat))
 
-    def _packed(self, sent: Sequence[Sent]) -> Tensor:
+    def _packed(self, sent: Sequence[Sent], held: Mapping[str, _Held]) -> Tensor:
         """The message with this rank's boxes, 1-D uint8."""
         message = torch.zeros(sent[-1].end, dtype=torch.uint8, device=self._ctx.device)
         for item in sent:
-            item.of(message).copy_(self._held[item.part.name].box(item.box))
+            item.of(message).copy_(held[item.part.name].box(item.box))
         return message
 
 
