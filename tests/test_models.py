@@ -171,9 +171,9 @@ def test_parameters_of_mistrals_first_version() -> None:
 
 def test_every_family_has_presets() -> None:
     assert len(presets()) > 14
-    named = {tomllib.loads(path.read_text())["model"]["family"] for path in presets().values()}
-    assert named == FAMILIES.keys()
-    assert all(path.parents[1].name == preset(name).family for name, path in presets().items())
+    named = {path: tomllib.loads(path.read_text())["model"]["family"] for path in presets().values()}
+    assert {*named.values()} == FAMILIES.keys()
+    assert all(path.parents[1].name == family for path, family in named.items())
 
 
 @pytest.mark.parametrize("name", ["grouped", "q/k norm and biases", "gpt tied", "mixtral", "qwen3_moe"])
