@@ -4,7 +4,7 @@
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
-base=$(ls -d runs/quickstart-*/checkpoints/step_* 2>/dev/null | tail -n 1)
+base=$(ls -dt runs/quickstart-*/checkpoints/step_* 2>/dev/null | head -n 1 || true)
 if [ -z "$base" ]; then
     echo "finetune_laptop.sh: no runs/quickstart-*/checkpoints here; bash pretrain_scripts/quickstart.sh makes one" >&2
     exit 2

@@ -32,7 +32,10 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG
     (ROOT / "docs").glob("*.md")
 )
 SVG = "{http://www.w3.org/2000/svg}"
-INSTALLING = ("bash pretrain_scripts/quickstart.sh", "bash pretrain_scripts/moe_laptop.sh", "bash tests/run.sh")
+INSTALLING = (
+    *(f"bash pretrain_scripts/{name}.sh" for name in ("quickstart", "moe_laptop", "finetune_laptop")),
+    "bash tests/run.sh",
+)
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:
