@@ -87,8 +87,8 @@ class ParallelContext:
     """The position of this rank in the grid, its device and its flight log.
 
     `grad` is dp x cp: gradients are summed and ZeRO shards are cut over it. `tied` has the ranks of this pipeline with
-    copies of a tied embedding, and size 1 on all other ranks. `flight` is this rank's flight log. `expert_load` is read
-    in plans alone.
+    copies of a tied embedding, and size 1 on all other ranks. `flight` is this rank's flight log. `cores` are the CPU
+    cores for this rank. `expert_load` is read in plans alone.
 
     Experts lie on a grid of their own over the same ranks: experts are dealt over `ep`, and each is cut over `etp`. The
     ranks of `expert_grad` hold the same experts, and sum their gradients. The three have size 1 in a model without
@@ -107,6 +107,7 @@ class ParallelContext:
     world: Axis
     device: torch.device
     flight: Flight = field(default_factory=Flight, compare=False)
+    cores: int = field(default=1, compare=False)
     expert_load: ExpertLoad = field(default=EVEN, compare=False)
 
     @property
@@ -120,10 +121,11 @@ class ParallelContext:
         return {axis.name: axis.traffic.total() for axis in self.axes if axis.traffic.total()}
 
 
-def single(device: torch.device | None = None, flight: Flight | None = None) -> ParallelContext:
+def single(device: torch.device | None = None, flight: Flight | None = None, cores: int = 1) -> ParallelContext:
     """The context of one process: every axis has size 1."""
     axes = {name: Axis(name) for name in Grid().positions(0)}
-    return ParallelContext(**axes, device=device or torch.device("cpu"), flight=flight or Flight(), expert_load=EVEN)
+    device = device or torch.device("cpu")
+    return ParallelContext(**axes, device=device, flight=flight or Flight(), cores=cores, expert_load=EVEN)
 
 
 def planned(grid: Grid, rank: int, *, device: torch.device) -> ParallelContext:
@@ -135,7 +137,7 @@ def planned(grid: Grid, rank: int, *, device: torch.device) -> ParallelContext:
     axes = {}
     for name, (size, position) in grid.positions(rank).items():
         axes[name] = Axis(name, size, position, tuple(range(size)))
-    return ParallelContext(**_with_parts(axes), device=device, flight=Flight(), expert_load=EVEN)
+    return ParallelContext(**_with_parts(axes), device=device, flight=Flight(), cores=1, expert_load=EVEN)
 
 
 def simulated(
@@ -152,7 +154,7 @@ def simulated(
         if len(ranks) > 1:
             position = ranks.index(rank)
             axes[name] = Axis(name, len(ranks), position, ranks, transport(ranks, position))
-    return ParallelContext(**_with_parts(axes), device=torch.device("meta"), flight=Flight(), expert_load=load)
+    return ParallelContext(**_with_parts(axes), device=torch.device("meta"), flight=Flight(), cores=1, expert_load=load)
 
 
 def _with_parts(axes: Mapping[str, Axis]) -> dict[str, Axis]:
@@ -173,12 +175,13 @@ def create(
     timeout_seconds: float = 300.0,
     flight: Flight | None = None,
     use_shared_memory: bool = True,
+    cores: int = 1,
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
 
     Collectives raise an error after `timeout_seconds`. `flight` is the log of this rank's operations, by default
     private. With `use_shared_memory`, the axes of a gloo job exchange through shared memory if all its ranks are on one
-    host.
+    host. `cores` are the CPU cores for this rank.
 
     Raises ValueError if the grid's sizes do not multiply to the world size, or if ep * etp does not divide
     tp * cp * dp.
@@ -188,7 +191,7 @@ def create(
         sizes = " * ".join(f"{name}({size})" for name, size in grid.sizes.items())
         raise ValueError(f"{sizes} = {grid.world_size}, not {world_size} ranks")
     if world_size == 1:
-        return single(device, flight)
+        return single(device, flight, cores)
     flight = flight or Flight()
     rank = dist.get_rank()
     host = None
@@ -198,7 +201,7 @@ def create(
     maker = _AxisMaker(rank, world_size, timedelta(seconds=timeout_seconds), flight, host)
     axes = {name: maker.make(name, groups) for name, groups in grid.groups().items()}
     device = device or torch.device("cpu")
-    return ParallelContext(**_with_parts(axes), device=device, flight=flight, expert_load=EVEN)
+    return ParallelContext(**_with_parts(axes), device=device, flight=flight, cores=cores, expert_load=EVEN)
 
 
 def _world_group() -> dist.ProcessGroup:

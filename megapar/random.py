@@ -7,7 +7,8 @@ it exactly.
 
 import hashlib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,22 +16,55 @@ import torch
 from megapar_kernels.dropout import keep_mask, mix
 from torch import Tensor, nn
 
-from megapar.params import Init, Piece, spec_of
+from megapar.params import Init, ParamSpec, Piece, spec_of
 
 __all__ = ["Tokens", "fill", "initial_values", "initialize", "keep_mask", "row_keys"]
 
 _MASK = 0xFFFFFFFF
+_NUMBERS_PER_THREAD = 1 << 18  # some milliseconds of drawing; a thread costs 0.1
+
+Draws = Callable[[ParamSpec], bool]
+"""Whether a parameter is drawn. A checkpoint fills the others."""
 
 
-def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
-    """This rank's part of the logical tensor `piece`, fp32, as `init` says.
+def _always(_: ParamSpec) -> bool:
+    return True
 
-    Whole rows are drawn and then cut, so the numbers do not depend on the cut.
+
+def initial_values(piece: Piece, init: Init, seed: int, *, rows: slice | None = None, threads: int = 1) -> Tensor:
+    """This rank's part of the logical tensor `piece`, fp32, as `init` says. `rows` are those of the part to draw.
+
+    Whole rows are drawn and then cut, so the numbers do not depend on the cut. `threads` share them.
     """
+    first, last, _ = (rows or slice(None)).indices(piece.local_shape[0])
+    shape = (last - first, *piece.local_shape[1:])
     if init.kind == "constant":
-        return torch.full(piece.local_shape, init.value)
+        return torch.full(shape, init.value)
+    local = np.empty(shape, np.float32)
+    # Threads for large parts alone. numpy holds Python's lock between rows, not while it draws one.
+    parts = max(1, min(threads, local.size // _NUMBERS_PER_THREAD))
+    bounds = [len(local) * i // parts for i in range(parts + 1)]
+    start = piece.held.offset[0] + first
+
+    def draw(begin: int, end: int) -> None:
+        _draw_rows(local[begin:end], start + begin, piece, init, seed)
+
+    if parts == 1:
+        draw(0, len(local))
+    else:
+        with ThreadPoolExecutor(parts) as pool:
+            for _ in pool.map(draw, bounds, bounds[1:]):
+                pass  # raises what a thread has raised
+    values = torch.from_numpy(local)
+    if init.kind == "uniform":
+        values.mul_(2).sub_(1)  # drawn from 0 to 1
+    return values.mul_(init.value)
+
+
+def _draw_rows(rows: np.ndarray, first: int, piece: Piece, init: Init, seed: int) -> None:
+    """Fill `rows` with this rank's columns of the rows from number `first` on, before `init.value` scales them."""
     key = int.from_bytes(hashlib.blake2b(piece.name.encode(), digest_size=8).digest(), "little")
-    rows, *others = piece.held.slices
+    columns = piece.held.slices[1:]
     row_shape = piece.shape[1:]
     width = math.prod(row_shape)
     # One row at a time: a rank needs no memory for the whole tensor. A row has a stream that begins at its counter.
@@ -39,31 +73,48 @@ def initial_values(piece: Piece, init: Init, seed: int) -> Tensor:
     generator = np.random.Generator(bits)
     draw = generator.standard_normal if init.kind == "normal" else generator.random
     begin = bits.state
-    local = np.empty(piece.local_shape, np.float32)
-    for i, row in enumerate(range(rows.start, rows.stop)):
-        begin["state"]["counter"][2] = row
+    for i in range(len(rows)):
+        begin["state"]["counter"][2] = first + i
         bits.state = begin
-        local[i] = draw(width, np.float32).reshape(row_shape)[tuple(others)]
-    values = torch.from_numpy(local)
-    if init.kind == "uniform":
-        values.mul_(2).sub_(1)  # drawn from 0 to 1
-    return values.mul_(init.value)
+        rows[i] = draw(width, np.float32).reshape(row_shape)[columns]
 
 
-def initialize(modules: Iterable[nn.Module], seed: int) -> None:
-    """Fill every parameter as its spec says. Padding rows become zero."""
+def initialize(modules: Iterable[nn.Module], seed: int, *, draws: Draws = _always, threads: int = 1) -> None:
+    """Fill every parameter as its spec says. Padding rows become zero, and what `draws` leaves out too."""
     # By id: a tied parameter is reached through several modules, and filled once.
     for param in {id(p): p for module in modules for p in module.parameters()}.values():
-        fill(param, seed)
+        fill(param, seed=seed, draws=draws, threads=threads)
 
 
 @torch.no_grad()
-def fill(param: nn.Parameter, seed: int) -> None:
-    """Fill one parameter as its spec says. Padding rows become zero."""
+def fill(
+    param: nn.Parameter,
+    elements: slice | None = None,
+    *,
+    seed: int,
+    draws: Draws = _always,
+    threads: int = 1,
+) -> None:
+    """Fill one parameter as its spec says. Padding rows become zero.
+
+    `elements` are those in flat memory that this rank keeps: other rows are not drawn, and become zero. So does a
+    parameter that `draws` leaves out.
+    """
     spec = spec_of(param)
     param.zero_()  # the pieces below leave the padding rows out
+    if not draws(spec):
+        return
+    start, stop, _ = (elements or slice(None)).indices(param.numel())
     for piece, first, last in spec.segments():
-        param.view(-1)[first:last].copy_(initial_values(piece, spec.init, seed).view(-1))
+        begin = max(start, first) - first
+        end = min(stop, last) - first
+        if begin >= end:
+            continue
+        width = math.prod(piece.local_shape[1:])
+        rows = slice(begin // width, -(-end // width))
+        values = initial_values(piece, spec.init, seed, rows=rows, threads=threads)
+        at = first + rows.start * width
+        param.view(-1)[at : at + values.numel()].copy_(values.view(-1))
 
 
 def row_keys(seed: int, use: int, first: Tensor, *others: Tensor) -> Tensor:

@@ -154,7 +154,7 @@ def first_loss_and_save(model: ModelConfig, native: Path, run: Path, layout: dic
     laid = Layout(model, **layout)
     config = replace(laid.config(), checkpoint=CheckpointConfig(init_from=str(native)), run_dir=str(run))
     state = make_state(config)
-    checkpoints.resume(state, run)
+    checkpoints.resume(state, run, checkpoints.find(state.config, run, state.ctx))
     with checkpoints.Saver(state, run) as saver:
         saver.save(state)
     return train_step(state, micro_batches(state.config, state.ctx, 0)).loss

@@ -20,8 +20,8 @@ from megapar.batch import MicroBatch
 from megapar.config.options import Config, ModelConfig
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.grid import Grid
-from megapar.params import Box, Piece
-from megapar.random import initialize, keep_mask, row_keys
+from megapar.params import Box, Init, ParamSpec, Piece, Sizes, parameter
+from megapar.random import fill, initial_values, initialize, keep_mask, row_keys
 from megapar.verify import logical
 from tests.support import tiny_models
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
@@ -88,6 +88,26 @@ def test_initial_weights_follow_the_law_of_their_kind(model: ModelConfig) -> Non
             assert (tensor.abs() < std).double().mean().item() == pytest.approx(0.6827, abs=5 * 0.47 / math.sqrt(n)), (
                 name
             )
+
+
+@pytest.mark.parametrize("held", [((0, 0), (600, 1000)), ((7, 250), (593, 500))])
+def test_threads_and_kept_elements_change_no_bit(held: tuple[Sizes, Sizes]) -> None:
+    """A rank draws the rows of its own shard alone, in all threads; the others are zero."""
+    piece = Piece("layers.0.mlp.up.weight", (600, 1000), Box(*held), Box(*held))
+    init = Init("normal", 0.02)
+    whole = initial_values(piece, init, 7)
+    with mock.patch("megapar.random._NUMBERS_PER_THREAD", 10_000):
+        assert torch.equal(initial_values(piece, init, 7, threads=3), whole)
+        assert torch.equal(initial_values(piece, init, 7, rows=slice(5, 17), threads=3), whole[5:17])
+    spec = ParamSpec((piece,), init, decay=True, grad_axis=context.single().grad)
+    param = parameter(spec, (held[1][0] + 2, held[1][1]), dtype=torch.float32, device="cpu")
+    width = held[1][1]
+    fill(param, slice(3 * width + 5, 9 * width), seed=7)
+    expected = torch.zeros_like(param)
+    expected[3:9] = whole[3:9]
+    assert torch.equal(param, expected)
+    fill(param, slice(0), seed=7)
+    assert not param.any(), "a rank whose shard has no element draws none"
 
 
 def test_no_two_rows_start_alike() -> None:

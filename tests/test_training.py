@@ -236,7 +236,7 @@ def run_long(case: Case, steps: int, every: int, folder: Path) -> tuple[list[lis
         if step == steps:
             checkpoints.Saver(state, folder).save(state)
             state = make_state(config)
-            checkpoints.resume(state, folder)
+            checkpoints.resume(state, folder, checkpoints.find(state.config, folder, state.ctx))
             assert state.step == steps
             shown.append(held_weights(state))
         train_step(state, micro_batches(config, state.ctx, step))
@@ -530,7 +530,7 @@ def overflowing(folder: Path) -> list[Any]:
             state.loss_scale.scale = 2.0**10
     checkpoints.Saver(state, folder).save(state)
     again = started(config)
-    checkpoints.resume(again, folder)
+    checkpoints.resume(again, folder, checkpoints.find(again.config, folder, again.ctx))
     return [*shown, again.loss_scale]
 
 

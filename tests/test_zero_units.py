@@ -2,6 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,15 +12,21 @@ from megapar_models.build import build_stages
 from torch import Tensor, nn
 
 from megapar import context, random
+from megapar.checkpoint.format import folder_name
+from megapar.config.options import AdapterConfig, CheckpointConfig, Config
 from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.grid import Grid
 from megapar.params import ONES, Init, ParamSpec, Piece, parameter, shared_piece
 from megapar.random import initial_values
+from megapar.train.checkpoints import Saver
+from megapar.train.state import TrainState
+from megapar.train.step import train_step
 from megapar.train.trainer import initializes_by_unit, start
 from tests.support.distributed import run_ranks
-from tests.support.grid import ONE_KV_HEAD, Layout
+from tests.support.grid import ONE_KV_HEAD, Layout, micro_batches
+from tests.support.runs import assert_bitwise, bits
 
 TINY = [(1,), (2, 1), (3,), (5,), (7,), (1, 1)]
 
@@ -153,9 +162,9 @@ def test_a_rank_never_holds_more_than_one_unit_while_it_starts(monkeypatch: pyte
     assert live() == 0
     most = []
 
-    def noted(piece: Piece, init: Init, seed: int) -> Tensor:
+    def noted(piece: Piece, init: Init, seed: int, **how: Any) -> Tensor:
         most.append(live())
-        return initial_values(piece, init, seed)
+        return initial_values(piece, init, seed, **how)
 
     monkeypatch.setattr(random, "initial_values", noted)
     state, _ = start(config, ctx, stages)
@@ -164,3 +173,37 @@ def test_a_rank_never_holds_more_than_one_unit_while_it_starts(monkeypatch: pyte
     assert max(most) == max(units) < sum(units) / 2
     assert torch.equal(state.weights.flat, expected.weights.flat)
     assert live() == 0
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_what_a_file_holds_is_not_drawn(zero_stage: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither to resume nor to start from weights. New adapters are drawn, and so are weights that may not fit."""
+    config = replace(Layout(ONE_KV_HEAD, zero_stage=zero_stage).config("fp32"), run_dir=str(tmp_path / "first"))
+    ctx = context.single(torch.device("cpu"))
+    drawn: set[str] = set()
+
+    def noted(piece: Piece, init: Init, seed: int, **how: Any) -> Tensor:
+        drawn.add(piece.name)
+        return initial_values(piece, init, seed, **how)
+
+    def begin(config: Config) -> tuple[TrainState, set[str]]:
+        drawn.clear()
+        state, _ = start(config, ctx, build_stages(config, ctx, allocate=not initializes_by_unit(config)))
+        return state, set(drawn)
+
+    monkeypatch.setattr(random, "initial_values", noted)
+    first, everything = begin(config)
+    train_step(first, micro_batches(config, ctx, 0))
+    with Saver(first, tmp_path / "first") as saver:
+        saver.save(first)
+    resumed, none = begin(config)
+    assert not none
+    assert_bitwise(bits(resumed), bits(first), "resumed")
+    path = str(tmp_path / "first/checkpoints" / folder_name(1))
+    based = replace(config, run_dir=str(tmp_path / "second"), checkpoint=CheckpointConfig(init_from=path))
+    began, none = begin(based)
+    assert not none
+    assert torch.equal(began.weights.flat, first.weights.flat)
+    assert begin(replace(based, checkpoint=replace(based.checkpoint, strict=False)))[1] == everything
+    adapters = begin(replace(based, adapter=AdapterConfig(rank=2)))[1]
+    assert {name.rpartition(".")[2] for name in adapters} == {"lora_a", "lora_b"}

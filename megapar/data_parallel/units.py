@@ -16,7 +16,9 @@ from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot,
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.products import forget_converted
-from megapar.random import fill
+
+Initial = Callable[[nn.Parameter, slice], None]
+"""Fills some elements of a parameter in flat memory with its initial values."""
 
 
 class UnitWeights(Weights):
@@ -26,13 +28,14 @@ class UnitWeights(Weights):
     released. Each unit keeps one storage object, and its size goes from zero to the whole and back. So tensors saved
     for backward by autograd see the weights again when the unit is gathered again.
 
-    With a `seed`, weights are initialized from it here, a unit at a time: parameters need no memory before, and a rank
-    never holds more than one unit whole. Without it they keep their values.
+    With `initial`, it fills the weights here, a unit at a time: parameters need no memory before, and a rank never
+    holds more than one unit whole. It gets a parameter, and the elements of it that this rank keeps. Without it they
+    keep their values.
     """
 
     SHARDS_ONLY = True
 
-    def __init__(self, layout: FlatLayout, device: torch.device, seed: int | None = None):
+    def __init__(self, layout: FlatLayout, device: torch.device, initial: Initial | None = None):
         super().__init__(layout, device)
         self._shards = [self.part(*layout.shard(bucket)) for bucket in layout.buckets]
         self._whole: list[Tensor] = []
@@ -43,14 +46,16 @@ class UnitWeights(Weights):
         for unit, bucket in enumerate(layout.buckets):
             whole = torch.zeros(bucket.stop - bucket.start, dtype=layout.dtype, device=device)
             self._whole.append(whole)
+            kept = layout.shard(bucket)
             for slot in layout.slots[bucket.first_param : bucket.end_param]:
                 view = view_of_slot(whole, slot, bucket.start)
-                if seed is None:
+                if initial is None:
                     view.copy_(slot.param.data)
                 # `.data`, so that modules and optimizer keep the same Parameter object.
                 slot.param.data = view
-                if seed is not None:
-                    fill(slot.param, seed)
+                if initial is not None:
+                    start, stop = (min(max(bound, slot.start), slot.stop) - slot.start for bound in kept)
+                    initial(slot.param, slice(start, stop))
             self._shards[unit].copy_(self._own_slice(unit))
             whole.untyped_storage().resize_(0)
 

@@ -166,6 +166,7 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
         timeout_seconds=timeout,
         flight=process.flight,
         use_shared_memory=config.launch.cpu_exchange == "shared_memory",
+        cores=config.launch.threads or env.cores,
     )
 
 

@@ -29,6 +29,7 @@ from megapar.errors import CheckpointError, CommunicationError, StorageError
 from megapar.optimizer.schedule import change_of_rate
 from megapar.params import ADAPTER, MAIN, StateSlice
 from megapar.precision import LossScale
+from megapar.random import Draws
 from megapar.train import adapter_base
 from megapar.train.data import ORDER, compare
 from megapar.train.state import TrainState
@@ -217,8 +218,21 @@ def _loss_scale(saved: object, prefix: str) -> LossScale | None:
     return scale
 
 
-def resume(state: TrainState, run_dir: Path) -> list[str]:
-    """Restore the checkpoint named by `checkpoint.resume`; returns lines for the user.
+def find(config: Config, run_dir: Path, ctx: ParallelContext) -> Path | None:
+    """The checkpoint named by `checkpoint.resume`, or None. A collective."""
+    return choose(config.checkpoint.resume, run_dir / FOLDER, ctx, check=position)
+
+
+def draws(config: Config, path: Path | None) -> Draws:
+    """Which initial weights a run needs that `resume` starts from `path`: those that it does not read from a file."""
+    options = config.checkpoint
+    reads_all = path is not None or (options.init_from != "none" and options.strict)
+    # New adapters and biases are in no file of a base.
+    return lambda spec: not reads_all or spec.added_by != ""
+
+
+def resume(state: TrainState, run_dir: Path, path: Path | None) -> list[str]:
+    """Restore the checkpoint `path` that `find` has found; returns lines for the user.
 
     If there is none, the run starts from the weights of `checkpoint.init_from`. Weights and moments are restored bit
     for bit, whatever layout wrote them. Checkpoints of a branch left by the run are set aside. Raises CheckpointError
@@ -226,7 +240,6 @@ def resume(state: TrainState, run_dir: Path) -> list[str]:
     """
     root = run_dir / FOLDER
     ctx = state.ctx
-    path = choose(state.config.checkpoint.resume, root, ctx, check=position)
     state.base = adapter_base.identity(state.config, ctx)
     past: Lineage = []
     if path is None:

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from megapar.data.loader import Loader
 from megapar.data_parallel.layout import FlatLayout, HasParameters
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.shards import ReducedGradients, Weights
-from megapar.data_parallel.units import UnitGradients, UnitWeights
+from megapar.data_parallel.units import Initial, UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
 from megapar.errors import NumericError, StorageError
 from megapar.optimizer import table
@@ -32,7 +33,7 @@ from megapar.pipeline.schedules import of
 from megapar.pipeline.sharding_plan import UnitAction, Units
 from megapar.pipeline.zero_bubble import Memory
 from megapar.precision import LossScale, model_dtype
-from megapar.random import initialize
+from megapar.random import fill, initialize
 from megapar.stage_set import StageSet
 from megapar.train import checkpoints, not_finite, prediction
 from megapar.train.data import TEST, holds_conversations, packs_in_words
@@ -58,12 +59,12 @@ def assemble(
     ctx: ParallelContext,
     stages: StageSet[PipelineStage],
     memory: Memory | None = None,
-    seed: int | None = None,
+    initial: Initial | None = None,
 ) -> TrainState:
     """Build the training state at step 0: pipeline runtime, flat weights and gradients, and optimizers.
 
-    Initialize the weights of `stages` before this call: the optimizer's main weights are copied from them. With a
-    `seed` and ZeRO-3 they are initialized here (`initializes_by_unit`). `memory` is what the schedule may keep
+    Initialize the weights of `stages` before this call: the optimizer's main weights are copied from them. With ZeRO-3
+    `initial` fills them here, unless it is None (`initializes_by_unit`). `memory` is what the schedule may keep
     (`dry_run.memory_limit`).
     """
     options = config.optimizer
@@ -72,7 +73,7 @@ def assemble(
     layout = layout_of(options, list(stages.values()))
     weights: Weights
     if stage == 3:
-        weights = UnitWeights(layout, ctx.device, seed)
+        weights = UnitWeights(layout, ctx.device, initial)
     else:
         weights = FlatWeights(layout, ctx.device)
         if options.overlap_param_gather:
@@ -169,17 +170,22 @@ def start(
     if an option is set that no optimizer of the run reads.
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
+    run_dir = Path(config.run_dir)
+    path = checkpoints.find(config, run_dir, ctx)
     seed = config.train.seed
-    by_unit = initializes_by_unit(config)
-    if not by_unit:
-        initialize(stages.values(), seed)
+    draws = checkpoints.draws(config, path)
+    initial: Initial | None = None
+    if initializes_by_unit(config):
+        initial = partial(fill, seed=seed, draws=draws, threads=ctx.cores)
+    else:
+        initialize(stages.values(), seed, draws=draws, threads=ctx.cores)
     notes = freeze_others(stages.values(), config.train.trainable, ctx)
     # Of all ranks, because another pipeline rank's layers may have another optimizer.
     names = collectives.gather_json(table.names_of(stages.values()), ctx.world, ctx.device)
     table.check(config.optimizer, {name for names_of_rank in names for name in names_of_rank})
-    state = assemble(config, ctx, stages, memory, seed if by_unit else None)
+    state = assemble(config, ctx, stages, memory, initial)
     state.data_identity = data or {}
-    notes += checkpoints.resume(state, Path(config.run_dir))
+    notes += checkpoints.resume(state, run_dir, path)
     ctx.flight.step = state.step
     if state.step:
         ctx.flight.checkpoint(state.step)

@@ -125,7 +125,7 @@ def _no_head_sum(patch: Patch, rank: int) -> None:
 
 
 def _seed_by_rank(patch: Patch, rank: int) -> None:
-    patch(trainer, "initialize", lambda original: lambda modules, seed: original(modules, seed + rank))
+    patch(trainer, "initialize", lambda original: lambda modules, seed, **how: original(modules, seed + rank, **how))
 
 
 def _heads_from_zero(patch: Patch, rank: int) -> None:
