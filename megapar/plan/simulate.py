@@ -30,7 +30,7 @@ from megapar.plan.parts import Parts
 from megapar.stage_set import StageSet
 from megapar.train import memory_report
 from megapar.train.kept import KeptBytes
-from megapar.train.step import train_step
+from megapar.train.step import queue_step
 from megapar.train.trainable import freeze
 from megapar.train.trainer import assemble
 
@@ -113,7 +113,7 @@ def simulate(
     done = itertools.count(1)
     state.pipeline.after_action.append(lambda action: progress(next(done), total))
     with kept.counting(), _Executed() as executed:
-        train_step(state, batches)
+        queue_step(state, batches).finish()  # numbers on the meta device are 0, and mean nothing
     traffic = {axis.name: _traffic(axis, ranks_per_node) for axis in ctx.axes if axis.traffic.calls}
     return Simulation(
         rank=rank,
