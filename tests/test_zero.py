@@ -394,11 +394,15 @@ def test_traffic_is_that_of_the_formulas(stage: int, schedule: str) -> None:
         assert found["evaluation"]["reduce_scatter"] == 0
 
 
-def test_traffic_between_copies_of_shards_is_that_of_the_formula() -> None:
-    """Within groups of n = 2 of d = 4 ranks as with d = 2, and 2 (d/n-1)/(d/n) 4P/n for each reduction across them."""
-    layout = Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=1, schedule=BREADTH)
+@pytest.mark.parametrize("schedule", ["1f1b", BREADTH])
+def test_traffic_between_copies_of_shards_is_that_of_the_formula(schedule: str) -> None:
+    """Within groups of n = 2 of d = 4 ranks as with d = 2, and 2 (d/n-1)/(d/n) 4P/n across them in a step, however many
+    micro-batches it has."""
+    layout = Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=1, schedule=schedule)
+    rounds = 3 if schedule == "1f1b" else 1  # 12 samples, 4 replicas, 1 sample of a micro-batch
     for found in run_ranks(4, sent, layout.config("bf16")):
         sizes = [sum(units) for _, units in sorted(found["units"].items())]
-        everything, last = sum(sizes), sizes[-1]
-        assert found["step"] == {"all_gather": 2 * everything - last, "reduce_scatter": 4 * everything // 2}
+        everything, first, last = sum(sizes), sizes[0], sizes[-1]
+        gathered = rounds * (2 * everything - last) - (rounds - 1) * first
+        assert found["step"] == {"all_gather": gathered, "reduce_scatter": rounds * 4 * everything // 2}
         assert found["copies"] == {"all_reduce": 4 * everything // 2}

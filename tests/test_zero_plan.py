@@ -49,7 +49,7 @@ def units_of(stages: Sequence[int], num_stages: int, *, gathers: bool = True, ov
         of_stage[0].append(TIED_UNIT)
         of_stage[num_stages - 1].append(TIED_UNIT)
     # The last stage adds gradients in I, as that of a loss in chunks does.
-    return Units(of_stage, do_nothing, gathers, overlap, add_in_i={num_stages - 1})
+    return Units(of_stage, do_nothing, gathers, overlap, add_in_i={num_stages - 1}, copied=True)
 
 
 class Checker:
@@ -70,6 +70,7 @@ class Checker:
         self.collected: set[int] = set()
         self.travelling: set[int] = set()
         self.added: set[int] = set()  # units whose collected gradient has got something
+        self.copied: list[int] = []  # units with their sum over copies, in the order of its start
         self.hidden: list[int] = []  # for each wait, how many actions ran while the unit arrived
 
     def run(self, plan: Sequence[Item]) -> None:
@@ -113,8 +114,13 @@ class Checker:
         self.travelling.add(unit)
 
     def on_add(self, unit: int) -> None:
+        assert unit not in self.copied, "the shard is summed over its copies already"
         self.travelling.remove(unit)
         self.collected.remove(unit)
+
+    def on_copies(self, unit: int) -> None:
+        assert unit not in self.collected
+        self.copied.append(unit)
 
 
 def in_halves(order: Sequence[Action]) -> list[Action]:
@@ -157,6 +163,8 @@ def test_every_plan_uses_units_only_while_they_are_there(name: str, vpp: int) ->
             units = units_of(stages_in(plan), num_stages, gathers=gathers, overlap=overlap)
             checker = Checker(units.of_stage, gathers, overlap, add_in_i=units.add_in_i)
             checker.run(insert_unit_actions(plan, units))
+            used = {unit for of_stage in units.of_stage.values() for unit in of_stage}
+            assert sorted(checker.copied) == sorted(used), "each shard is summed over its copies once"
             if gathers:
                 first = len(units.of_stage[stages_in(plan)[0]])
                 assert sorted(checker.hidden)[:first] == [0] * first

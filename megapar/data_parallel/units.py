@@ -116,7 +116,8 @@ class UnitGradients(ReducedGradients):
     """The gradients of this rank's shards (ZeRO-2 and 3).
 
     The gradient of a unit is collected in memory allocated by `open`. `reduce` starts to sum it over all ranks, and
-    `add` adds the sum to this rank's shard. The first sum of a step overwrites the shard.
+    `add` adds the sum to this rank's shard. The first sum of a step overwrites the shard. If it has copies on other
+    ranks (optimizer.shard_ranks), `sum_copies` starts to add them up.
     """
 
     SHARDS_ONLY = True
@@ -139,6 +140,7 @@ class UnitGradients(ReducedGradients):
             self._main_grads.append(main_grad)
         self._collected: dict[int, Tensor] = {}  # whole gradients by unit, from `open` to `add`
         self._travelling: dict[int, collectives.Pending] = {}  # by unit, from `reduce` to `add`
+        self._summed: list[collectives.Pending] = []  # from `sum_copies` to `finish`
         self._untouched = set(range(len(layout.buckets)))  # units whose shard holds values of an earlier step
 
     def zero(self) -> None:
@@ -151,9 +153,12 @@ class UnitGradients(ReducedGradients):
         """Do nothing: the plan says when gradients are reduced."""
 
     def finish(self) -> None:
-        """Add up the partial gradients of several ranks. The plan has reduced all others."""
+        """Wait for the sums of copies, and add up the partial gradients of several ranks. All others are reduced."""
         if self._collected:
             raise RuntimeError("UnitGradients.finish() while gradients are collected: the plan must reduce them first")
+        for pending in self._summed:
+            pending.wait()
+        self._summed = []
         for unit in self._untouched:
             self._shards[unit].zero_()
         self._untouched = set()
@@ -189,15 +194,22 @@ class UnitGradients(ReducedGradients):
         whole = self._collected.pop(unit)
         self.whole.change(-whole.nbytes)
         arrived = whole[start - bucket.start : stop - bucket.start]
-        collectives.all_reduce(arrived, self.layout.copies(bucket))
         if unit in self._untouched:
             self._untouched.remove(unit)
             self._shards[unit].copy_(arrived)
         else:
             self._shards[unit].add_(arrived)
 
+    def sum_copies(self, unit: int) -> None:
+        """Start to add up the copies of this rank's shard. Nothing may be added to it before `finish`."""
+        copies = self.layout.copies(self.layout.buckets[unit])
+        self._summed.append(collectives.all_reduce_async(self._shards[unit], copies))
+
     def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
-        return {"open": self.open, "reduce": self.reduce, "add": self.add}
+        actions = {"open": self.open, "reduce": self.reduce, "add": self.add}
+        if any(self.layout.copies(bucket).size > 1 for bucket in self.layout.buckets):
+            actions["copies"] = self.sum_copies
+        return actions
 
     def nbytes_of(self, unit: int) -> int:
         bucket = self.layout.buckets[unit]

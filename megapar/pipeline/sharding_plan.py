@@ -14,6 +14,7 @@ With ZeRO-2 and 3 these actions are inserted for each unit:
     open     allocates memory for its gradient, right before the first action that adds to it
     reduce   starts to sum its gradient over all ranks, unless the next action that adds gradients adds to it again
     add      waits for the sum, adds it to this rank's shard, and frees the memory
+    copies   starts to sum the shard over its copies, after its last add, if shards have copies (optimizer.shard_ranks)
 
 So nothing hooks into modules or into autograd, and memory and traffic can be computed from the plan.
 """
@@ -26,7 +27,7 @@ from typing import Literal, NamedTuple
 from megapar.pipeline.actions import Action
 from megapar.pipeline.lowering import MessageBatch
 
-UnitKind = Literal["gather", "wait", "release", "open", "reduce", "add"]
+UnitKind = Literal["gather", "wait", "release", "open", "reduce", "add", "copies"]
 
 
 class UnitAction(NamedTuple):
@@ -48,7 +49,7 @@ class Units:
 
     `of_stage[stage]` are the units of a fine stage of this rank. `gathers` is True if weights are sharded
     (ZeRO-3). Without `overlap` a rank waits for each reduction right after its start. `add_in_i` are the fine stages
-    whose I adds gradients too. Elsewhere only B and W do.
+    whose I adds gradients too. Elsewhere only B and W do. `copied` is True if shards have copies on other ranks.
     """
 
     of_stage: Mapping[int, Sequence[int]]
@@ -56,6 +57,7 @@ class Units:
     gathers: bool
     overlap: bool = True
     add_in_i: Container[int] = ()
+    copied: bool = False
 
 
 class _Insertions:
@@ -86,7 +88,25 @@ def insert_unit_actions(plan: Sequence[Item], units: Units, stage_of: Mapping[in
     if units.gathers:
         _insert_gathers(plan, units, stage_of, insertions)
     _insert_reductions(plan, units, stage_of, insertions)
+    if units.copied:
+        return _with_sums_over_copies(insertions.apply())
     return insertions.apply()
+
+
+def _with_sums_over_copies(plan: Sequence[Item]) -> list[Item]:
+    """The plan with one sum over copies for each unit, behind the last of its additions.
+
+    So the copies exchange a shard once a step, however many micro-batches there are, and under the rest of the plan.
+    """
+    items: list[Item] = []
+    summed: set[int] = set()
+    for item in reversed(plan):
+        if isinstance(item, UnitAction) and item.kind == "add" and item.unit not in summed:
+            summed.add(item.unit)
+            items.append(UnitAction("copies", item.unit))
+        items.append(item)
+    items.reverse()
+    return items
 
 
 class _Use(NamedTuple):

@@ -182,10 +182,8 @@ class _Step:
                 reduced = elements * self._grad_itemsize
                 reduce += self.network.seconds("reduce_scatter", self._shards(axis), reduced)
                 shard = elements / self._shard_ranks(axis)
-                # The sum is read and added to the shard, after it was summed over copies.
+                # The sum is read and added to the shard.
                 add += self.hardware.memory_seconds(3 * 4 * shard)
-                if self._is_split(axis):
-                    add += self.network.seconds("all_reduce", self._copies(axis), 4 * shard)
                 if self.zero_stage == 3:
                     gather += self.network.seconds("all_gather", self._shards(axis), elements * part.itemsize)
         return _Fine(part, 1, forward, backward, inputs, weights, gather, reduce, add)
@@ -385,8 +383,8 @@ class _Step:
                 shard /= self._shard_ranks(axis)
             if options.zero_stage < 2:
                 ends.expose(axis, self._reduction_wait(axis, number, own))
-                if self._is_split(axis):
-                    ends.expose(axis, self.network.seconds("all_reduce", self._copies(axis), 4 * shard))
+            if options.zero_stage and self._is_split(axis):
+                ends.expose(axis, self._wait_for_copies(axis, shard, own))
             if options.zero_stage in (1, 2):
                 gather = self.network.seconds("all_gather", self._shards(axis), number * itemsize)
                 if options.overlap_param_gather and own:
@@ -428,6 +426,16 @@ class _Step:
         # The last backward of a rank is that of its first stage; the buckets of its other stages are complete then.
         window = sum(self._backward_of(fine) * fine.number for fine in own[0])
         return max(each, each * buckets - window * (buckets - 1) / buckets)
+
+    def _wait_for_copies(self, axis: str, shard: float, own: Sequence[Sequence[_Fine]]) -> float:
+        """Seconds of the sum of shards over their copies, after the last backward."""
+        seconds = self.network.seconds("all_reduce", self._copies(axis), 4 * shard)
+        if self.config.optimizer.zero_stage < 2 or not own:
+            return seconds
+        # Each unit's is started by its last addition, under the backward of the units before it.
+        units = sum(fine.number for fine in own[0])
+        window = sum(self._backward_of(fine) * fine.number for fine in own[0])
+        return max(seconds / units, seconds - window * (units - 1) / units)
 
     @property
     def _grad_itemsize(self) -> int:

@@ -126,7 +126,7 @@ def make_units(
 
     of_stage = {number: grads.layout.buckets_of(stage) for number, stage in stages.items()}
     add_in_i = {number for number, stage in stages.items() if stage.adds_gradients_in_i}
-    return Units(of_stage, run, "gather" in actions, overlap, add_in_i)
+    return Units(of_stage, run, "gather" in actions, overlap, add_in_i, copied="copies" in actions)
 
 
 def bucket_elements(bucket_mb: float) -> int:
