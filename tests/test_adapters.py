@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megapar import context
 from megapar.checkpoint.format import read_manifest
+from megapar.checkpoint.load import Reader
 from megapar.config.options import AdapterConfig, Config, ModelConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar.low_rank import LoraRule
@@ -302,6 +303,51 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     saved = tmp_path / "run/checkpoints/step_00000001"
     with pytest.raises(CheckpointError, match=r"it holds adapters alone, without the weights of their base"):
         train_adapters(RUN, tmp_path / "new", saved, 1)
+
+
+def test_a_run_starts_from_adapters(tmp_path: Path) -> None:
+    """Fault adapters-started-stale: it trains on from their fp32 weights, with new moments, in any layout."""
+    base = base_of(tmp_path / "base")
+    _, _, trained = train_adapters(RUN, tmp_path / "first", base, 2)
+    first = tmp_path / "first/checkpoints/step_00000002"
+    second = replace(RUN, adapter=replace(SOME, init_from=str(first)))
+    _, notes, begun = train_adapters(second, tmp_path / "begun", base, 0)
+    assert notes[1:] == [f"started from the weights of {base}, step 0", f"started from the adapters of {first}, step 0"]
+    assert all(torch.equal(begun[name], trained[name]) for name in begun if name.startswith("main."))
+    assert not any(begun[name].any() for name in begun if not name.startswith("main."))
+    losses, _, _ = train_adapters(second, tmp_path / "one", base, 3, "fp32")
+    again, notes, _ = train_adapters(second, tmp_path / "one", base, 4, "fp32")
+    assert notes[1].startswith("resumed step 3")
+    for layout in (replace(second, tp=2, sequence_parallel=True), replace(second, pp=2, dp=2, zero_stage=2)):
+        (found, *_), *_ = run_ranks(layout.world, train_adapters, layout, tmp_path / name(layout), base, 4, "fp32")
+        assert found == pytest.approx(losses + again, rel=1e-6)
+
+
+def test_adapters_that_do_not_fit_are_no_start(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base")
+    train_adapters(replace(RUN, trainable=("*.lora_*", "norm.*")), tmp_path / "first", base, 1)
+    first = tmp_path / "first/checkpoints/step_00000001"
+
+    def said(base: Path = base, **options: Any) -> str:
+        adapter = replace(SOME, **{"init_from": str(first), **options})
+        with pytest.raises(CheckpointError) as caught:
+            train_adapters(replace(RUN, adapter=adapter), tmp_path / "run", base, 1)
+        return str(caught.value)
+
+    assert "does not fit this run (checkpoint | run): adapter.rank (4 | 5), the scale s (4 | 3.57771): give" in said(
+        rank=5
+    )
+    assert "(checkpoint | run): the scale s (4 | 2): give adapter.rank, alpha and rslora as" in said(rslora=False)
+    named = "does not fit this run; adapter.targets and train.trainable must name what was trained there"
+    assert said(targets=("q", "v", "o")).count("lora") == 16
+    # The norm was trained there: to leave it out would be another function.
+    assert f"{named} (checkpoint | run):\n  main.norm.weight: [48] | unknown" in said()
+    assert "its adapters are of another base" in said(base_of(tmp_path / "other", seed=2))
+    assert "it holds no adapters" in said(init_from=str(base))
+    free = replace(RUN, adapter=replace(SOME, init_from=str(first)), trainable=("*.lora_*", "*norm*"))
+    _, _, weights = train_adapters(free, tmp_path / "free", base, 0)
+    with Reader(first, read_manifest(first)) as reader:
+        assert torch.equal(weights["main.norm.weight"].view(-1), reader.tensor("main.norm.weight"))
 
 
 def test_a_base_may_lack_the_factors_and_nothing_else(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Adapters against PEFT's on a model of transformers, in one process."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from megapar.train.checkpoints import Saver
 from megapar.train.step import train_step
 from megapar.train.trainer import start
 from tests.support import adapters
+from tests.support.distributed import run_ranks
+from tests.support.grid import Layout, make_context, micro_batches
 from tests.support.model_types import TYPES
 from tests.support.published import (
     assert_equal_logits,
@@ -138,6 +141,41 @@ def test_files_go_to_peft_and_back_bit_by_bit_and_merge_as_peft_merges(kind: str
         torch.testing.assert_close(weight, expected_weights[name], rtol=0, atol=1e-7, msg=name)
     again = weights_of(load_model(tmp_path / "again")[1])
     assert all(torch.equal(weight, again[name]) for name, weight in weights_of(stage).items())
+
+
+def losses_of(config: Config) -> list[float]:
+    ctx = make_context(config)
+    state, _ = start(config, ctx, build_stages(config, ctx))
+    return [train_step(state, micro_batches(config, ctx, step)).loss for step in range(3)]
+
+
+def test_a_run_starts_from_an_adapter_of_peft(tmp_path: Path) -> None:
+    """Fault adapters-started-stale: loss, gradients and steps of a new AdamW are PEFT's, then the same in layouts."""
+    case = TYPES["llama"]
+    adapter = AdapterConfig(rank=3, alpha=7.0, targets=("q", "v", "o"))
+    theirs = random_model(case.model_type, case.fields)
+    theirs.save_pretrained(tmp_path / "theirs")
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "base", verify=False))
+    other = Peft(theirs, adapter)
+    with torch.no_grad():
+        for factor in other.factors.values():
+            factor.normal_(std=0.1, generator=torch.Generator().manual_seed(factor.numel()))
+    other.model.save_pretrained(tmp_path / "peft")
+    files.peft_to_native(files.PeftToNative(tmp_path / "peft", tmp_path / "base", tmp_path / "start"))
+    begin = replace(adapter, init_from=str(tmp_path / "start"))
+    options = CheckpointConfig(init_from=str(tmp_path / "base"))
+    layout = Layout(saved_config(read_manifest(tmp_path / "base")).model, micro_batch_size=3, adapter=begin)
+    config = replace(layout.config(), checkpoint=options)
+    losses = losses_of(config)
+    for split in (replace(layout, tp=2, sequence_parallel=True), replace(layout, pp=2, zero_stage=2)):
+        found, *_ = run_ranks(2, losses_of, replace(split.config(), checkpoint=options))
+        assert found == pytest.approx(losses, rel=1e-6)
+    whole = Config(layout.model, train=training(), optimizer=adapters.ADAMW, adapter=begin, checkpoint=options)
+    whole = validate(whole, 1)
+    ctx = context.single()
+    state, notes = start(whole, ctx, build_stages(whole, ctx))
+    assert notes[-1] == f"started from the adapters of {tmp_path / 'start'}, step 0"
+    adapters.check(state, other)
 
 
 def test_what_peft_has_in_another_form_is_refused(tmp_path: Path) -> None:

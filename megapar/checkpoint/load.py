@@ -158,7 +158,12 @@ def load(
 
 
 def load_weights(
-    path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
+    path: Path,
+    *,
+    slices: Iterable[StateSlice],
+    ctx: ParallelContext,
+    model_config: Mapping[str, Any],
+    why: Callable[[Manifest], str] = _no_reason,
 ) -> Manifest:
     """Load the weights alone, as for evaluation, generation or a new run from old weights. Otherwise as `load`.
 
@@ -166,7 +171,7 @@ def load_weights(
     as after `load`. With `weight_slices(parameters)`, the parameters themselves are filled, cast to their dtype, and
     nothing is left to do. An optimizer must then be made afterwards, or its old main weights would return.
     """
-    return _load(path, weights_of(slices), ctx, model_config, weights_alone=True)
+    return _load(path, weights_of(slices), ctx, model_config, weights_alone=True, why=why)
 
 
 def load_fitting(
@@ -219,8 +224,9 @@ def _load(
         stored = {name.split(".")[0] for name in manifest.tensors}
         hint = why(manifest)
         if stored <= {*WEIGHTS} and not weights_alone:
-            hint = "; it holds weights alone: --checkpoint.init_from starts from them"
-        if manifest.base and (weights_alone or stored <= {*WEIGHTS}):
+            option = "adapter.init_from" if manifest.base else "checkpoint.init_from"
+            hint = f"; it holds weights alone: --{option} starts from them"
+        if manifest.base and weights_alone and not hint:
             hint = "; it holds adapters alone, without the weights of their base: convert_checkpoint.py merge adds them"
         head = f"{path} does not fit this run{hint} (checkpoint | run):"
         raise _everywhere(CheckpointError("\n  ".join([head, *_shortened(lines)])))

@@ -17,7 +17,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megapar.config.messages import shown
-from megapar.config.options import Config, ModelConfig, default_config, flatten
+from megapar.config.options import AdapterConfig, Config, ModelConfig, default_config, flatten
 
 
 def decided_by(what: str, model: ModelConfig) -> set[str]:
@@ -68,12 +68,22 @@ def function_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def adapter_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
-    """Parts of a message as those of `function_changes`, for the options of adapters. Dropout may change."""
+    """Parts of a message as those of `function_changes`, for the options of adapters.
+
+    Dropout may change, and where adapters came from does not matter.
+    """
     before = {**_as_json(flatten(default_config())), **saved}
     now = _as_json(flatten(config))
-    decides = [path for path in now if path.startswith("adapter.") and path != "adapter.dropout"]
+    free = ("adapter.dropout", "adapter.init_from")
+    decides = [path for path in now if path.startswith("adapter.") and path not in free]
     different = [path for path in decides if before[path] != now[path]]
     return [f"{path} ({shown(before[path])} | {shown(now[path])})" for path in different]
+
+
+def saved_adapter(saved: Mapping[str, Any]) -> AdapterConfig:
+    """The options of adapters in a flattened config, possibly from JSON."""
+    found = {f.name: saved[f"adapter.{f.name}"] for f in fields(AdapterConfig) if f"adapter.{f.name}" in saved}
+    return AdapterConfig(**{**found, "targets": tuple(found.get("targets", ()))})
 
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[str]:

@@ -5,11 +5,13 @@ checkpoint.init_from, or drawn by train.seed. Another base is refused, because t
 else on it.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megapar.checkpoint.load import verified_manifest
 from megapar.comm.agreement import from_first, on_all_ranks
+from megapar.config.compatible import saved_adapter
 from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError
@@ -45,6 +47,26 @@ def require_same(saved: object, now: dict[str, Any], path: Path, config: Config)
     problem = CheckpointError(f"{path} does not fit this run: {reason}")
     problem.everywhere = True
     raise problem
+
+
+def require_same_products(saved: Mapping[str, Any], path: Path, config: Config) -> None:
+    """Raise CheckpointError on every rank unless rank and s of saved adapters are those of the run.
+
+    `saved` are the flattened options of the checkpoint `path`.
+    """
+    then, now = saved_adapter(saved), config.adapter
+    different = [
+        f"{name} ({before:g} | {after:g})"
+        for name, before, after in (("adapter.rank", then.rank, now.rank), ("the scale s", then.scale, now.scale))
+        if before != after
+    ]
+    if different:
+        problem = CheckpointError(
+            f"{path} does not fit this run (checkpoint | run): {', '.join(different)}: give adapter.rank, alpha and "
+            "rslora as they were"
+        )
+        problem.everywhere = True
+        raise problem
 
 
 def in_words(base: object) -> str:

@@ -7,7 +7,7 @@ PEFT's folder has adapter_config.json and adapter_model.safetensors. For each mo
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megapar.checkpoint.format import BUFFER, Manifest, Sizes, read_manifest
 from megapar.checkpoint.load import Reader
+from megapar.config.compatible import saved_adapter
 from megapar.config.messages import first_few
 from megapar.config.options import AdapterConfig, ModelConfig
 from megapar.errors import CheckpointError, ConfigError
@@ -74,7 +75,7 @@ class NativeToPeft:
 
 @dataclass(frozen=True)
 class PeftToNative:
-    """Make a native checkpoint of PEFT's adapters, to merge them."""
+    """Make a native checkpoint of PEFT's adapters, to merge them or to train on from them (adapter.init_from)."""
 
     src: Annotated[Path, tyro.conf.Positional]
     """Folder with adapter_config.json and adapter_model.safetensors."""
@@ -143,7 +144,7 @@ def native_to_peft(options: NativeToPeft) -> None:
 
 
 def peft_to_native(options: PeftToNative) -> None:
-    """Make a checkpoint of adapters of PEFT's files, with the hash of the base, for `merge`.
+    """Make a checkpoint of adapters of PEFT's files, with the hash of the base, for `merge` and adapter.init_from.
 
     Raises CheckpointError if the files are damaged or do not fit the base, and ConfigError for a field of
     adapter_config.json that means something else.
@@ -183,7 +184,12 @@ def peft_to_native(options: PeftToNative) -> None:
                 shard_bytes=SHARD_BYTES,
                 base={"weights": base.weights_digest()},
             )
-    print(f"{options.dst}: adapters of rank {adapter.rank}; merge them with {options.base}")
+    print(f"{options.dst}: adapters of rank {adapter.rank}; merge them with {options.base}, or train on from them:")
+    words = " ".join(sorted({matrix.rpartition(".")[2] for matrix in alone}))
+    print(
+        f"  --checkpoint.init_from {options.base} --adapter.init_from {options.dst} --adapter.rank {adapter.rank} "
+        f"--adapter.alpha {adapter.alpha:g}{' --adapter.rslora' * adapter.rslora} --adapter.targets {words}"
+    )
 
 
 def adapter_of(path: Path, manifest: Manifest) -> AdapterConfig:
@@ -191,8 +197,7 @@ def adapter_of(path: Path, manifest: Manifest) -> AdapterConfig:
     config = manifest.trainer.get("config")
     if not manifest.base or not isinstance(config, dict):
         raise CheckpointError(f"{path}: holds no adapters")
-    found = {f.name: config[f"adapter.{f.name}"] for f in fields(AdapterConfig) if f"adapter.{f.name}" in config}
-    return AdapterConfig(**{**found, "targets": tuple(found.get("targets", ()))})
+    return saved_adapter(config)
 
 
 def factors_of(manifest: Manifest) -> dict[str, Sizes]:
