@@ -226,9 +226,9 @@ def test_whole_factors_stay_the_same_on_all_ranks() -> None:
 # Checkpoints
 
 
-def base_of(folder: Path, model: ModelConfig = LLAMA, seed: int = 1) -> Path:
+def base_of(folder: Path, model: ModelConfig = LLAMA, seed: int = 1, layout: Layout | None = None) -> Path:
     """A checkpoint of a model without adapters."""
-    config = Layout(model, micro_batch_size=3).config()
+    config = (layout or Layout(model, micro_batch_size=3)).config()
     config = replace(config, run_dir=str(folder), train=replace(config.train, seed=seed))
     ctx = make_context(config)
     state, _ = start(config, ctx, build_stages(config, ctx))
@@ -303,6 +303,33 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     saved = tmp_path / "run/checkpoints/step_00000001"
     with pytest.raises(CheckpointError, match=r"it holds adapters alone, without the weights of their base"):
         train_adapters(RUN, tmp_path / "new", saved, 1)
+
+
+CUTS = [
+    Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, micro_batch_size=3),
+    Layout(STRADDLING, tp=4, dp=1, zero_stage=1, micro_batch_size=3),
+    Layout(MIXTRAL, tp=2, dp=2, ep=2, etp=2),
+    Layout(LLAMA, dp=3, zero_stage=3),
+]
+
+
+@pytest.mark.parametrize("layout", CUTS, ids=name)
+def test_the_hash_of_a_base_does_not_depend_on_how_it_is_cut(layout: Layout, tmp_path: Path) -> None:
+    one = base_of(tmp_path / "one", layout.model)
+    cut, *_ = run_ranks(layout.world, base_of, tmp_path / "cut", layout.model, 1, layout)
+    boxes, whole = (read_manifest(path).tensors for path in (cut, one))
+    assert any(len(boxes[name].chunks) > len(whole[name].chunks) for name in whole)
+    assert read_manifest(cut).weights_digest() == read_manifest(one).weights_digest()
+    other = base_of(tmp_path / "other", layout.model, seed=2)
+    assert read_manifest(other).weights_digest() != read_manifest(one).weights_digest()
+
+
+def test_adapters_go_on_on_a_base_in_other_boxes(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "base")
+    losses, _, _ = train_adapters(RUN, tmp_path / "whole", base, 3)
+    train_adapters(RUN, tmp_path / "run", base, 2)
+    cut, *_ = run_ranks(4, base_of, tmp_path / "cut", LLAMA, 1, CUTS[0])
+    assert train_adapters(RUN, tmp_path / "run", cut, 3)[0] == losses[2:]
 
 
 def test_a_run_starts_from_adapters(tmp_path: Path) -> None:

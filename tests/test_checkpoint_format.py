@@ -29,6 +29,7 @@ from megapar.checkpoint.format import (
 )
 from megapar.checkpoint.load import choose
 from megapar.checkpoint.save import owned_boxes
+from megapar.checkpoint.values import content, sum_of_contents
 from megapar.errors import CheckpointError
 from megapar.params import Box, StateTensor, make_piece
 from tests.support.checkpoints import (
@@ -122,6 +123,28 @@ def test_owned_boxes_cover_each_logical_tensor_once(
             for piece, box in owned_boxes(make_slice(spec, first, last)):
                 counts[piece.name][tuple(slice(o, o + s) for o, s in zip(box.offset, box.size, strict=True))] += 1
     assert all((count == 1).all() for count in counts.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
+@pytest.mark.parametrize("shape", [(), (13,), (7, 11), (3, 5, 6)])
+def test_contents_of_boxes_add_up_however_a_tensor_is_cut(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    values = (torch.randn(shape, generator=torch.Generator().manual_seed(1)) * 100).to(dtype)
+    origin = (0,) * len(shape)
+    whole = content("w", shape, origin, values)
+    for axis, size in enumerate(shape):
+        for at in range(size + 1):
+            parts = values.split([at, size - at], dim=axis)
+            offsets = (origin, tuple(at if n == axis else 0 for n in range(len(shape))))
+            found = [{"main": content("w", shape, o, x.contiguous())} for o, x in zip(offsets, parts, strict=True)]
+            assert sum_of_contents(found) == {"main": whole}
+    # Another name, another element, and the same elements elsewhere are other contents.
+    assert whole != content("v", shape, origin, values)
+    changed = values.clone()
+    changed.view(-1)[-1] += 1
+    assert whole != content("w", shape, origin, changed)
+    for axis in range(len(shape)):
+        assert whole != content("w", shape, origin, values.roll(1, axis))
+        assert whole != content("w", shape, origin, values.flip(axis).contiguous())
 
 
 def test_padding_is_loaded_as_it_was_before_the_first_update(tmp_path: Path) -> None:

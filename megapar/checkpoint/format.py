@@ -169,7 +169,8 @@ class Manifest:
 
     `files` maps each file's name to its bytes. `layout` is the layout of the writing job. It is for people and is never
     needed to read the checkpoint. `states` has an object for each state of an optimizer, by its name: the name of the
-    `optimizer` (`ParamSpec.optimizer`), and what it declares (`StateTensor`).
+    `optimizer` (`ParamSpec.optimizer`), and what it declares (`StateTensor`). `content` has a number for each state of
+    `WEIGHTS`, that of all its tensors in any layout (`megapar.checkpoint.values.content`).
     """
 
     step: int
@@ -181,6 +182,7 @@ class Manifest:
     files: dict[str, int]
     tensors: Mapping[str, Entry]
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
+    content: dict[str, int] = field(default_factory=dict)
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> "Manifest":
@@ -196,7 +198,7 @@ class Manifest:
 
         Raises KeyError or TypeError if the body does not have this format's shape.
         """
-        header = {"states": _UNDECLARED, **header}
+        header = {"states": _UNDECLARED, "content": {}, **header}
         fields = {name: header[name] for name in cls.__dataclass_fields__ if name != "tensors"}
         for name, value in fields.items():
             if name not in ("step", "consumed_samples") and type(value) is not dict:
@@ -226,10 +228,12 @@ class Manifest:
         return self.trainer.get(BASE) or None
 
     def weights_digest(self) -> str:
-        """A SHA-256 of all weights: names, shapes, and the CRC-32 of each box in the files.
+        """A SHA-256 of all weights, the same in whatever layout they were written.
 
-        Equal weights in other boxes, written by another layout, have another digest.
+        A checkpoint of a version before `content` has one of names, shapes, and the CRC-32 of each box in its files.
         """
+        if self.content:
+            return hashlib.sha256(json.dumps(self.content, sort_keys=True).encode()).hexdigest()
         digest = hashlib.sha256()
         for name, entry in sorted(self.tensors.items()):
             if name.partition(".")[0] in WEIGHTS:

@@ -22,6 +22,7 @@ from torch import Tensor
 from megapar import device
 from megapar.checkpoint.folder import KEEP_ALL, Keep, prune, require_space
 from megapar.checkpoint.format import (
+    WEIGHTS,
     Chunk,
     Entry,
     FlatBox,
@@ -35,7 +36,7 @@ from megapar.checkpoint.format import (
     write_latest,
     write_manifest,
 )
-from megapar.checkpoint.values import examine, rounding_problem
+from megapar.checkpoint.values import content, examine, rounding_problem, sum_of_contents
 from megapar.comm import collectives
 from megapar.comm.agreement import Problem, any_rank, from_first, on_all_ranks, relayed, shared_error, until_all
 from megapar.context import ParallelContext
@@ -312,7 +313,8 @@ def needed_bytes(own_slices: Sequence[StateSlice], ctx: ParallelContext) -> int:
 def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[str, Any] | None:
     """Write the boxes of `slices` owned by this rank to its file in `folder`, and flush the file to the disk.
 
-    Returns the file's name, its bytes, the entries of its tensors and what is declared of their states, as JSON types.
+    Returns the file's name, its bytes, the entries of its tensors, what is declared of their states, and the content of
+    its weights, as JSON types.
     A rank that owns nothing writes no file and returns None.
     Raises NumericError, before anything is written, for a value unfit for further training.
     """
@@ -321,6 +323,7 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
     entries: dict[str, Entry] = {}
     chunks: dict[str, list[Chunk]] = defaultdict(list)
     states: dict[str, dict[str, Any]] = {}
+    contents: list[dict[str, int]] = []
     for item in slices:
         declared = {tensor.name: _declaration(item, tensor) for tensor in item.states}
         states |= declared
@@ -337,6 +340,8 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
                     problem = rounding_problem(name, values, item.param.dtype)
                 if problem:
                     raise NumericError(f"rank {rank}: {problem}; {_REMEDY}")
+                if state in WEIGHTS:
+                    contents.append({state: content(name, piece.shape, box.offset, values)})
                 chunk = Chunk(file, f"{name}#{len(chunks[name])}", box.offset, box.size, crc32)
                 tensors[chunk.key] = values
                 chunks[name].append(chunk)
@@ -350,6 +355,7 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
         "bytes": path.stat().st_size,
         "tensors": {name: {**entry._asdict(), "chunks": chunks[name]} for name, entry in entries.items()},
         "states": states,
+        "content": sum_of_contents(contents),
     }
 
 
@@ -401,7 +407,8 @@ def publish(temporary: Path, root: Path, header: Mapping[str, Any], parts: Itera
     # Of the same name, all ranks declare the same: no two optimizers of a run use one name.
     states = {name: declared for part in written for name, declared in part["states"].items()}
     tensors = merge_tensors(part["tensors"] for part in written)
-    manifest = Manifest(**header, files=files, tensors=tensors, states=states)
+    total = sum_of_contents(part["content"] for part in written)
+    manifest = Manifest(**header, files=files, tensors=tensors, states=states, content=total)
     # The same checks as when a checkpoint is loaded: one that could not be loaded must not replace an older one.
     check_files(temporary, files)
     check_tensors(temporary, manifest)

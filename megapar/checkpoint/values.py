@@ -1,7 +1,9 @@
 """The values of a checkpoint: their checksum, and those unfit for further training."""
 
+import hashlib
 import math
 import zlib
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 import torch
@@ -9,14 +11,52 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megapar.checkpoint.format import dtype_name
+from megapar.params import Sizes
 
 _BLOCK = 1 << 16  # elements; 256 KiB of fp32, which stay in the cache between the CRC and the check of values
+_MODULUS = 1 << 64
 _INF = 0x7F800000  # the bits of an fp32 infinity
 
 
 def checksum(values: Tensor) -> int:
     """The CRC-32 of a contiguous CPU tensor's bytes."""
     return zlib.crc32(values.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def content(name: str, shape: Sizes, offset: Sizes, values: Tensor) -> int:
+    """The part of a box in the content of tensor `name`: the contents of boxes add up to that of the tensor, mod 2^64.
+
+    So it does not depend on how a tensor is cut. `values` is contiguous, on the CPU, and lies at `offset`. The bits of
+    each element are multiplied by odd numbers that follow from its place, and by one that follows from the name
+    (multilinear hashing, arXiv 1202.4961). A CRC cannot be added up where a cut goes through rows. It takes as long as
+    a CRC.
+    """
+    bits = values.reshape(values.shape or (1,)).view(torch.uint8).numpy().view(f"u{values.itemsize}")
+    for axis in reversed(range(bits.ndim)):
+        first = offset[axis] if offset else 0
+        multipliers = _odd_numbers(axis, first, bits.shape[-1])
+        bits = np.einsum("...i,i->...", bits, multipliers, dtype=np.uint64, casting="unsafe")
+    named = hashlib.blake2b(repr((name, shape, dtype_name(values.dtype))).encode(), digest_size=8).digest()
+    return int(bits) * (int.from_bytes(named, "little") | 1) % _MODULUS
+
+
+def sum_of_contents(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """The contents of parts of a checkpoint, by state, added up."""
+    total: dict[str, int] = {}
+    for part in parts:
+        for state, value in part.items():
+            total[state] = (total.get(state, 0) + value) % _MODULUS
+    return total
+
+
+def _odd_numbers(axis: int, first: int, count: int) -> NDArray[np.uint64]:
+    """Odd numbers of 64 bits that follow from the places first ... on an axis (splitmix64)."""
+    mixed = np.arange(first, first + count, dtype=np.uint64) * np.uint64(8) + np.uint64(axis)
+    mixed = (mixed + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    odd: NDArray[np.uint64] = mixed ^ (mixed >> np.uint64(31)) | np.uint64(1)
+    return odd
 
 
 def examine(name: str, values: Tensor, *, nonnegative: bool = False) -> tuple[int, str]:

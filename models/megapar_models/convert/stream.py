@@ -24,7 +24,7 @@ from megapar.checkpoint.format import (
     sync_folder,
     write_manifest,
 )
-from megapar.checkpoint.values import checksum
+from megapar.checkpoint.values import checksum, content, sum_of_contents
 from megapar.config.options import Config, flatten
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.params import MAIN
@@ -149,13 +149,16 @@ def write_weights(
         plan[f"{state}.{name}"] = TensorInfo(shape, torch.float32)
     tensors: dict[str, Entry] = {}
     files: dict[str, int] = {}
+    contents: list[dict[str, int]] = []
     for number, shard in enumerate(shards(plan, shard_bytes)):
         file = f"weights_{number:05d}.safetensors"
 
         def stored(name: str, file: str = file) -> Tensor:
             values = make(name.partition(".")[2]).contiguous()
             shape = tuple(values.shape)
-            chunk = Chunk(file, name, (0,) * len(shape), shape, checksum(values))
+            origin = (0,) * len(shape)
+            chunk = Chunk(file, name, origin, shape, checksum(values))
+            contents.append({name.partition(".")[0]: content(name, shape, origin, values)})
             tensors[name] = Entry(shape, dtype_name(values.dtype), (chunk,))
             return values
 
@@ -165,4 +168,5 @@ def write_weights(
     if base is not None:
         trainer[BASE] = dict(base)
     data: dict[str, Any] = {}
-    write_manifest(folder, Manifest(0, 0, {}, weight_options(config), trainer, data, files, tensors))
+    total = sum_of_contents(contents)
+    write_manifest(folder, Manifest(0, 0, {}, weight_options(config), trainer, data, files, tensors, content=total))
