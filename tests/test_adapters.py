@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.build import build_stages
+from megapar_models.convert import adapters as files
 from megapar_models.deepseek.model import DeepseekExperts
 from torch import Tensor
 
@@ -383,6 +384,53 @@ def test_a_base_may_lack_the_factors_and_nothing_else(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"head.weight: missing") as caught:
         train_adapters(RUN, tmp_path / "run", base, 1)
     assert "lora" not in str(caught.value)
+
+
+TIED = replace(LLAMA, tie_word_embeddings=True)
+
+
+def merge_error(folder: Path) -> float:
+    """The largest error of merged weights, in roundings of fp32 of their terms. Nothing without an adapter changes."""
+    base = base_of(folder / "base", TIED)
+    train_adapters(replace(RUN, model=TIED), folder / "run", base, 2)
+    adapted = folder / "run/checkpoints/step_00000002"
+    merged = folder / "merged"
+    files.merge(files.Merge(adapted, base, merged))
+    largest = 0.0
+    readers = [Reader(path, read_manifest(path)) for path in (base, adapted, merged)]
+    names = [key for key in readers[0].manifest.tensors if key.startswith("main.")]
+    assert sorted(readers[2].manifest.tensors) == names
+    for key in names:
+        weight, found = (reader.tensor(key) for reader in (readers[0], readers[2]))
+        matrix = key.removesuffix(".weight")
+        if f"{matrix}.lora_a" not in readers[1].manifest.tensors:
+            assert torch.equal(weight, found), key
+            continue
+        a, b = (readers[1].tensor(f"{matrix}.lora_{kind}").double() for kind in "ab")
+        exact = weight.double() + SOME.scale * b @ a
+        assert (exact - weight).abs().max() > 1e-4
+        errors = (found.double() - exact).abs() / (weight.abs() + SOME.scale * b.abs() @ a.abs())
+        largest = max(largest, errors.max().item() / 2**-24)
+    return largest
+
+
+def test_merged_weights_are_sums_in_fp32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults merge-rounded-twice and merge-changes-tied-head. A planted sum in bf16 is seen."""
+    assert merge_error(tmp_path / "right") < 8
+
+    def in_bf16(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+        return (weight.bfloat16() + scale * b.bfloat16() @ a.bfloat16()).float()
+
+    monkeypatch.setattr(files, "merged", in_bf16)
+    assert merge_error(tmp_path / "planted") > 1000
+
+
+@pytest.mark.parametrize("target", ["head", "embedding", "embed_tokens"])
+@pytest.mark.parametrize("model", [LLAMA, TIED], ids=["untied", "tied"])
+def test_embedding_and_head_take_no_adapter(model: ModelConfig, target: str) -> None:
+    """Fault merge-changes-tied-head: an adapter of one of them would change the other too."""
+    said = build(Layout(model, adapter=AdapterConfig(rank=2, targets=("q", target))))
+    assert said.startswith(f"adapter.targets {target}: matches no matrix of the model; its matrices are called ")
 
 
 # What cannot be

@@ -178,6 +178,20 @@ def test_a_run_starts_from_an_adapter_of_peft(tmp_path: Path) -> None:
     adapters.check(state, other)
 
 
+def test_an_adapter_of_a_tied_head_is_refused(tmp_path: Path) -> None:
+    """Fault merge-changes-tied-head."""
+    case = TYPES["llama, scaled rotary"]
+    assert case.fields["tie_word_embeddings"]
+    random_model(case.model_type, case.fields).save_pretrained(tmp_path / "theirs")
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "base", verify=False))
+    for word in ("lm_head", "embed_tokens"):
+        theirs = random_model(case.model_type, case.fields)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", word])
+        peft.get_peft_model(theirs, config).save_pretrained(tmp_path / word, save_embedding_layers=False)
+        with pytest.raises(CheckpointError, match=r"does not fit .*base: .*the head is the embedding"):
+            files.peft_to_native(files.PeftToNative(tmp_path / word, tmp_path / "base", tmp_path / "never"))
+
+
 def test_what_peft_has_in_another_form_is_refused(tmp_path: Path) -> None:
     case = TYPES["phi3"]
     theirs = random_model(case.model_type, case.fields)

@@ -107,11 +107,16 @@ def merge(options: Merge) -> None:
                 values = reader.tensor(f"{state}.{name}")
                 if matrix in adapted:
                     a, b = (factors.tensor(f"{MAIN}.{matrix}.{kind}") for kind in FACTORS)
-                    values = values.addmm(b, a, alpha=adapter.scale)
+                    values = merged(values, a, b, adapter.scale)
             return advance(values)
 
         write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers)
     print(f"{options.dst}: {options.base} with the adapters of step {manifest.step} of {options.src}")
+
+
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """W + s B A, all in fp32: a sum in 16 bits would round each weight twice, and lose most of small adapters."""
+    return weight.addmm(b, a, alpha=scale)
 
 
 def native_to_peft(options: NativeToPeft) -> None:
@@ -163,7 +168,9 @@ def peft_to_native(options: PeftToNative) -> None:
         known = their_factors(config.model, wanted, refuse=False)
         wrong = [f"{name} {list(found[name])}" for name in found if wanted.get(known.get(name, "")) != found[name]]
         alone = {split(known[name])[0] for name in found if name in known}
-        wrong += [f"a factor of {m} alone" for m in alone if sum(split(known[n])[0] == m for n in found) != 2]
+        if config.model.tie_word_embeddings and any("lm_head" in name or "embed_tokens" in name for name in found):
+            wrong.append("the head is the embedding, and one adapter would change both")
+        wrong += [f"a factor of {m} alone" for m in alone if sum(split(known.get(n, ""))[0] == m for n in found) != 2]
         if wrong or not found:
             raise CheckpointError(f"{options.src}: does not fit {options.base}: {first_few(wrong) or 'no factors'}")
         ours = {known[name]: name for name in found}
