@@ -8,6 +8,7 @@ import pytest
 import torch
 from megapar_models.build import build_stages
 from megapar_models.convert import adapters as files
+from megapar_models.convert import peft_config, stacked_experts
 from megapar_models.convert.saved import load_model, saved_config
 from megapar_models.registry import validate
 from torch import Tensor
@@ -32,6 +33,7 @@ from tests.support.published import (
     training,
     weights_of,
 )
+from tests.support.sweeps import slow_but
 from tools.convert_checkpoint import HfToNative, hf_to_native
 
 peft = pytest.importorskip("peft", reason="not run: needs peft, pip install peft")
@@ -178,6 +180,93 @@ def test_a_run_starts_from_an_adapter_of_peft(tmp_path: Path) -> None:
     adapters.check(state, other)
 
 
+STACKED = AdapterConfig(rank=3, alpha=7.0, targets=("q", "gate", "up", "down"))
+EXPERTS = [
+    ("qwen3_moe", STACKED),
+    ("olmoe", replace(STACKED, rslora=True, targets=("gate", "up"))),
+    ("mixtral", replace(STACKED, targets=("o", "down"))),
+    ("deepseek_v3", replace(STACKED, targets=("o", "gate", "up", "down"))),
+]
+
+
+@pytest.mark.parametrize(("kind", "adapter"), slow_but([0, 1], EXPERTS))
+def test_adapters_of_experts_go_to_stacks_of_peft_and_back(kind: str, adapter: AdapterConfig, tmp_path: Path) -> None:
+    """Bit by bit, from our files and from those that PEFT writes; its logits are those of our merged weights."""
+    case = TYPES[kind]
+    theirs = random_model(case.model_type, case.fields)
+    theirs.save_pretrained(tmp_path / "theirs")
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "base", verify=False))
+    ours = trained(tmp_path / "run", tmp_path / "base", adapter)
+    files.native_to_peft(files.NativeToPeft(ours, tmp_path / "peft", stacked_experts=True))
+    model = peft.PeftModel.from_pretrained(theirs, tmp_path / "peft")
+    assert all(param.any() for name, param in model.named_parameters() if ".lora_B." in name)
+    model.save_pretrained(tmp_path / "saved")
+    expected = read_manifest(ours)
+    names = files.factors_of(expected)
+    for source in ("peft", "saved"):
+        back = tmp_path / f"from_{source}"
+        files.peft_to_native(files.PeftToNative(tmp_path / source, tmp_path / "base", back))
+        found = read_manifest(back)
+        assert files.factors_of(found) == names
+        with Reader(back, found) as reader, Reader(ours, expected) as wanted:
+            assert all(torch.equal(reader.tensor(f"main.{name}"), wanted.tensor(f"main.{name}")) for name in names)
+    files.merge(files.Merge(tmp_path / "from_saved", tmp_path / "base", tmp_path / "merged"))
+    batch = random_batch()
+    with torch.no_grad():
+        assert_equal_logits(load_model(tmp_path / "merged")[1], batch, model(batch.tokens_bs).logits)
+
+
+def test_gate_and_up_of_peft_may_share_a(tmp_path: Path) -> None:
+    """An adapter that PEFT itself made has one A of rank r for both. With another scale than the rest it is refused."""
+    case = TYPES["qwen3_moe"]
+    theirs = random_model(case.model_type, case.fields)
+    theirs.save_pretrained(tmp_path / "theirs")
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "base", verify=False))
+    options = {"target_modules": ["v_proj"], "target_parameters": [*stacked_experts.PARAMETERS], "lora_alpha": 6}
+    model = peft.get_peft_model(theirs, peft.LoraConfig(r=3, **options))
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if ".lora_B." in name:
+                param.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    model.save_pretrained(tmp_path / "peft")
+    files.peft_to_native(files.PeftToNative(tmp_path / "peft", tmp_path / "base", tmp_path / "ours"))
+    files.merge(files.Merge(tmp_path / "ours", tmp_path / "base", tmp_path / "merged"))
+    batch = random_batch()
+    with torch.no_grad():
+        assert_equal_logits(load_model(tmp_path / "merged")[1], batch, model(batch.tokens_bs).logits)
+    document = {"r": 3, "lora_alpha": 6, "target_parameters": ["mlp.experts.gate_up_proj"]}
+    for pattern, said in (
+        ({"rank_pattern": {"gate_up_proj": 6}}, "alpha_pattern=None (another scale than of the other matrices)"),
+        (
+            {"rank_pattern": {"gate_up_proj": 4}},
+            r"rank_pattern={'gate_up_proj': 4} (r, or 2 r of gate and up, is read)",
+        ),
+        ({"rank_pattern": {"q_proj": 6}}, "rank_pattern of q_proj"),
+        ({"target_parameters": ["feed_forward.w"]}, "target_parameters=feed_forward.w"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            peft_config.adapter_from_peft({**document, **pattern})
+        assert str(caught.value) == f"adapter_config.json: not read: {said}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "targets", "said"),
+    [
+        ("granitemoe", ("gate", "up"), "transformers keeps these experts in another form; merge the adapters instead"),
+        ("qwen3_moe", ("gate",), "PEFT has one adapter for gate and up, and only one of them has one"),
+    ],
+)
+def test_experts_without_a_stack_in_peft_are_refused(
+    kind: str, targets: tuple[str, ...], said: str, tmp_path: Path
+) -> None:
+    case = TYPES[kind]
+    random_model(case.model_type, case.fields).save_pretrained(tmp_path / "theirs")
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "base", verify=False))
+    ours = trained(tmp_path / "run", tmp_path / "base", AdapterConfig(rank=2, targets=targets))
+    with pytest.raises(ConfigError, match=said):
+        files.native_to_peft(files.NativeToPeft(ours, tmp_path / "peft", stacked_experts=True))
+
+
 def test_an_adapter_of_a_tied_head_is_refused(tmp_path: Path) -> None:
     """Fault merge-changes-tied-head."""
     case = TYPES["llama, scaled rotary"]
@@ -205,5 +294,5 @@ def test_what_peft_has_in_another_form_is_refused(tmp_path: Path) -> None:
         files.merge(files.Merge(ours, tmp_path / "merged", tmp_path / "twice"))
     with pytest.raises(CheckpointError, match=r"base: holds no adapters"):
         files.merge(files.Merge(tmp_path / "base", tmp_path / "base", tmp_path / "nothing"))
-    with pytest.raises(ConfigError, match=r"adapter_config.json: not read: use_dora=True, target_parameters=\['a'\]"):
-        files.adapter_from_peft({"r": 2, "lora_alpha": 4, "use_dora": True, "target_parameters": ["a"]})
+    with pytest.raises(ConfigError, match=r"adapter_config.json: not read: use_dora=True, target_parameters=a"):
+        peft_config.adapter_from_peft({"r": 2, "lora_alpha": 4, "use_dora": True, "target_parameters": ["a"]})

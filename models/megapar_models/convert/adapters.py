@@ -6,10 +6,10 @@ PEFT's folder has adapter_config.json and adapter_model.safetensors. For each mo
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import tyro
@@ -24,24 +24,24 @@ from megapar.config.options import AdapterConfig, ModelConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import MAIN
 from megapar_models.convert.config_json import names_of
+from megapar_models.convert.peft_config import (
+    PEFT_CONFIG,
+    adapter_from_peft,
+    pattern,
+    peft_config,
+    stacks_in_config,
+    words_in_stacks,
+)
 from megapar_models.convert.progress import progress
 from megapar_models.convert.recipes import starred
 from megapar_models.convert.saved import saved_config
+from megapar_models.convert.stacked_experts import EXPERT_MODULES, Stack, of_expert, stacks
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_file, write_weights
 from megapar_models.counts import WholeModel
 
-# The version of PEFT whose files these are.
-PEFT_VERSION = "0.21.2"
-PEFT_CONFIG = "adapter_config.json"
 PEFT_WEIGHTS = "adapter_model.safetensors"
 FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
 PREFIX = "base_model.model."
-# Fields of adapter_config.json with the only value that is written, and read.
-UNCHANGED: dict[str, Any] = {
-    **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "use_dora": False, "bias": "none"},
-    **{"fan_in_fan_out": False, "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {}},
-    "modules_to_save": None,
-}
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ class NativeToPeft:
     """Folder for adapter_config.json and adapter_model.safetensors; must not exist."""
     base_name: str = ""
     """The name or the folder of the base at Hugging Face, for PEFT's base_model_name_or_path."""
+    stacked_experts: bool = False
+    """Write adapters of experts as PEFT's target_parameters, for the stacks of transformers 5. Otherwise each expert
+    has modules of its own, as in the files of published weights."""
 
 
 @dataclass(frozen=True)
@@ -129,13 +132,16 @@ def native_to_peft(options: NativeToPeft) -> None:
     adapter = adapter_of(options.src, manifest)
     model = saved_config(manifest).model
     stored = factors_of(manifest)
-    theirs = their_factors(model, stored)
-    plan = {name: TensorInfo(stored[ours], torch.float32) for name, ours in sorted(theirs.items())}
+    in_stacks = [name for name in stored if options.stacked_experts and of_expert(name)]
+    theirs, stacked, shapes = tensors_of_peft(model, stored, in_stacks, adapter.rank)
+    plan = {name: TensorInfo(shape, torch.float32) for name, shape in sorted(shapes.items())}
     pairs = names_of(model).pairs(model)
     with new_folder(options.dst, sum(info.nbytes for info in plan.values())) as folder, progress(len(plan)) as advance:
 
         def make(name: str) -> Tensor:
             with Reader(options.src, manifest) as reader:
+                if name in stacked:
+                    return advance(stacked[name].join(lambda ours: reader.tensor(f"{MAIN}.{ours}")))
                 values = reader.tensor(f"{MAIN}.{theirs[name]}")
             matrix, kind = split(theirs[name])
             rotary = pairs.get(starred(matrix)[0])
@@ -143,7 +149,13 @@ def native_to_peft(options: NativeToPeft) -> None:
             return advance(rotary.theirs(values) if rotary is not None and kind == "lora_b" else values)
 
         write_file(folder / PEFT_WEIGHTS, plan, make)
-        document = peft_config(adapter, targets(model, theirs), options.base_name)
+        # PEFT would take a module with the name of an expert's, such as gate_proj of a dense layer, for the experts.
+        apart = {name for name in theirs if stacked and module_of(name).rpartition(".")[2] in EXPERT_MODULES}
+        modules = {name: ours for name, ours in theirs.items() if name not in apart}
+        document = peft_config(adapter, targets(model, modules), options.base_name)
+        if stacked:
+            document |= stacks_in_config(adapter, stacked.values())
+            document["target_parameters"] += sorted({f"{module_of(name)}.weight" for name in apart})
         (folder / PEFT_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
     print(f"{options.dst}: adapters of rank {adapter.rank}, step {manifest.step} of {options.src}")
 
@@ -156,30 +168,33 @@ def peft_to_native(options: PeftToNative) -> None:
     """
     base = read_manifest(options.base)
     config = saved_config(base)
-    adapter = adapter_from_peft(json.loads((options.src / PEFT_CONFIG).read_text()))
-    matrices = {name.removesuffix(".weight"): piece.shape for name, piece in WholeModel(config.model).tensors().items()}
+    document = json.loads((options.src / PEFT_CONFIG).read_text())
+    adapter = adapter_from_peft(document)
     pairs = names_of(config.model).pairs(config.model)
     with safe_open(options.src / PEFT_WEIGHTS, "pt") as file:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        wanted: dict[str, Sizes] = {}
-        for matrix, shape in matrices.items():
-            if len(shape) == 2:
-                wanted |= {f"{matrix}.lora_a": (adapter.rank, shape[1]), f"{matrix}.lora_b": (shape[0], adapter.rank)}
-        known = their_factors(config.model, wanted, refuse=False)
-        wrong = [f"{name} {list(found[name])}" for name in found if wanted.get(known.get(name, "")) != found[name]]
-        alone = {split(known[name])[0] for name in found if name in known}
-        if config.model.tie_word_embeddings and any("lm_head" in name or "embed_tokens" in name for name in found):
-            wrong.append("the head is the embedding, and one adapter would change both")
-        wrong += [f"a factor of {m} alone" for m in alone if sum(split(known.get(n, ""))[0] == m for n in found) != 2]
-        if wrong or not found:
-            raise CheckpointError(f"{options.src}: does not fit {options.base}: {first_few(wrong) or 'no factors'}")
-        ours = {known[name]: name for name in found}
+        wanted = factors_for(config.model, adapter.rank)
+        stacked_words = words_in_stacks(document)
+        in_stacks = [name for name in wanted if of_expert(name) in stacked_words]
+        joint = pattern(document, "rank_pattern", adapter.rank)
+        known, stacked, shapes = tensors_of_peft(config.model, wanted, in_stacks, adapter.rank, joint, refuse=False)
+        require_fitting(options, config.model, found, shapes, known, stacked)
+        ours = {known[name]: name for name in found if name in known}
+        for name, stack in stacked.items():
+            ours |= {factor: name for n in range(stack.num_experts) for factor in stack.ours(n)}
+        alone = {split(name)[0] for name in ours}
         adapter = replace(adapter, targets=tuple(sorted(alone)))
-        with new_folder(options.dst, 4 * sum(map(math.prod, found.values()))) as folder, progress(len(ours)) as advance:
+        with (
+            new_folder(options.dst, 4 * sum(math.prod(wanted[name]) for name in ours)) as folder,
+            progress(len(ours)) as advance,
+        ):
 
             def make(name: str) -> Tensor:
                 matrix, kind = split(name)
                 values = file.get_tensor(ours[name]).float()
+                if stack := stacked.get(ours[name]):
+                    _, number, word = matrix.rsplit(".", 2)
+                    return advance(stack.cut(values, int(number), word))
                 rotary = pairs.get(starred(matrix)[0])
                 return advance(rotary.ours(values) if rotary is not None and kind == "lora_b" else values)
 
@@ -197,6 +212,54 @@ def peft_to_native(options: PeftToNative) -> None:
         f"  --checkpoint.init_from {options.base} --adapter.init_from {options.dst} --adapter.rank {adapter.rank} "
         f"--adapter.alpha {adapter.alpha:g}{' --adapter.rslora' * adapter.rslora} --adapter.targets {words}"
     )
+
+
+def factors_for(model: ModelConfig, rank: int) -> dict[str, Sizes]:
+    """The shapes of the factors that adapters of all matrices of the model would have."""
+    wanted: dict[str, Sizes] = {}
+    for name, piece in WholeModel(model).tensors().items():
+        if len(piece.shape) == 2:
+            matrix = name.removesuffix(".weight")
+            wanted |= {f"{matrix}.lora_a": (rank, piece.shape[1]), f"{matrix}.lora_b": (piece.shape[0], rank)}
+    return wanted
+
+
+def tensors_of_peft(
+    model: ModelConfig,
+    factors: Mapping[str, Sizes],
+    in_stacks: Collection[str],
+    rank: int,
+    joint: int = 0,
+    *,
+    refuse: bool = True,
+) -> tuple[dict[str, str], dict[str, Stack], dict[str, Sizes]]:
+    """Where PEFT has our `factors`: tensors of one factor each, those of stacks, and the shapes of all, by its names.
+
+    `refuse` is as for `their_factors`, `joint` as for `stacks`.
+    """
+    theirs = their_factors(model, [name for name in factors if name not in {*in_stacks}], refuse=refuse)
+    stacked = {f"{PREFIX}{name}": stack for name, stack in stacks(model, in_stacks, rank, joint).items()}
+    shapes = {name: factors[ours] for name, ours in theirs.items()}
+    return theirs, stacked, shapes | {name: stack.shape(factors) for name, stack in stacked.items()}
+
+
+def require_fitting(
+    options: PeftToNative,
+    model: ModelConfig,
+    found: Mapping[str, Sizes],
+    shapes: Mapping[str, Sizes],
+    known: Mapping[str, str],
+    stacked: Collection[str],
+) -> None:
+    """Raise CheckpointError unless the tensors of a file, `found`, are factors of the base, and none lacks its pair."""
+    wrong = [f"{name} {list(found[name])}" for name in found if shapes.get(name) != found[name]]
+    wrong += [f"{name}: missing" for name in stacked if name not in found]
+    if model.tie_word_embeddings and any("lm_head" in name or "embed_tokens" in name for name in found):
+        wrong.append("the head is the embedding, and one adapter would change both")
+    factors = [split(known[name])[0] for name in found if name in known]
+    wrong += [f"a factor of {matrix} alone" for matrix in sorted({*factors}) if factors.count(matrix) != 2]
+    if wrong or not found:
+        raise CheckpointError(f"{options.src}: does not fit {options.base}: {first_few(wrong) or 'no factors'}")
 
 
 def adapter_of(path: Path, manifest: Manifest) -> AdapterConfig:
@@ -217,6 +280,11 @@ def split(name: str) -> tuple[str, str]:
     """The matrix of a factor, and lora_a or lora_b."""
     matrix, _, kind = name.rpartition(".")
     return matrix, kind
+
+
+def module_of(name: str) -> str:
+    """The module of one of PEFT's factors."""
+    return name.removeprefix(PREFIX).rpartition(".lora_")[0]
 
 
 def their_factors(model: ModelConfig, factors: Iterable[str], *, refuse: bool = True) -> dict[str, str]:
@@ -248,7 +316,7 @@ def their_factors(model: ModelConfig, factors: Iterable[str], *, refuse: bool = 
 
 def targets(model: ModelConfig, theirs: Mapping[str, str]) -> list[str]:
     """PEFT's target_modules: the last word of a module if all modules with it have an adapter, else its whole name."""
-    adapted = {split(ours)[0]: name.removeprefix(PREFIX).rpartition(".lora_")[0] for name, ours in theirs.items()}
+    adapted = {split(ours)[0]: module_of(name) for name, ours in theirs.items()}
     modules = names_of(model).modules
     every: dict[str, set[str]] = {}
     for name in WholeModel(model).tensors():
@@ -260,37 +328,3 @@ def targets(model: ModelConfig, theirs: Mapping[str, str]) -> list[str]:
         word = module.rpartition(".")[2]
         found.add(word if every[word] <= adapted.keys() else module)
     return sorted(found)
-
-
-def peft_config(adapter: AdapterConfig, target_modules: Sequence[str], base_name: str) -> dict[str, Any]:
-    """The content of adapter_config.json."""
-    return {
-        **UNCHANGED,
-        "peft_version": PEFT_VERSION,
-        "base_model_name_or_path": base_name or None,
-        "r": adapter.rank,
-        "lora_alpha": adapter.alpha or float(adapter.rank),
-        "lora_dropout": adapter.dropout,
-        "use_rslora": adapter.rslora,
-        "target_modules": list(target_modules),
-        "inference_mode": True,
-    }
-
-
-def adapter_from_peft(document: Mapping[str, Any]) -> AdapterConfig:
-    """The options of PEFT's adapter_config.json. Raises ConfigError for a field that means something else."""
-    wrong = [
-        f"{name}={document[name]!r}"
-        for name, value in UNCHANGED.items()
-        if document.get(name, value) not in (value, None)
-    ]
-    further = ("target_parameters", "layer_replication", "trainable_token_indices", "lora_bias", "layers_to_transform")
-    wrong += [f"{name}={document[name]!r}" for name in further if document.get(name)]
-    if wrong:
-        raise ConfigError(f"{PEFT_CONFIG}: not read: {', '.join(wrong)}")
-    return AdapterConfig(
-        rank=document["r"],
-        alpha=float(document["lora_alpha"]),
-        rslora=bool(document.get("use_rslora", False)),
-        dropout=float(document.get("lora_dropout", 0.0)),
-    )
