@@ -16,7 +16,7 @@ from tests.support import options
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import benchmark
-from benchmarks import counting, cpu_profile, families, layouts, schedules, step_times
+from benchmarks import counting, cpu_profile, families, generation, handoff, layouts, schedules, step_times
 from benchmarks.contenders import LAYOUTS
 from benchmarks.peers import Result
 from benchmarks.ranks import BenchmarkError, run_ranks
@@ -194,3 +194,28 @@ def test_predicted_and_measured_times_are_summed_up() -> None:
 def test_layouts_of_step_times_can_run(flags: str) -> None:
     config = options.load([*step_times.SIZES, *flags.split()]).config
     assert validate(config, 2 if "parallel" in flags else 1).train.global_batch_size == 8
+
+
+def test_generation_is_measured_beside_transformers(tmp_path: Path) -> None:
+    pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    file = tmp_path / "out.json"
+    generation.main(
+        generation.Options(prompts=(2,), length=5, tokens=4, layers=1, hidden_size=128, rounds=1, json=file)
+    )
+    (row,) = json.loads(file.read_text())["rows"]
+    rates = row["tokens_per_second"]
+    assert row["speed"]["median"] == pytest.approx(rates["megapar"]["median"] / rates["transformers"]["median"])
+
+
+def test_a_handoff_is_measured_to_every_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It fails if the two ways hand over other bits to any of them."""
+    file = tmp_path / "out.json"
+    options = handoff.Options(layers=1, hidden_size=128, bucket_mb=1, rounds=1, json=file)
+    handoff.main(options)
+    found = json.loads(file.read_text())
+    assert list(found["targets"]) == list(handoff.TARGETS)
+    assert found["buckets"] > 1
+    assert all(min(one["seconds"][way]) > 0 for one in found["targets"].values() for way in handoff.WAYS)
+    monkeypatch.setattr(handoff, "gathered", lambda stages: iter([("norm", torch.ones(3))]))
+    with pytest.raises(BenchmarkError, match="the two ways handed over other bits to rank"):
+        handoff.main(options)

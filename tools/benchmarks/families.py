@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import torch
 from megapar_models.convert.saved import load_model
+from megapar_models.stage import Stage
 from torch import Tensor, nn
 
 from benchmarks.counting import Cost, cost, in_turn, ratio, spread
@@ -93,6 +94,15 @@ def their_loss(model: nn.Module, inputs_bs: Tensor, targets_bs: Tensor) -> Tenso
     return loss
 
 
+def converted(theirs: Path, folder: Path, precision: Literal["fp32", "bf16"] = "fp32") -> Stage:
+    """The model of transformers' files in the folder `theirs`. `folder` gets ours."""
+    command = [sys.executable, str(CONVERT), "hf-to-native", str(theirs), str(folder), "--no-verify"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise BenchmarkError(f"{theirs}: {done.stderr.strip()}")
+    return load_model(folder, precision=precision)[1]
+
+
 def contenders(model_type: str, precision: Literal["fp32", "bf16"]) -> dict[str, Contender]:
     """megapar, and transformers with each of its attentions that the model has, with the same weights."""
     transformers = importlib.import_module("transformers")
@@ -105,11 +115,7 @@ def contenders(model_type: str, precision: Literal["fp32", "bf16"]) -> dict[str,
         folder = Path(name)
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "theirs")
-        command = [sys.executable, CONVERT, "hf-to-native", folder / "theirs", folder / "ours", "--no-verify"]
-        converted = subprocess.run([*map(str, command)], capture_output=True, text=True)
-        if converted.returncode:
-            raise BenchmarkError(f"{model_type}: {converted.stderr.strip()}")
-        _, stage = load_model(folder / "ours", precision=precision)
+        stage = converted(folder / "theirs", folder / "ours", precision)
         batch = MicroBatch.of_samples(inputs_bs, targets_bs, torch.ones(SAMPLES, LENGTH), torch.arange(SAMPLES))
         found["megapar"] = Contender(stage, partial(stage, None, batch))  # in evaluation mode: no loss of balance
         for attention in ATTENTIONS[model_type]:

@@ -1,0 +1,116 @@
+"""Tokens a second of a small Llama that continues prompts, in turns with `generate` of transformers, on one thread.
+
+transformers makes the model with random weights, and its files are converted. Both keep keys and values, and always
+take the most likely token. The benchmark fails if their texts differ.
+"""
+
+import importlib
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from megapar_models.generation import Sampling, generate
+from megapar_models.stage import Stage
+
+from benchmarks.counting import cost, in_turn, ratio, spread
+from benchmarks.families import converted
+from benchmarks.ranks import BenchmarkError
+from benchmarks.report import Report, table
+from megapar.train.provenance import provenance
+
+OURS, THEIRS = "megapar", "transformers"
+VOCABULARY = 4096
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure generation on this machine."""
+
+    prompts: tuple[int, ...] = (1, 8)
+    """Numbers of prompts of a batch."""
+    length: int = 64
+    """Tokens of a prompt."""
+    tokens: int = 64
+    """Tokens to add."""
+    layers: int = 8
+    """Layers of the Llama."""
+    hidden_size: int = 512
+    """Its width, a multiple of 128: two query heads of 64 share a key/value head."""
+    rounds: int = 5
+    """Rounds that count, after one that warms up."""
+    json: Path | None = None
+    """Write all numbers to this file."""
+
+
+def models(options: Options) -> tuple[Stage, Any]:
+    """Our model, and that of transformers with the same weights, in fp32."""
+    transformers = importlib.import_module("transformers")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    width = options.hidden_size
+    config = transformers.LlamaConfig(
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=options.length + options.tokens,
+        initializer_range=0.1,  # at 0.02 a model without training repeats one token
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(0)
+    theirs = transformers.LlamaForCausalLM(config).eval()
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(f"{folder}/theirs")
+        return converted(Path(folder, "theirs"), Path(folder, "ours")), theirs
+
+
+@torch.no_grad()
+def of_transformers(model: Any, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """What generate of transformers gives."""
+    ids_bs = torch.tensor(prompts)
+    options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0}
+    rows: list[list[int]] = model.generate(ids_bs, attention_mask=torch.ones_like(ids_bs), **options).tolist()
+    return rows
+
+
+def measure(options: Options, stage: Stage, theirs: Any, count: int) -> dict[str, list[float]]:
+    """The seconds of each way by round. Raises BenchmarkError if the texts differ."""
+    prompts = torch.randint(VOCABULARY, (count, options.length), generator=torch.Generator().manual_seed(1)).tolist()
+    ways: dict[str, Callable[[], list[list[int]]]] = {
+        OURS: partial(generate, stage, prompts, options.tokens, -1, Sampling(0.0)),
+        THEIRS: partial(of_transformers, theirs, prompts, options.tokens),
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(options.rounds + 1):
+        texts = {}
+        for way in in_turn(ways, number):
+            one, texts[way] = cost(ways[way])
+            seconds[way].append(one.wall)
+        if texts[OURS] != texts[THEIRS]:
+            raise BenchmarkError(f"the texts after {count} prompts differ")
+    return {way: found[1:] for way, found in seconds.items()}
+
+
+def main(options: Options) -> None:
+    """Measure, print the table, write the JSON file."""
+    torch.set_num_threads(1)
+    circumstances = provenance(torch.device("cpu"))
+    stage, theirs = models(options)
+    rows: list[dict[str, Any]] = []
+    lines = []
+    for count in options.prompts:
+        found = measure(options, stage, theirs, count)
+        rates = {way: spread(count * options.tokens / one for one in seconds) for way, seconds in found.items()}
+        speed = ratio(found[THEIRS], found[OURS])
+        rows.append({"prompts": count, "tokens_per_second": rates, "speed": speed})
+        shown = (f"{speed['median']:.2f}x", f"{speed['min']:.2f}-{speed['max']:.2f}")
+        lines.append((count, *shown, *(f"{rates[way]['median']:,.0f}" for way in (OURS, THEIRS))))
+    numbers = ["speed", "range", "tokens/s, ours", "theirs"]
+    Report(options, circumstances).finish({"rows": rows}, table(lines, ["prompts"], numbers))
