@@ -16,7 +16,7 @@ from tests.support import options
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import benchmark
-from benchmarks import counting, cpu_profile, families, generation, handoff, layouts, schedules, step_times
+from benchmarks import counting, cpu_profile, families, finetuning, generation, handoff, layouts, schedules, step_times
 from benchmarks.contenders import LAYOUTS
 from benchmarks.peers import Result
 from benchmarks.ranks import BenchmarkError, run_ranks
@@ -219,3 +219,19 @@ def test_a_handoff_is_measured_to_every_target(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(handoff, "gathered", lambda stages: iter([("norm", torch.ones(3))]))
     with pytest.raises(BenchmarkError, match="the two ways handed over other bits to rank"):
         handoff.main(options)
+
+
+@pytest.mark.slow
+def test_fine_tuning_is_the_same_as_that_of_the_trainer(tmp_path: Path) -> None:
+    """The benchmark itself compares losses and norms of gradients after each of the steps."""
+    for package in ("accelerate", "peft"):
+        pytest.importorskip(package, reason=f"not run: needs {package}, pip install accelerate peft")
+    file = tmp_path / "out.json"
+    finetuning.main(finetuning.Options(layers=1, seq_length=128, mean_length=30, packs=4, rounds=2, json=file))
+    rows = json.loads(file.read_text())["rows"]
+    assert [(row["layout"], row["trained"]) for row in rows] == [
+        (layout, trained) for layout in ("single", "dp2") for trained in ("all", "adapters")
+    ]
+    for row in rows:
+        assert all(len(results) == 3 for results in row["results"].values())
+        assert min(row["bytes"].values()) > 0

@@ -72,7 +72,7 @@ DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {
 PYTORCH_CONTENDERS = {
     "tools/benchmarks/ranks.py",
     *(f"tools/benchmarks/{name}.py" for name in ("peers", "peers_context", "peers_deepspeed")),
-    *(f"tools/benchmarks/{name}.py" for name in ("handoff", "peers_shared_memory")),
+    *(f"tools/benchmarks/{name}.py" for name in ("finetuning", "handoff", "peers_shared_memory")),
 }
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.

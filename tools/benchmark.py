@@ -8,6 +8,7 @@ schedules    pipeline schedules on ranks that sleep, beside their simulation
 times        predicted step times beside measured ones, on this CPU
 profile      CPU time of a training step by kind of operation, beside plain PyTorch
 families     other families than Llama beside transformers, on a CPU
+finetuning   fine-tuning on packs beside the Trainer of transformers, on a CPU
 generation   texts continued beside transformers, on a CPU
 handoff      weights handed over in buckets, and tensor by tensor
 gpu          training models of billions of weights on one GPU
@@ -31,6 +32,7 @@ MODULES = {
     "times": "benchmarks.step_times",
     "profile": "benchmarks.cpu_profile",
     "families": "benchmarks.families",
+    "finetuning": "benchmarks.finetuning",
     "generation": "benchmarks.generation",
     "handoff": "benchmarks.handoff",
     "gpu": "benchmarks.gpu",
