@@ -128,7 +128,7 @@ class Rank:
         ctx = context.create(grid, device=device)
         self.stages = build_stages(config, ctx).values()
         initialize(self.stages, 0)
-        self.handoff = Handoff(config, grid, ctx, self.stages, Whole(), bucket_bytes=options.bucket_mb << 20)
+        self.handoff = Handoff(config, grid, ctx, self.stages, Whole(), (), bucket_bytes=options.bucket_mb << 20)
         self.giver = Giver(path, SECONDS) if self.handoff.receives else None
         self.folder, self.connection = folder, connection
         self.held: dict[str, dict[str, Tensor]] = {way: {} for way in WAYS}

@@ -285,6 +285,8 @@ class Handoff:
                 main[part.start : part.stop].copy_(part.main)
             # By the largest, because each element may have several copies, and ranks without one have -inf.
             collectives.all_reduce(main, spec_of(param).grad_axis, "max")
+            if main.isneginf().any():
+                raise RuntimeError(f"{name}: no rank has main weights of some elements; Handoff needs all `slices`")
             found[name] = _Held(main, held.piece, held.start)
         return found
 
