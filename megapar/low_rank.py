@@ -30,13 +30,15 @@ from megapar.products import TORCH_PRODUCTS, MatrixProducts
 class LoraRule:
     """The rank r of adapters, and s in y = W x + s B A x.
 
-    In training an input of A is dropped with probability `dropout`; `impl` says what computes that.
+    In training an input of A is dropped with probability `dropout`; `impl` says what computes that. With `dora` the
+    rows of W + s B A get norms of their own (`ScaledColumns`).
     """
 
     rank: int
     scale: float
     dropout: float = 0.0
     impl: Implementation = "torch"
+    dora: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,17 @@ class LowRank:
         for columns, z_j, total_j in zip(self.columns, self._inner(scaled), self._split(total), strict=True):
             TORCH_PRODUCTS.add_weight_gradient(total_j, grad_2d[:, columns], z_j, overwrite=overwrite)
 
+    @torch.no_grad()
+    def squared_norms(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        """Of the rows of all W_j, and of all W_j + s B_j A_j: [2, rows], in fp32."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        found = []
+        for columns, a_j, b_j in zip(self.columns, a.chunk(len(self.columns)), self._split(b), strict=True):
+            rows = weight[columns].to(wide)
+            adapted = rows.addmm(b_j.to(wide), a_j.to(wide), alpha=self.scale)
+            found.append(torch.stack([matrix.square().sum(1) for matrix in (rows, adapted)]))
+        return torch.cat(found, dim=1)
+
     def _inner(self, z: Tensor) -> tuple[Tensor, ...]:
         return z.reshape(-1, z.shape[-1]).chunk(len(self.columns), dim=1)
 
@@ -200,3 +213,33 @@ class AdaptedLinear(torch.autograd.Function):
         )
         grad_b = ctx.rule.b_gradient(ctx.main_grad_b, grad_y, z, b) if needs_b else None
         return grad_x, grad_weights[0], grad_bias, grad_weights[1], grad_b, None, None, None
+
+
+class ScaledColumns(torch.autograd.Function):
+    """The outputs of a DoRA (arXiv 2402.09353): y_i (n_i + d_i) / v_i, from y = W x + s B A x [..., out].
+
+    n_i and v_i are the norms of row i of W and of W + s B A, `norms` [2, rows], and d [rows] is trained. The paper's
+    magnitude m is n + d. Its d begins at 0, whatever W is, and in 16 bits an update of d is not lost in m.
+    The norms are constants in backward (section 4.3). `columns` are those of y with an adapter.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, d: Tensor, norms: Tensor, columns: Sequence[slice]) -> Tensor:
+        # A row of zeros stays one.
+        norm_of_weight, norm = norms[0], norms[1].clamp(min=torch.finfo(norms.dtype).tiny)
+        of_rows = (norm_of_weight + d) / norm
+        factors = norms.new_ones(y.shape[-1])
+        for place, part in zip(columns, of_rows.split([c.stop - c.start for c in columns]), strict=True):
+            factors[place] = part
+        ctx.save_for_backward(y, factors, norm)
+        ctx.columns = columns
+        ctx.dtype = d.dtype
+        return torch.mul(y, factors, out=torch.empty_like(y))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        y, factors, norm = ctx.saved_tensors
+        sums = [(grad[..., c].to(norm.dtype) * y[..., c]).flatten(0, -2).sum(0) for c in ctx.columns]
+        grad_y = torch.mul(grad, factors, out=torch.empty_like(grad))
+        return grad_y, (torch.cat(sums) / norm).to(ctx.dtype), None, None

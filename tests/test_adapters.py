@@ -34,6 +34,7 @@ from tests.support.grid import (
     GPT,
     LLAMA,
     MIXTRAL,
+    SAMPLES,
     SHARED,
     STRADDLING,
     Layout,
@@ -48,6 +49,7 @@ from tests.support.sweeps import slow_but
 ALL = AdapterConfig(rank=3, alpha=7.0)
 SOME = AdapterConfig(rank=4, alpha=8.0, targets=("q", "v", "down"), rslora=True)
 DROPPED = replace(ALL, dropout=0.25)
+DORA = replace(ALL, dora=True)
 
 LATENT = tiny_models.small(
     "deepseek",
@@ -86,6 +88,13 @@ LAYOUTS = [
     Layout(GPT, cp=2, tp=2, sequence_parallel=True, recompute="full", adapter=DROPPED),
     Layout(LATENT, tp=2, sequence_parallel=True, pp=2, adapter=replace(DROPPED, targets=("*.attention.*",))),
     Layout(LLAMA, dp=2, tp=2, zero_stage=3, micro_batch_size=3, adapter=DROPPED),
+    Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=3, adapter=DORA),
+    Layout(STRADDLING, tp=4, sequence_parallel=True, tp_overlap_chunks=2, micro_batch_size=3, adapter=DORA),
+    Layout(LLAMA, pp=2, tp=2, schedule="zb-h1", micro_batch_size=3, adapter=replace(SOME, dora=True)),
+    Layout(GPT, cp=2, tp=2, recompute="full", adapter=DORA),
+    Layout(LLAMA, dp=2, tp=2, zero_stage=3, micro_batch_size=3, adapter=DORA),
+    Layout(LATENT, tp=2, sequence_parallel=True, pp=2, adapter=replace(DORA, targets=("*.attention.*",))),
+    Layout(LLAMA, dp=2, zero_stage=2, pp=2, micro_batch_size=3, adapter=DORA),
 ]
 
 
@@ -94,8 +103,14 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(
     ("model", "adapter"),
-    [(LLAMA, ALL), (STRADDLING, SOME), (replace(MIXTRAL, moe=replace(MIXTRAL.moe, balance="none")), ALL)],
-    ids=["all", "some, rslora", "experts"],
+    [
+        (LLAMA, ALL),
+        (STRADDLING, SOME),
+        (replace(MIXTRAL, moe=replace(MIXTRAL.moe, balance="none")), ALL),
+        (LLAMA, DORA),
+        (STRADDLING, replace(SOME, dora=True)),
+    ],
+    ids=["all", "some, rslora", "experts", "dora", "dora, some"],
 )
 def test_steps_are_those_of_merged_weights_in_plain_torch(model: ModelConfig, adapter: AdapterConfig) -> None:
     if model.experts:
@@ -115,6 +130,11 @@ def test_new_adapters_change_nothing_and_are_drawn_as_peft_draws_them() -> None:
     initialize([base], seed=3)
     batch = tiny_models.batch(LLAMA)
     assert torch.equal(found(None, batch), base(None, batch))
+    # With DoRA the rows are divided by their own norms and multiplied by them.
+    with_magnitudes = replace(with_adapters, adapter=AdapterConfig(rank=64, dora=True))
+    (also,) = build_stages(with_magnitudes, context.single()).values()
+    initialize([also], seed=3)
+    assert torch.equal(also(None, batch), base(None, batch))
     drawn = logical.assemble([logical.held([found], context.single())])
     for matrix, inputs in (("attention.k", 48), ("mlp.down", 76), ("attention.o", 40)):
         a = drawn[f"layers.1.{matrix}.lora_a"] * inputs**0.5
@@ -170,7 +190,7 @@ def test_dropout_drops_inputs_of_a_in_training() -> None:
         layer.train()(x_sbi)
 
 
-@pytest.mark.parametrize("layout", slow_but([0, 1, 2, 7, 11, 18, 20], LAYOUTS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([0, 1, 2, 7, 11, 18, 20, 23, 26], LAYOUTS), ids=name)
 def test_adapters_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
     """Loss, norm, every gradient and every weight of two steps. B is random: with zeros A would have no gradient.
 
@@ -206,6 +226,15 @@ def test_adapters_send_no_activation_more(options: dict[str, Any]) -> None:
     assert found == [{**sent, "tp": sent["tp"] + whole} for sent in without]
 
 
+def test_magnitudes_send_norms_of_rows_that_are_cut(tmp_path: Path) -> None:
+    """Over tp a step of DoRA sends two norms for each row of o and down in every forward, and nothing else."""
+    adapted, dora = (Layout(PLAIN, tp=2, micro_batch_size=3, adapter=adapter) for adapter in (ALL, DORA))
+    without, found = (run_ranks(2, sent_in_a_step, layout.config()) for layout in (adapted, dora))
+    forwards = 4 * 2 * (SAMPLES // 3)
+    norms = forwards * 2 * 48 * 4
+    assert found == [{**sent, "tp": sent["tp"] + norms} for sent in without]
+
+
 def weights_after_steps(config: Config, steps: int) -> dict[str, Tensor]:
     state = make_state(config)
     for step in range(steps):
@@ -216,10 +245,11 @@ def weights_after_steps(config: Config, steps: int) -> dict[str, Tensor]:
 
 def test_whole_factors_stay_the_same_on_all_ranks() -> None:
     """Fault whole-factor-not-summed: bit by bit after three steps, of tp and of replicas."""
-    layout = Layout(LLAMA, tp=2, dp=2, sequence_parallel=True, micro_batch_size=3, adapter=ALL)
+    layout = Layout(LLAMA, tp=2, dp=2, sequence_parallel=True, micro_batch_size=3, adapter=DORA)
     ranks = run_ranks(4, weights_after_steps, layout.config("bf16"), 3)
-    whole = [name for name in ranks[0] if ".o.lora_b" in name or ".down.lora_b" in name or ".q.lora_a" in name]
-    assert len(whole) == 3 * LLAMA.num_hidden_layers
+    of_rows = [f".{matrix}.lora_{kind}" for matrix in ("o", "down") for kind in ("b", "magnitude")]
+    whole = [name for name in ranks[0] if any(part in name for part in (*of_rows, ".q.lora_a"))]
+    assert len(whole) == 5 * LLAMA.num_hidden_layers
     assert all(torch.equal(ranks[0][name], rank[name]) for rank in ranks for name in whole)
     assert all(torch.equal(ranks[n][name], ranks[n + 2][name]) for n in (0, 1) for name in ranks[0])
 
@@ -365,7 +395,7 @@ def test_adapters_that_do_not_fit_are_no_start(tmp_path: Path) -> None:
     assert "does not fit this run (checkpoint | run): adapter.rank (4 | 5), the scale s (4 | 3.57771): give" in said(
         rank=5
     )
-    assert "(checkpoint | run): the scale s (4 | 2): give adapter.rank, alpha and rslora as" in said(rslora=False)
+    assert "(checkpoint | run): the scale s (4 | 2): give adapter.rank, alpha, rslora and dora as" in said(rslora=False)
     named = "does not fit this run; adapter.targets and train.trainable must name what was trained there"
     assert said(targets=("q", "v", "o")).count("lora") == 16
     # The norm was trained there: to leave it out would be another function.
@@ -442,6 +472,8 @@ def test_embedding_and_head_take_no_adapter(model: ModelConfig, target: str) -> 
         (AdapterConfig(alpha=3.0), (), "adapter.alpha=3.0, adapter.rank=0: there is no adapter"),
         (ALL, ("norm.*",), "train.trainable=norm.*, adapter.rank=3: the patterns leave adapters frozen"),
         (replace(ALL, dropout=1.0), (), "adapter.dropout=1.0: must be at least 0 and below 1"),
+        (replace(DROPPED, dora=True), (), "adapter.dora=true, adapter.dropout=0.25: magnitudes scale the whole"),
+        (AdapterConfig(dora=True), (), "adapter.dora=true, adapter.rank=0: there is no adapter"),
     ],
 )
 def test_options_without_effect_are_refused(adapter: AdapterConfig, trainable: tuple[str, ...], said: str) -> None:
@@ -472,3 +504,6 @@ def test_a_target_without_a_matrix_is_refused_on_every_rank() -> None:
     )
     assert build(Layout(MIXTRAL, adapter=DROPPED)).startswith(text)
     assert build(Layout(MIXTRAL, adapter=replace(DROPPED, targets=("q", "v")))) == ""
+    text = "adapter.dora: layers.0.mlp.experts have adapters, which have no magnitudes; leave it out, or name targets"
+    assert build(Layout(MIXTRAL, adapter=DORA)).startswith(text)
+    assert build(Layout(MIXTRAL, adapter=replace(DORA, targets=("q", "v")))) == ""

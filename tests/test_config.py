@@ -711,7 +711,7 @@ checkpoint: every save_last resume init_from strict async_save keep_last keep_ev
 log: every tensorboard profile peak_tflops
 kernels: backend loss_chunk
 launch: nproc device timeout_seconds time_limit threads cpu_exchange
-adapter: rank alpha targets rslora dropout init_from
+adapter: rank alpha targets rslora dropout dora init_from
 top: run_dir dry_run gpu
 """
 

@@ -273,6 +273,8 @@ class AdapterConfig:
     """s is alpha / sqrt(rank) (arXiv 2312.03732)."""
     dropout: float = 0.0
     """Probability with which an input of A is dropped in training. Adapters of experts take none."""
+    dora: bool = False
+    """Train the norms of the rows of W + s B A too (DoRA, arXiv 2402.09353). Without dropout, and not of experts."""
     init_from: str = "none"
     """Folder of a checkpoint of adapters on the same base. If nothing is resumed, the run starts from them, at step 0
     and with a new optimizer state. convert_checkpoint.py peft-to-native makes one of PEFT's files."""

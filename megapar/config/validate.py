@@ -514,6 +514,9 @@ def _adapter(config: Config) -> Iterator[str]:
     elif ADAPTERS not in config.train.trainable:
         text = f"the patterns leave adapters frozen; add '{ADAPTERS}', or leave train.trainable empty"
         yield problem(config, "train.trainable adapter.rank", text)
+    if adapter.dora and adapter.dropout:
+        text = "magnitudes scale the whole product, and its input has no dropout; use adapter.dropout 0"
+        yield problem(config, "adapter.dora adapter.dropout", text)
 
 
 def _checkpoint(config: Config) -> Iterator[str]:

@@ -29,8 +29,10 @@ class Columns:
         start, stop = cut(size, tp)
         return cls(name, size, start, stop, start, stop)
 
-    def piece(self, kind: Literal["weight", "bias", "lora_b"], shape: tuple[int, ...], tp: Axis) -> Piece:
-        """The piece of the weight, of the bias or of an adapter's B, with logical shape `shape`.
+    def piece(
+        self, kind: Literal["weight", "bias", "lora_b", "lora_magnitude"], shape: tuple[int, ...], tp: Axis
+    ) -> Piece:
+        """The piece of the weight, of the bias, or of an adapter's B or magnitudes, with logical shape `shape`.
 
         If several ranks hold a row, each computes a part of its gradient.
         """

@@ -51,6 +51,21 @@ def column_linear(
 
     The outputs of the adapter `lora` are added to them. Its dropout needs the tokens [s, b].
     """
+    if lora is not None and lora.magnitude is not None:
+        return _plus(lora.scaled(_column_product(x, weight, None, sharding, products, lora, tokens), weight), bias)
+    return _column_product(x, weight, bias, sharding, products, lora, tokens)
+
+
+def _column_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    sharding: Sharding,
+    products: MatrixProducts,
+    lora: Lora | None,
+    tokens: Tokens | None,
+) -> Tensor:
+    """`column_linear` without the magnitudes of a DoRA."""
     if sharding.splits_sequence and sharding.overlap_chunks > 1:
         chunked = ChunkedGather(sharding.tp, sharding.overlap_chunks)
         if lora is None:
@@ -74,9 +89,27 @@ def local_linear(
 
     The adapter's dropout needs the tokens of x.
     """
+    if lora is not None and lora.magnitude is not None:
+        return _plus(lora.scaled(_local_product(x, weight, None, products, lora, tokens), weight), bias)
+    return _local_product(x, weight, bias, products, lora, tokens)
+
+
+def _local_product(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    products: MatrixProducts,
+    lora: Lora | None,
+    tokens: Tokens | None,
+) -> Tensor:
+    """`local_linear` without the magnitudes of a DoRA."""
     if lora is None:
         return LinearFunction.apply(x, weight, bias, LOCAL, products)
     return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, LOCAL, products, lora.for_pass(tokens))
+
+
+def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
+    return y if bias is None else y + bias
 
 
 class ColumnParallelLinear(nn.Module):
@@ -149,10 +182,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
         y = self._product_and_sum(x_sbi, tokens)
+        if self.lora is not None:
+            y = self.lora.scaled(y, self.weight)
         # The bias is added after the sum: before it, it would be added tp times.
-        if self.bias is None:
-            return y
-        return y + self.bias
+        return _plus(y, self.bias)
 
     def _product_and_sum(self, x_sbi: Tensor, tokens: Tokens | None) -> Tensor:
         # The input is this rank's slice already, so nothing is communicated before the product.
@@ -165,7 +198,7 @@ class RowParallelLinear(nn.Module):
             rule = lora.for_pass(tokens)
             z = LinearFunction.apply(x_sbi, lora.a, None, LOCAL, rule.products_of_a(self.products))
             return linear_reduce(x_sbi, self.weight, region, self.products, z, lora.b, rule)
-        partial = local_linear(x_sbi, self.weight, None, self.products, lora, tokens)
+        partial = _local_product(x_sbi, self.weight, None, self.products, lora, tokens)
         if sharding.sequence_parallel:
             return scatter_sum(partial, sharding.tp)
         return reduce_from_tp(partial, sharding.tp)

@@ -4,6 +4,7 @@ For a matrix `name` [out, in] these are its logical tensors, with r the rank of 
 
     name.lora_a   [r, in]    drawn evenly from +-1/sqrt(in), as PEFT draws it
     name.lora_b   [out, r]   zeros, so a model with new adapters computes what it did without
+    name.lora_magnitude [out]  with DoRA: zeros; what is added to the norms of the rows of W
 """
 
 import hashlib
@@ -12,9 +13,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megapar_kernels.dropout import keys_from_column
-from torch import nn
+from torch import Tensor, nn
 
-from megapar.low_rank import InputDropout, LoraRule, LowRank
+from megapar.comm.collectives import all_reduce
+from megapar.context import Axis
+from megapar.low_rank import InputDropout, LoraRule, LowRank, ScaledColumns
 from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, Sizes, cut, make_piece, shared_piece
 from megapar.random import Tokens
 from megapar.sharding import Sharding
@@ -24,19 +27,29 @@ from megapar.tensor_parallel.columns import Columns
 class Lora(nn.Module):
     """The adapters of the matrices of one layer. `a` and `b` are the pieces of their factors.
 
-    `columns` are those of each matrix in the layer's output on this rank.
+    `columns` are those of each matrix in the layer's output on this rank. `magnitudes` are the pieces of their
+    magnitudes, used with DoRA. Norms of rows are summed over `norm_axis`.
     """
 
     def __init__(
-        self, rule: LoraRule, a: Sequence[Piece], b: Sequence[Piece], columns: Sequence[slice], sharding: Sharding
+        self,
+        rule: LoraRule,
+        a: Sequence[Piece],
+        b: Sequence[Piece],
+        magnitudes: Sequence[Piece],
+        columns: Sequence[slice],
+        sharding: Sharding,
+        norm_axis: Axis | None = None,
     ):
         super().__init__()
+        self.norm_axis = norm_axis
         self.options = rule
         self.rule = LowRank(rule.scale, tuple(columns))
         self.name = a[0].name
         self.first_input = a[0].held.offset[1]
         self.a = factor(a, Init("uniform", 1 / math.sqrt(a[0].shape[1])), sharding)
         self.b = factor(b, ZEROS, sharding)
+        self.magnitude = factor(magnitudes, ZEROS, sharding) if rule.dora else None
 
     @classmethod
     def of_rows(cls, rule: LoraRule, name: str, shape: Sizes, sharding: Sharding) -> "Lora":
@@ -44,7 +57,8 @@ class Lora(nn.Module):
         out_features, in_features = shape
         a = make_piece(f"{name}.lora_a", (rule.rank, in_features), {1: cut(in_features, sharding.tp)})
         b = shared_piece(f"{name}.lora_b", (out_features, rule.rank), sharding.tp, partial=True)
-        return cls(rule, [a], [b], [slice(0, out_features)], sharding)
+        m = shared_piece(f"{name}.lora_magnitude", (out_features,), sharding.tp, partial=sharding.sequence_parallel)
+        return cls(rule, [a], [b], [m], [slice(0, out_features)], sharding, sharding.tp)
 
     @classmethod
     def of_whole(cls, rule: LoraRule, name: str, shape: Sizes, sharding: Sharding) -> "Lora":
@@ -53,7 +67,19 @@ class Lora(nn.Module):
         partial = sharding.sequence_parallel
         a = shared_piece(f"{name}.lora_a", (rule.rank, in_features), sharding.tp, partial=partial)
         b = shared_piece(f"{name}.lora_b", (out_features, rule.rank), sharding.tp, partial=partial)
-        return cls(rule, [a], [b], [slice(0, out_features)], sharding)
+        m = shared_piece(f"{name}.lora_magnitude", (out_features,), sharding.tp, partial=partial)
+        return cls(rule, [a], [b], [m], [slice(0, out_features)], sharding)
+
+    def scaled(self, y: Tensor, weight: Tensor) -> Tensor:
+        """The layer's output without its bias, from y = W x + s B A x, summed over tp. Without DoRA it is y."""
+        if self.magnitude is None:
+            return y
+        squares = self.rule.squared_norms(weight, self.a, self.b)
+        if self.norm_axis is not None:
+            # Each rank has a part of every row.
+            all_reduce(squares, self.norm_axis)
+        scaled: Tensor = ScaledColumns.apply(y, self.magnitude, squares.sqrt_(), self.rule.columns)
+        return scaled
 
     def for_pass(self, tokens: Tokens | None) -> LowRank:
         """The products of a forward pass over these tokens, and of its backward. In training some inputs are dropped.
@@ -72,16 +98,16 @@ class Lora(nn.Module):
 
 
 def factor(pieces: Sequence[Piece], init: Init, sharding: Sharding) -> nn.Parameter:
-    """A parameter of factors, one below the other."""
+    """A parameter of factors, one below the other. Magnitudes are not decayed: it would pull them to the norms of W."""
     spec = ParamSpec(
         tuple(pieces),
         init,
-        decay=True,
+        decay=len(pieces[0].shape) == 2,
         grad_axis=sharding.grad_axis,
         optimizer=sharding.optimizer,
         added_by=ADAPTER,
     )
-    return sharding.parameter_of(spec, (sum(p.local_shape[0] for p in pieces), pieces[0].local_shape[1]))
+    return sharding.parameter_of(spec, (sum(p.local_shape[0] for p in pieces), *pieces[0].local_shape[1:]))
 
 
 def lora_of_columns(
@@ -93,6 +119,7 @@ def lora_of_columns(
     """
     a: list[Piece] = []
     b: list[Piece] = []
+    magnitudes: list[Piece] = []
     places: list[slice] = []
     end = 0
     for c, is_adapted in zip(columns, adapted, strict=True):
@@ -100,5 +127,6 @@ def lora_of_columns(
         if is_adapted:
             a.append(shared_piece(f"{c.name}.lora_a", (rule.rank, in_features), sharding.tp, partial=True))
             b.append(c.piece("lora_b", (c.size, rule.rank), sharding.tp))
+            magnitudes.append(c.piece("lora_magnitude", (c.size,), sharding.tp))
             places.append(slice(start, end))
-    return Lora(rule, a, b, places, sharding) if places else None
+    return Lora(rule, a, b, magnitudes, places, sharding) if places else None

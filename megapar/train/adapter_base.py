@@ -50,20 +50,24 @@ def require_same(saved: object, now: dict[str, Any], path: Path, config: Config)
 
 
 def require_same_products(saved: Mapping[str, Any], path: Path, config: Config) -> None:
-    """Raise CheckpointError on every rank unless rank and s of saved adapters are those of the run.
+    """Raise CheckpointError on every rank unless rank, s and dora of saved adapters are those of the run.
 
     `saved` are the flattened options of the checkpoint `path`.
     """
     then, now = saved_adapter(saved), config.adapter
     different = [
         f"{name} ({before:g} | {after:g})"
-        for name, before, after in (("adapter.rank", then.rank, now.rank), ("the scale s", then.scale, now.scale))
+        for name, before, after in (
+            ("adapter.rank", then.rank, now.rank),
+            ("the scale s", then.scale, now.scale),
+            ("adapter.dora", then.dora, now.dora),
+        )
         if before != after
     ]
     if different:
         problem = CheckpointError(
-            f"{path} does not fit this run (checkpoint | run): {', '.join(different)}: give adapter.rank, alpha and "
-            "rslora as they were"
+            f"{path} does not fit this run (checkpoint | run): {', '.join(different)}: give adapter.rank, alpha, "
+            "rslora and dora as they were"
         )
         problem.everywhere = True
         raise problem

@@ -277,6 +277,7 @@ def _other_training_state(manifest: Manifest, config: Config) -> str:
     # A checkpoint of a version without these options trained every parameter, and had no experts.
     reasons: dict[str, tuple[Any, Any, str]] = {
         "adapter.rank": (saved.get("adapter.rank", 0), config.adapter.rank, "adapters have the shapes of their rank"),
+        "adapter.dora": (saved.get("adapter.dora", False), config.adapter.dora, "only DoRA has magnitudes"),
         "adapter.targets": (
             tuple(saved.get("adapter.targets") or ()),
             config.adapter.targets,

@@ -136,7 +136,8 @@ class Factory:
         return self.adapter.rank > 0 and self.adapter.is_target(name)
 
     def _lora_rule(self) -> LoraRule:
-        return LoraRule(self.adapter.rank, self.adapter.scale, self.adapter.dropout, self.kernels.dropout)
+        adapter = self.adapter
+        return LoraRule(adapter.rank, adapter.scale, adapter.dropout, self.kernels.dropout, adapter.dora)
 
     def _beside(self, matrix: Matrix) -> nn.Module | None:
         for pattern, make in self.beside.items():
@@ -159,7 +160,8 @@ class Factory:
     ) -> Experts:
         """The experts of a layer. Raises ValueError if `beside` names a matrix of theirs: their rows are grouped.
 
-        Raises ConfigError if an adapter is for some of the experts alone, or would drop inputs of theirs.
+        Raises ConfigError if an adapter is for some of the experts alone, would drop inputs of theirs, or has
+        magnitudes.
         """
         adapted = []
         for matrix in ("gate", "up", "down"):
@@ -172,6 +174,9 @@ class Factory:
                 # Rows reach an expert without their samples and positions. PEFT takes none there either.
                 text = f"{name} have adapters, which take no dropout; use 0.0, or adapter.targets without experts"
                 raise ConfigError(f"adapter.dropout={self.adapter.dropout}: {text}")
+            if self.adapter.dora and matrix in adapted:
+                text = f"{name} have adapters, which have no magnitudes; leave it out, or name targets without experts"
+                raise ConfigError(f"adapter.dora: {text}")
             for pattern in self.beside:
                 if fnmatchcase(f"{name}.0.{matrix}", pattern):
                     raise ValueError(f"Factory.beside {pattern}: matches {name}.0.{matrix}; an expert takes none")

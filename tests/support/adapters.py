@@ -36,7 +36,10 @@ class Theirs(Protocol):
 
 
 class Merged:
-    """Plain PyTorch: W + s B A in place of W, with s as LoRA and rsLoRA define it."""
+    """Plain PyTorch: W + s B A in place of W, with s as LoRA and rsLoRA define it.
+
+    With DoRA its rows have the norms of W's plus a magnitude, and are divided by their own as by constants.
+    """
 
     def __init__(self, model: ModelConfig, adapter: AdapterConfig, tensors: dict[str, Tensor]):
         self._model = model
@@ -51,7 +54,13 @@ class Merged:
             if name.endswith(".lora_a"):
                 matrix = name.removesuffix(".lora_a")
                 b = self.factors[f"{matrix}.lora_b"]
-                merged[f"{matrix}.weight"] = merged[f"{matrix}.weight"] + self._scale * b @ a
+                weight = merged[f"{matrix}.weight"]
+                adapted = weight + self._scale * b @ a
+                magnitude = self.factors.get(f"{matrix}.lora_magnitude")
+                if magnitude is not None:
+                    factors = (weight.norm(dim=1) + magnitude) / adapted.norm(dim=1).detach()
+                    adapted = factors[:, None] * adapted
+                merged[f"{matrix}.weight"] = adapted
         reference = find(self._model.family).reference or plain.logits
         return reference(self._model, merged, tokens_bs)
 
@@ -75,8 +84,13 @@ def check(state: TrainState, theirs: Theirs) -> None:
     stage: Stage = state.stages[0]  # type: ignore[assignment]
     model = stage.model
     started = {name: factor.detach().clone() for name, factor in theirs.factors.items()}
+    # Not the same: PEFT's magnitudes have the norms of W's rows in them.
+    begun = {name: factor.clone() for name, factor in logical.assemble([logical.held_weights(state)]).items()}
     names, params = zip(*sorted(theirs.factors.items()), strict=True)
-    optimizer = torch.optim.AdamW(params, ADAMW.lr, ADAMW.betas, ADAMW.eps, ADAMW.weight_decay)
+    # Magnitudes are not decayed.
+    vectors = [factor for factor in params if factor.ndim == 1]
+    groups = [{"params": vectors, "weight_decay": 0.0}, {"params": [x for x in params if x.ndim == 2]}]
+    optimizer = torch.optim.AdamW(groups, ADAMW.lr, ADAMW.betas, ADAMW.eps, ADAMW.weight_decay)
     for step in range(STEPS):
         batch = tiny_models.batch(model, step)
         expected_bsv = theirs.logits(batch.tokens_bs)
@@ -100,7 +114,7 @@ def check(state: TrainState, theirs: Theirs) -> None:
         torch.nn.utils.clip_grad_norm_(params, ADAMW.clip_grad)
         optimizer.step()
     weights = logical.assemble([logical.held_weights(state)])
-    moves = {name: weights[name] - started[name] for name in names}
+    moves = {name: weights[name] - begun[name] for name in names}
     close.assert_close(moves, {name: theirs.factors[name].detach() - started[name] for name in names}, rtol=1e-4)
     assert all(move.any() for move in moves.values())
 

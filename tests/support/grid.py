@@ -250,10 +250,10 @@ def make_state(config: Config) -> TrainState:
 
 @torch.no_grad()
 def randomize_adapters(modules: Iterable[nn.Module]) -> None:
-    """Fill the second factors of adapters, the same in every layout. They begin as zeros, which hide gradients."""
+    """Fill B and the magnitudes of adapters, the same in every layout. They begin as zeros, and B hides gradients."""
     for param in (param for module in modules for param in module.parameters()):
         for piece, first, last in spec_of(param).segments():
-            if piece.name.endswith(".lora_b"):
+            if piece.name.endswith((".lora_b", ".lora_magnitude")):
                 param.view(-1)[first:last] = initial_values(piece, Init("normal", 0.1), seed=5).view(-1)
 
 

@@ -40,7 +40,7 @@ from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, w
 from megapar_models.counts import WholeModel
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
-FACTORS = {"lora_a": "lora_A", "lora_b": "lora_B"}
+FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
 PREFIX = "base_model.model."
 
 
@@ -71,6 +71,8 @@ class NativeToPeft:
     """Folder for adapter_config.json and adapter_model.safetensors; must not exist."""
     base_name: str = ""
     """The name or the folder of the base at Hugging Face, for PEFT's base_model_name_or_path."""
+    base: Path | None = None
+    """Folder of the checkpoint that they were trained on, as checkpoint.init_from named it. DoRA needs it."""
     stacked_experts: bool = False
     """Write adapters of experts as PEFT's target_parameters, for the stacks of transformers 5. Otherwise each expert
     has modules of its own, as in the files of published weights."""
@@ -109,27 +111,44 @@ def merge(options: Merge) -> None:
             with Reader(options.base, base) as reader, Reader(options.src, manifest) as factors:
                 values = reader.tensor(f"{state}.{name}")
                 if matrix in adapted:
-                    a, b = (factors.tensor(f"{MAIN}.{matrix}.{kind}") for kind in FACTORS)
-                    values = merged(values, a, b, adapter.scale)
+                    a, b, *magnitude = (factors.tensor(f"{MAIN}.{matrix}.{kind}") for kind in kinds_of(adapter))
+                    values = merged(values, a, b, adapter.scale, *magnitude)
             return advance(values)
 
         write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers)
     print(f"{options.dst}: {options.base} with the adapters of step {manifest.step} of {options.src}")
 
 
-def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """W + s B A, all in fp32: a sum in 16 bits would round each weight twice, and lose most of small adapters."""
-    return weight.addmm(b, a, alpha=scale)
+def merged(weight: Tensor, a: Tensor, b: Tensor, scale: float, magnitude: Tensor | None = None) -> Tensor:
+    """W + s B A, all in fp32: a sum in 16 bits would round each weight twice, and lose most of small adapters.
+
+    With DoRA its rows get the norms of W's, plus `magnitude`.
+    """
+    found = weight.addmm(b, a, alpha=scale)
+    if magnitude is None:
+        return found
+    norms = row_norms(found).clamp(min=torch.finfo(found.dtype).tiny)
+    return found * ((row_norms(weight) + magnitude) / norms)[:, None]
+
+
+def row_norms(weight: Tensor) -> Tensor:
+    """The norms of the rows of a matrix. They are summed in fp64, so they are the same on every machine."""
+    return weight.double().norm(dim=1).to(weight.dtype)
 
 
 def native_to_peft(options: NativeToPeft) -> None:
     """Write PEFT's files.
 
     Raises CheckpointError if the checkpoint is damaged or has no adapters, and ConfigError if transformers keeps a
-    matrix with an adapter in a tensor with others.
+    matrix with an adapter in a tensor with others, or if DoRA's base is not named.
     """
     manifest = read_manifest(options.src)
     adapter = adapter_of(options.src, manifest)
+    if adapter.dora and options.base is None:
+        raise ConfigError("native-to-peft: needs --base: PEFT has DoRA's magnitudes with the norms of its rows in them")
+    base = read_manifest(options.base) if options.base and adapter.dora else manifest
+    if adapter.dora and manifest.base != {"weights": base.weights_digest()}:
+        raise CheckpointError(f"{options.src}: its adapters were not trained on {options.base}")
     model = saved_config(manifest).model
     stored = factors_of(manifest)
     in_stacks = [name for name in stored if options.stacked_experts and of_expert(name)]
@@ -144,9 +163,12 @@ def native_to_peft(options: NativeToPeft) -> None:
                     return advance(stacked[name].join(lambda ours: reader.tensor(f"{MAIN}.{ours}")))
                 values = reader.tensor(f"{MAIN}.{theirs[name]}")
             matrix, kind = split(theirs[name])
+            if kind == "lora_magnitude" and options.base:
+                with Reader(options.base, base) as reader:
+                    values += row_norms(reader.tensor(f"{MAIN}.{matrix}.weight"))
             rotary = pairs.get(starred(matrix)[0])
-            # The rows of B are those of the matrix.
-            return advance(rotary.theirs(values) if rotary is not None and kind == "lora_b" else values)
+            # The rows of B are those of the matrix, and the magnitudes too.
+            return advance(rotary.theirs(values) if rotary is not None and kind != "lora_a" else values)
 
         write_file(folder / PEFT_WEIGHTS, plan, make)
         # PEFT would take a module with the name of an expert's, such as gate_proj of a dense layer, for the experts.
@@ -173,12 +195,12 @@ def peft_to_native(options: PeftToNative) -> None:
     pairs = names_of(config.model).pairs(config.model)
     with safe_open(options.src / PEFT_WEIGHTS, "pt") as file:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        wanted = factors_for(config.model, adapter.rank)
+        wanted = factors_for(config.model, adapter)
         stacked_words = words_in_stacks(document)
         in_stacks = [name for name in wanted if of_expert(name) in stacked_words]
         joint = pattern(document, "rank_pattern", adapter.rank)
         known, stacked, shapes = tensors_of_peft(config.model, wanted, in_stacks, adapter.rank, joint, refuse=False)
-        require_fitting(options, config.model, found, shapes, known, stacked)
+        require_fitting(options, config.model, found, shapes, known, stacked, len(kinds_of(adapter)))
         ours = {known[name]: name for name in found if name in known}
         for name, stack in stacked.items():
             ours |= {factor: name for n in range(stack.num_experts) for factor in stack.ours(n)}
@@ -196,7 +218,12 @@ def peft_to_native(options: PeftToNative) -> None:
                     _, number, word = matrix.rsplit(".", 2)
                     return advance(stack.cut(values, int(number), word))
                 rotary = pairs.get(starred(matrix)[0])
-                return advance(rotary.ours(values) if rotary is not None and kind == "lora_b" else values)
+                values = rotary.ours(values) if rotary is not None and kind != "lora_a" else values
+                if kind == "lora_magnitude":
+                    # If they differ by less than a factor of 2, the difference is exact.
+                    with Reader(options.base, base) as reader:
+                        values = values - row_norms(reader.tensor(f"{MAIN}.{matrix}.weight"))
+                return advance(values)
 
             write_weights(
                 folder,
@@ -210,18 +237,26 @@ def peft_to_native(options: PeftToNative) -> None:
     words = " ".join(sorted({matrix.rpartition(".")[2] for matrix in alone}))
     print(
         f"  --checkpoint.init_from {options.base} --adapter.init_from {options.dst} --adapter.rank {adapter.rank} "
-        f"--adapter.alpha {adapter.alpha:g}{' --adapter.rslora' * adapter.rslora} --adapter.targets {words}"
+        f"--adapter.alpha {adapter.alpha:g}{' --adapter.rslora' * adapter.rslora}"
+        f"{' --adapter.dora' * adapter.dora} --adapter.targets {words}"
     )
 
 
-def factors_for(model: ModelConfig, rank: int) -> dict[str, Sizes]:
+def factors_for(model: ModelConfig, adapter: AdapterConfig) -> dict[str, Sizes]:
     """The shapes of the factors that adapters of all matrices of the model would have."""
     wanted: dict[str, Sizes] = {}
     for name, piece in WholeModel(model).tensors().items():
         if len(piece.shape) == 2:
+            outputs, inputs = piece.shape
+            shapes = ((adapter.rank, inputs), (outputs, adapter.rank), (outputs,))
             matrix = name.removesuffix(".weight")
-            wanted |= {f"{matrix}.lora_a": (rank, piece.shape[1]), f"{matrix}.lora_b": (piece.shape[0], rank)}
+            wanted |= {f"{matrix}.{kind}": shape for kind, shape in zip(kinds_of(adapter), shapes, strict=False)}
     return wanted
+
+
+def kinds_of(adapter: AdapterConfig) -> list[str]:
+    """The last words of the tensors that a matrix with an adapter has."""
+    return [kind for kind in FACTORS if adapter.dora or kind != "lora_magnitude"]
 
 
 def tensors_of_peft(
@@ -250,14 +285,15 @@ def require_fitting(
     shapes: Mapping[str, Sizes],
     known: Mapping[str, str],
     stacked: Collection[str],
+    number: int,
 ) -> None:
-    """Raise CheckpointError unless the tensors of a file, `found`, are factors of the base, and none lacks its pair."""
+    """Raise CheckpointError unless the tensors of a file, `found`, are of the base, and each matrix has `number`."""
     wrong = [f"{name} {list(found[name])}" for name in found if shapes.get(name) != found[name]]
     wrong += [f"{name}: missing" for name in stacked if name not in found]
     if model.tie_word_embeddings and any("lm_head" in name or "embed_tokens" in name for name in found):
         wrong.append("the head is the embedding, and one adapter would change both")
     factors = [split(known[name])[0] for name in found if name in known]
-    wrong += [f"a factor of {matrix} alone" for matrix in sorted({*factors}) if factors.count(matrix) != 2]
+    wrong += [f"not all factors of {matrix}" for matrix in sorted({*factors}) if factors.count(matrix) != number]
     if wrong or not found:
         raise CheckpointError(f"{options.src}: does not fit {options.base}: {first_few(wrong) or 'no factors'}")
 
@@ -310,7 +346,7 @@ def their_factors(model: ModelConfig, factors: Iterable[str], *, refuse: bool = 
             continue
         for number in numbers:
             theirs = theirs.replace("*", number, 1)
-        found[f"{PREFIX}{theirs}.{FACTORS[kind]}.weight"] = name
+        found[f"{PREFIX}{theirs}.{FACTORS[kind]}"] = name
     return found
 
 

@@ -15,7 +15,7 @@ PEFT_VERSION = "0.21.2"
 PEFT_CONFIG = "adapter_config.json"
 # Fields of adapter_config.json with the only value that is written, and read.
 UNCHANGED: dict[str, Any] = {
-    **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "use_dora": False, "bias": "none"},
+    **{"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"},
     **{"fan_in_fan_out": False, "init_lora_weights": True, "rank_pattern": {}, "alpha_pattern": {}},
     "modules_to_save": None,
 }
@@ -31,6 +31,7 @@ def peft_config(adapter: AdapterConfig, target_modules: Sequence[str], base_name
         "lora_alpha": adapter.alpha or float(adapter.rank),
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rslora,
+        "use_dora": adapter.dora,
         "target_modules": list(target_modules),
         "inference_mode": True,
     }
@@ -69,6 +70,7 @@ def adapter_from_peft(document: Mapping[str, Any]) -> AdapterConfig:
         rank=document["r"],
         alpha=float(document["lora_alpha"]),
         rslora=bool(document.get("use_rslora", False)),
+        dora=bool(document.get("use_dora", False)),
         dropout=float(document.get("lora_dropout", 0.0)),
     )
     if stacked:
