@@ -25,6 +25,9 @@ from megapar.linear import InputRegion, KeptWeight, keep_for_backward, linear_ba
 from megapar.main_grad import DeferredWeightGradient
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
 
+NORM_BLOCK = 1 << 24
+"""Elements of a matrix in fp32 that are in memory while norms of rows are computed; 64 MiB."""
+
 
 @dataclass(frozen=True)
 class LoraRule:
@@ -143,12 +146,15 @@ class LowRank:
     def squared_norms(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Of the rows of all W_j, and of all W_j + s B_j A_j: [2, rows], in fp32."""
         wide = torch.promote_types(weight.dtype, torch.float32)
-        found = []
-        for columns, a_j, b_j in zip(self.columns, a.chunk(len(self.columns)), self._split(b), strict=True):
-            rows = weight[columns].to(wide)
-            adapted = rows.addmm(b_j.to(wide), a_j.to(wide), alpha=self.scale)
-            found.append(torch.stack([matrix.square().sum(1) for matrix in (rows, adapted)]))
-        return torch.cat(found, dim=1)
+        of_weight, of_sum = [], []
+        step = max(1, NORM_BLOCK // weight.shape[1])
+        for columns, a_j, b_j in zip(self.columns, a.to(wide).chunk(len(self.columns)), self._split(b), strict=True):
+            for rows, b_rows in zip(weight[columns].split(step), b_j.split(step), strict=True):
+                block = rows.to(wide, copy=True)
+                of_weight.append(torch.linalg.vector_norm(block, dim=1))
+                block.addmm_(b_rows.to(wide), a_j, alpha=self.scale)
+                of_sum.append(torch.linalg.vector_norm(block, dim=1))
+        return torch.stack([torch.cat(of_weight), torch.cat(of_sum)]).square_()
 
     def _inner(self, z: Tensor) -> tuple[Tensor, ...]:
         return z.reshape(-1, z.shape[-1]).chunk(len(self.columns), dim=1)

@@ -53,6 +53,7 @@ def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recomput
         # Frozen weights are in no buffer, and still in memory.
         pytest.param(("--parallel.pp", "2", "--train.trainable", "layers.1.*", "head.*"), id="frozen"),
         pytest.param(("--parallel.tp", "2", "--adapter.rank", "4", "--train.precision", "bf16"), id="adapters"),
+        pytest.param(("--parallel.tp", "2", "--adapter.rank", "4", "--adapter.dora"), id="dora"),
         pytest.param(
             ("--parallel.pp", "2", "--parallel.schedule", "interleaved", "--parallel.vpp", "2"),
             id="interleaved",

@@ -96,6 +96,7 @@ LAYOUTS = [
     Layout(GPT, pp=2, trainable=("*norm*",), schedule="zb-h1"),
     Layout(MIXTRAL, pp=2, dp=2, ep=2, zero_stage=3, adapter=AdapterConfig(rank=4, targets=("q", "up"))),
     Layout(LLAMA, tp=2, tp_overlap_chunks=2, pp=2, schedule="zb-h1", adapter=AdapterConfig(rank=4)),
+    Layout(LLAMA, tp=2, sequence_parallel=True, dp=2, adapter=AdapterConfig(rank=4, dora=True)),
     *(Layout(model, pp=2, dp=2, zero_stage=1 + number % 3) for number, model in enumerate(OTHERS[2:])),
 ]
 

@@ -105,6 +105,8 @@ LAYOUTS = [
     (Layout(LLAMA, dp=5), "fp32"),  # replicas with three micro-batches and with two
     (Layout(LLAMA, pp=2, vpp=2, schedule="dualpipe-v", loss_chunk=8), "fp32"),
     (Layout(LLAMA, tp=2, dp=2, sequence_parallel=True, adapter=AdapterConfig(rank=4)), "bf16"),
+    (Layout(LLAMA, tp=2, pp=2, tp_overlap_chunks=2, adapter=AdapterConfig(rank=4, dora=True)), "bf16"),
+    (Layout(LLAMA, tp=2, dp=2, sequence_parallel=True, adapter=AdapterConfig(rank=4, dora=True)), "bf16"),
     (Layout(LLAMA, pp=4, schedule="gpipe", order="pp-dp-cp-tp", trainable=("layers.2.*",)), "fp32"),
     (Layout(LLAMA, pp=2, vpp=2, schedule="v-min", overlap=False, recompute="full", every=2), "bf16"),
 ]
