@@ -55,6 +55,7 @@ WORLD_SIZES = {
     "moe_laptop": 8,
     "mixtral_8x7b": 8,
     "qwen3_30b_a3b": 64,
+    "qwen3_30b_a3b_chat": 64,
 }
 
 

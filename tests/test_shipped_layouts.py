@@ -61,6 +61,12 @@ NEIGHBORS: dict[str, list[dict[str, Any]]] = {
         {"dp": 8, "tp": 1, "pp": 4, "ep": 16, "sequence_parallel": False, "zero_stage": 1, "recompute": "full"},
         {"dp": 8, "cp": 4, "sequence_parallel": True, "micro_batch_size": 2},
     ],
+    "qwen3_30b_a3b_chat": [
+        {"dp": 32, "cp": 2, "cp_attention": "ring", "micro_batch_size": 2},
+        {"ep": 8},
+        {"recompute": "full"},
+        {"dp": 16, "tp": 4, "sequence_parallel": True, "micro_batch_size": 2, "zero_stage": 2},
+    ],
 }
 WITHIN = 1.05
 """A shipped layout may take so many times the time of another."""
