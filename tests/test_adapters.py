@@ -197,7 +197,8 @@ def test_dropout_drops_inputs_of_a_in_training() -> None:
 def test_adapters_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
     """Loss, norm, every gradient and every weight of two steps. B is random: with zeros A would have no gradient.
 
-    Faults adapters-of-experts, adapters-of-latent-projections, frozen-base-recomputed and norm-of-adapters.
+    Faults adapters-of-experts, adapters-of-latent-projections, frozen-base-recomputed, norm-of-adapters and
+    norms-of-cut-rows.
     """
     check_on_ranks(layout)
 
@@ -311,12 +312,14 @@ def test_a_checkpoint_holds_the_factors_alone_and_resumes_bitwise(tmp_path: Path
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
-def test_adapters_resume_in_another_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_adapters_resume_in_another_layout(dora: bool, tmp_path: Path) -> None:
     base = base_of(tmp_path / "base")
-    losses, _, _ = train_adapters(RUN, tmp_path / "one", base, 3, "fp32")
-    four = replace(RUN, tp=2, pp=2, sequence_parallel=True)
+    run = replace(RUN, adapter=replace(SOME, dora=dora))
+    losses, _, _ = train_adapters(run, tmp_path / "one", base, 3, "fp32")
+    four = replace(run, tp=2, pp=2, sequence_parallel=True)
     run_ranks(4, train_adapters, four, tmp_path / "four", base, 2, "fp32")
-    again, _, _ = train_adapters(RUN, tmp_path / "four", base, 3, "fp32")
+    again, _, _ = train_adapters(run, tmp_path / "four", base, 3, "fp32")
     assert again == pytest.approx(losses[2:], rel=1e-6)
 
 

@@ -174,17 +174,19 @@ def losses_of(config: Config) -> list[float]:
     return [train_step(state, micro_batches(config, ctx, step)).loss for step in range(3)]
 
 
-def test_a_run_starts_from_an_adapter_of_peft(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+def test_a_run_starts_from_an_adapter_of_peft(dora: bool, tmp_path: Path) -> None:
     """Fault adapters-started-stale: loss, gradients and steps of a new AdamW are PEFT's, then the same in layouts."""
     case = TYPES["llama"]
-    adapter = AdapterConfig(rank=3, alpha=7.0, targets=("q", "v", "o"))
+    adapter = AdapterConfig(rank=3, alpha=7.0, targets=("q", "v", "o"), dora=dora)
     theirs = random_model(case.model_type, case.fields)
     theirs.save_pretrained(tmp_path / "theirs")
     hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "base", verify=False))
     other = Peft(theirs, adapter)
     with torch.no_grad():
         for factor in other.factors.values():
-            factor.normal_(std=0.1, generator=torch.Generator().manual_seed(factor.numel()))
+            noise = torch.randn(factor.shape, generator=torch.Generator().manual_seed(factor.numel())) * 0.1
+            factor.copy_(factor + noise if factor.ndim == 1 else noise)
     other.model.save_pretrained(tmp_path / "peft")
     files.peft_to_native(files.PeftToNative(tmp_path / "peft", tmp_path / "base", tmp_path / "start"))
     begin = replace(adapter, init_from=str(tmp_path / "start"))
