@@ -277,7 +277,7 @@ def test_the_files_to_read_have_about_as_many_lines_as_documents_say() -> None:
     files = files_to_read(text)
     assert len(files) > 15
     lines = sum((ROOT / name).read_text().count("\n") for name in files)
-    assert lines <= 4450, "leave out what is not needed to know how a step works"
+    assert lines <= 4500, "leave out what is not needed to know how a step works"
     for document, pattern in (("README.md", r"these ([\d,]+) lines"), ("docs/reading.md", r"About ([\d,]+) lines")):
         found = re.search(pattern, (ROOT / document).read_text())
         assert found, document

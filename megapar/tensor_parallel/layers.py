@@ -20,15 +20,7 @@ from megapar.context import Axis
 from megapar.linear import LOCAL, LinearFunction
 from megapar.low_rank import AdaptedLinear
 from megapar.main_grad import DeferredWeightGradient
-from megapar.params import (
-    VOCAB_MULTIPLE,
-    ZEROS,
-    Init,
-    cut,
-    held_by_all,
-    make_piece,
-    shared_piece,
-)
+from megapar.params import VOCAB_MULTIPLE, ZEROS, Init, cut, held_by_all, make_piece, shared_piece
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.random import Tokens
 from megapar.sharding import Sharding
@@ -51,30 +43,20 @@ def column_linear(
 
     The outputs of the adapter `lora` are added to them. Its dropout needs the tokens [s, b].
     """
-    if lora is not None and lora.magnitude is not None:
-        return _plus(lora.scaled(_column_product(x, weight, None, sharding, products, lora, tokens), weight), bias)
-    return _column_product(x, weight, bias, sharding, products, lora, tokens)
-
-
-def _column_product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    sharding: Sharding,
-    products: MatrixProducts,
-    lora: Lora | None,
-    tokens: Tokens | None,
-) -> Tensor:
-    """`column_linear` without the magnitudes of a DoRA."""
-    if sharding.splits_sequence and sharding.overlap_chunks > 1:
-        chunked = ChunkedGather(sharding.tp, sharding.overlap_chunks)
-        if lora is None:
-            return gather_linear(x, weight, bias, chunked, products)
-        return gather_adapted(x, weight, bias, lora.a, lora.b, chunked, products, lora.for_pass(tokens))
+    chunked = ChunkedGather(sharding.tp, sharding.overlap_chunks)
+    in_chunks = sharding.splits_sequence and sharding.overlap_chunks > 1
     region = input_region(sharding.tp, sharding.sequence_parallel)
     if lora is None:
+        if in_chunks:
+            return gather_linear(x, weight, bias, chunked, products)
         return LinearFunction.apply(x, weight, bias, region, products)
-    return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, region, products, lora.for_pass(tokens))
+    rule = lora.for_pass(tokens)
+    inside = lora.bias_inside(bias)
+    if in_chunks:
+        y = gather_adapted(x, weight, inside, lora.a, lora.b, chunked, products, rule)
+    else:
+        y = AdaptedLinear.apply(x, weight, inside, lora.a, lora.b, region, products, rule)
+    return lora.scaled(y, weight, bias)
 
 
 def local_linear(
@@ -89,27 +71,11 @@ def local_linear(
 
     The adapter's dropout needs the tokens of x.
     """
-    if lora is not None and lora.magnitude is not None:
-        return _plus(lora.scaled(_local_product(x, weight, None, products, lora, tokens), weight), bias)
-    return _local_product(x, weight, bias, products, lora, tokens)
-
-
-def _local_product(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    products: MatrixProducts,
-    lora: Lora | None,
-    tokens: Tokens | None,
-) -> Tensor:
-    """`local_linear` without the magnitudes of a DoRA."""
     if lora is None:
         return LinearFunction.apply(x, weight, bias, LOCAL, products)
-    return AdaptedLinear.apply(x, weight, bias, lora.a, lora.b, LOCAL, products, lora.for_pass(tokens))
-
-
-def _plus(y: Tensor, bias: Tensor | None) -> Tensor:
-    return y if bias is None else y + bias
+    rule = lora.for_pass(tokens)
+    y = AdaptedLinear.apply(x, weight, lora.bias_inside(bias), lora.a, lora.b, LOCAL, products, rule)
+    return lora.scaled(y, weight, bias)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -182,10 +148,10 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
         y = self._product_and_sum(x_sbi, tokens)
-        if self.lora is not None:
-            y = self.lora.scaled(y, self.weight)
         # The bias is added after the sum: before it, it would be added tp times.
-        return _plus(y, self.bias)
+        if self.bias is not None and (self.lora is None or self.lora.magnitude is None):
+            y = y + self.bias
+        return y if self.lora is None else self.lora.scaled(y, self.weight, self.bias)
 
     def _product_and_sum(self, x_sbi: Tensor, tokens: Tokens | None) -> Tensor:
         # The input is this rank's slice already, so nothing is communicated before the product.
@@ -198,7 +164,11 @@ class RowParallelLinear(nn.Module):
             rule = lora.for_pass(tokens)
             z = LinearFunction.apply(x_sbi, lora.a, None, LOCAL, rule.products_of_a(self.products))
             return linear_reduce(x_sbi, self.weight, region, self.products, z, lora.b, rule)
-        partial = _local_product(x_sbi, self.weight, None, self.products, lora, tokens)
+        if lora is None:
+            partial = LinearFunction.apply(x_sbi, self.weight, None, LOCAL, self.products)
+        else:
+            rule = lora.for_pass(tokens)
+            partial = AdaptedLinear.apply(x_sbi, self.weight, None, lora.a, lora.b, LOCAL, self.products, rule)
         if sharding.sequence_parallel:
             return scatter_sum(partial, sharding.tp)
         return reduce_from_tp(partial, sharding.tp)

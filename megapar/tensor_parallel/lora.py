@@ -70,8 +70,12 @@ class Lora(nn.Module):
         m = shared_piece(f"{name}.lora_magnitude", (out_features,), sharding.tp, partial=partial)
         return cls(rule, [a], [b], [m], [slice(0, out_features)], sharding)
 
-    def scaled(self, y: Tensor, weight: Tensor) -> Tensor:
-        """The layer's output without its bias, from y = W x + s B A x, summed over tp. Without DoRA it is y."""
+    def bias_inside(self, bias: Tensor | None) -> Tensor | None:
+        """The bias that the product of W and A adds: none with DoRA, which scales the product alone."""
+        return bias if self.magnitude is None else None
+
+    def scaled(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The layer's output, from y = W x + s B A x, summed over tp. Without DoRA it is y, which has the bias."""
         if self.magnitude is None:
             return y
         squares = self.rule.squared_norms(weight, self.a, self.b)
@@ -79,7 +83,7 @@ class Lora(nn.Module):
             # Each rank has a part of every row.
             all_reduce(squares, self.norm_axis)
         scaled: Tensor = ScaledColumns.apply(y, self.magnitude, squares.sqrt_(), self.rule.columns)
-        return scaled
+        return scaled if bias is None else scaled + bias
 
     def for_pass(self, tokens: Tokens | None) -> LowRank:
         """The products of a forward pass over these tokens, and of its backward. In training some inputs are dropped.
