@@ -259,7 +259,7 @@ def refused_step(config: Config) -> tuple[str, bool]:
 
 
 def test_a_step_without_targets_is_refused_and_changes_nothing() -> None:
-    """SF7: on every rank, with the same words, and not as a NaN."""
+    """Fault part-without-trained-tokens: on every rank, with the same words, and not as a NaN."""
     layout = Layout(ONE_KV_HEAD, cp=2, micro_batch_size=6)
     found = [refused_step(replace(layout, cp=1).config()), *run_ranks(2, refused_step, layout.config())]
     assert found == [found[0]] * 3

@@ -1,7 +1,4 @@
-"""Training on packs of conversations: every layout has the loss, the gradients and the accuracy of one process.
-
-Slugs such as SF7 are bugs that others shipped (docs/faults.md).
-"""
+"""Training on packs of conversations: every layout has the loss, the gradients and the accuracy of one process."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -89,12 +86,13 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", slow_but({0, 5}, LAYOUTS), ids=name)
 def test_packs_train_as_in_one_process(layout: Layout, prefix: Path) -> None:
-    """SF8: stages in the middle know where conversations begin. SF9: odd lengths, cut by cp 2 and 4."""
+    """Faults documents-lost-in-middle, odd-packs-cut: odd lengths, cut by cp 2 and 4."""
     check(layout, prefix)
 
 
 def test_a_rank_may_hold_no_trained_token_of_a_pack(tmp_path: Path) -> None:
-    """SF7: all that is trained lies in the part of the second context-parallel rank; no NaN, and no other divisor."""
+    """Fault part-without-trained-tokens: all lie in the part of the second context-parallel rank; no NaN, and no other
+    divisor."""
     inputs = [at for at in deal.positions(LENGTH, 2, 1) if at + 1 < LENGTH]
     lengths = [LENGTH + 1] * SAMPLES
     pair = write_pair(tmp_path / "pair", random_tokens(lengths), lengths, [[at + 1 for at in inputs]] * SAMPLES)
@@ -102,7 +100,7 @@ def test_a_rank_may_hold_no_trained_token_of_a_pack(tmp_path: Path) -> None:
 
 
 def test_micro_batches_of_few_and_of_many_targets_are_one_batch(tmp_path: Path) -> None:
-    """SF6: packs with one trained token and with all of them, one in a micro-batch and all together.
+    """Fault micro-batches-of-unlike-targets: one pack in a micro-batch and all together.
 
     test_data_packs.py compares the sums in fp64.
     """

@@ -1,7 +1,4 @@
-"""Conversations become tokens by chat templates, and the trained ones are the assistant's, with what ends a turn.
-
-Slugs such as SF3 are bugs that others shipped (docs/faults.md).
-"""
+"""Conversations become tokens by chat templates, and the trained ones are the assistant's, with what ends a turn."""
 
 import json
 from pathlib import Path
@@ -9,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
-from megapar.data.chat_data import ChatCounts, example_of, examples, marked
+from megapar.data.chat_data import ChatCounts, Example, example_of, examples, marked
 from megapar.data.conversations import Conversation, messages_of, read_conversations
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import merge_prepared, read_sidecar, read_weights, split, verify
@@ -70,7 +68,7 @@ def trained_text(name: str, messages: list[dict[str, Any]], tokenizer: Any, turn
 def test_answers_and_what_ends_a_turn_are_trained_and_nothing_else(
     name: str, end: str, tokenizer: HuggingFaceTokenizer
 ) -> None:
-    """SF3: the end of a turn is trained, also where pad is the same token. SF4: the first token of an answer is."""
+    """Faults end-token-untrained, first-answer-token-lost: also where pad is the token that ends a turn."""
     tokens = tokenizer.encode(end)
     assert len(tokens) == 1
     example = example_of(template(name).rendered(ASKED), tokenizer, "here")
@@ -82,8 +80,31 @@ def test_answers_and_what_ends_a_turn_are_trained_and_nothing_else(
         assert ours == theirs + end
 
 
+def _without_ends(weights: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """`weights` without the last token of each trained part."""
+    return weights * np.append(weights[1:], 0)
+
+
+@pytest.mark.parametrize("planted", [np.ones_like, np.zeros_like, _without_ends], ids=["ones", "zeros", "ends"])
+def test_a_planted_mask_is_seen(planted: Any, tokenizer: HuggingFaceTokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Faults mask-all-ones-or-zeros, end-token-untrained."""
+
+    right = example_of
+
+    def example_with_fault(*args: Any) -> Example:
+        example = right(*args)
+        return Example(example.tokens, planted(example.weights), example.place)
+
+    check = test_answers_and_what_ends_a_turn_are_trained_and_nothing_else
+    check("chatml", "<|im_end|>", tokenizer)
+    monkeypatch.setitem(check.__globals__, "example_of", example_with_fault)
+    with pytest.raises((AssertionError, ValueError)):
+        check("chatml", "<|im_end|>", tokenizer)
+
+
 def test_masks_are_those_of_transformers(tokenizer: HuggingFaceTokenizer) -> None:
-    """With generation tags transformers masks by letters. SF2: at the first and the last token too."""
+    """With generation tags transformers masks by letters, at the first and the last token too (fault
+    masks-at-span-ends)."""
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
     whole = "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{% endgeneration %}"
     whole += "{% else %}{{ m.content }}{% endif %}{% endfor %}"
@@ -114,7 +135,7 @@ def test_texts_are_those_of_transformers(name: str, tokenizer: HuggingFaceTokeni
 
 
 def test_empty_thoughts_are_no_answer(tokenizer: HuggingFaceTokenizer) -> None:
-    """SF5: the template writes an empty block of thoughts where the message has none."""
+    """Fault empty-thoughts-trained: the template writes an empty block where the message has no thoughts."""
     assert trained_text("thinking", ASKED[:2], tokenizer) == ["Fine — and you? 🙂<|im_end|>"]
     thought = {**ASKED[1], "reasoning_content": "a smile"}
     assert trained_text("thinking", [ASKED[0], thought], tokenizer) == [
@@ -193,7 +214,7 @@ def only(*conversations: Conversation, max_length: int = 0, too_long: Any = "ref
 
 
 def test_nothing_trained_and_too_long_are_never_dropped_in_silence() -> None:
-    """SF1: a mask of zeros is refused, and the trained share is counted."""
+    """Fault mask-all-ones-or-zeros: a mask of zeros is refused, and the trained share is counted."""
     good = Conversation(ASKED, "line 1")
     _, counts = only(good)
     assert counts.trained_tokens == len("Fine — and you? 🙂two<|im_end|><|im_end|>".encode())

@@ -111,7 +111,8 @@ def test_a_changed_weight_is_found(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_targets", [1, 2, 3])
 def test_every_trained_token_is_a_target_once(tmp_path: Path, num_targets: int) -> None:
-    """SF4, with multi-token prediction: tokens behind position S are targets of later losses alone."""
+    """Fault later-targets-unmasked: with multi-token prediction tokens behind position S are targets of later losses
+    alone."""
     lengths = [5, 7, 3, 2, 12, 6, 12]
     prefix = numbered(tmp_path / "pair", lengths)
     dataset = PackDataset(prefix, 11, 131, num_targets=num_targets)
@@ -196,7 +197,7 @@ def trained(found: list[MicroBatch]) -> list[tuple[int, int, float]]:
 
 
 def test_targets_with_weight_are_the_answers_in_every_layout(prefix: Path) -> None:
-    """SF4, SF9: on ranks of dp and cp too, whose parts of samples are cut anywhere."""
+    """Faults first-answer-token-lost, odd-packs-cut: on ranks of dp and cp too, which cut samples anywhere."""
     dataset = opened(prefix)
     whole = trained(batches(dataset))
     text = bytes(target for _, target, _ in whole)
@@ -207,7 +208,7 @@ def test_targets_with_weight_are_the_answers_in_every_layout(prefix: Path) -> No
     columns = [list(range(0, LENGTH, 3)), list(range(1, LENGTH, 3)), list(range(2, LENGTH, 3))]
     by_cp = [batch for part in columns for batch in batches(dataset, columns=part)]
     assert trained(by_cp) == whole
-    assert trained(batches(dataset, needs_tokens=False)) == whole, "SF8: stages in the middle know the documents"
+    assert trained(batches(dataset, needs_tokens=False)) == whole, "stages in the middle know the documents"
 
 
 # Its positions are learned. Those of LLAMA are angles in fp32, and a pack counts them from its own start.
@@ -233,7 +234,7 @@ def summed(found: list[MicroBatch]) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("loss_mean", ["token", "sample"])
 def test_packed_gradients_are_those_of_each_conversation_alone(prefix: Path, loss_mean: Any) -> None:
-    """SF6: however many targets a micro-batch has, the sums are those of one batch."""
+    """Fault micro-batches-of-unlike-targets: however many a micro-batch has, the sums are those of one batch."""
     dataset = opened(prefix)
     if loss_mean == "sample":
         dataset.weigh_alike(float(dataset.targets.mean()))
@@ -253,7 +254,8 @@ def test_packed_gradients_are_those_of_each_conversation_alone(prefix: Path, los
 
 
 def test_micro_batches_of_one_and_of_many_targets_add_up_to_one_batch(tmp_path: Path) -> None:
-    """SF6: packs with a single trained token beside packs where all are, in fp64."""
+    """Packs with a single trained token beside packs of trained tokens alone, in fp64 (fault
+    micro-batches-of-unlike-targets)."""
     lengths = [LENGTH + 1] * 4
     every = [[7], list(range(1, LENGTH + 1)), [LENGTH], list(range(100, 150))]
     tokens = np.random.default_rng(0).integers(0, 257, sum(lengths))

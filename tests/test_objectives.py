@@ -85,8 +85,9 @@ def _trl(kind: str, log_ratios_b2: Tensor, lengths_b2: Tensor, beta: float, smoo
     ("objective", "kind", "smoothing"),
     [("dpo", "sigmoid", 0.0), ("dpo", "robust", 0.1), ("dpo_norm", "sigmoid_norm", 0.0), ("ipo", "ipo", 0.0)],
 )
-def test_sf19_losses_and_gradients_of_preferences_are_those_of_trl(objective: str, kind: str, smoothing: float) -> None:
-    """In fp64 over the logits of the plain model, documents by themselves; metrics as TRL logs them."""
+def test_losses_and_gradients_of_preferences_are_those_of_trl(objective: str, kind: str, smoothing: float) -> None:
+    """In fp64 over the logits of the plain model, documents by themselves; metrics as TRL logs them (fault
+    preferences-unlike-trl)."""
     config = Layout(LLAMA, micro_batch_size=12, zero_stage=0, objective=objective).config()
     config = replace(config, train=replace(config.train, beta=0.7, label_smoothing=smoothing))
     config = replace(config, optimizer=replace(config.optimizer, clip_grad=0.0))

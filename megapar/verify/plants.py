@@ -264,6 +264,18 @@ def _one_less(patch: Patch, rank: int) -> None:
     patch(PipelineRuntime, "step", wrap)
 
 
+def _documents_lost(patch: Patch, rank: int) -> None:
+    def wrap(original: Any) -> Callable[..., Any]:
+        def step(self: PipelineRuntime, batches: Sequence[MicroBatch], *args: Any, **kwargs: Any) -> Any:
+            if not self.axis.first and not self.axis.last:
+                batches = [replace(batch, starts=None, starts_on_host=None) for batch in batches]
+            return original(self, batches, *args, **kwargs)
+
+        return step
+
+    patch(PipelineRuntime, "step", wrap)
+
+
 def _one_twice(patch: Patch, rank: int) -> None:
     def wrap(original: Any) -> Callable[..., Any]:
         return lambda self, batches, *args, **kwargs: original(self, [*batches, batches[0]], *args, **kwargs)
@@ -474,6 +486,13 @@ PLANTS = (
         _is_tied,
     ),
     Plant("micro-batch-dropped", "the last micro-batch is never run", ("pp2",), _one_less),
+    Plant(
+        "documents-lost-in-middle",
+        "stages in the middle do not know where documents begin",
+        ("pp3",),
+        _documents_lost,
+        options={"data.documents": "apart"},
+    ),
     Plant("micro-batch-counted-twice", "the first micro-batch is run again", ("pp2",), _one_twice),
     Plant("weight-gradient-skipped", "W leaves out its first matrix", ("pp2,zb-h1",), _first_weight_gradient_lost),
     Plant(
