@@ -10,13 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megapar_models.convert.adapters import Merge, merge
+from numpy.typing import NDArray
 
 from megapar.data.indexed import IndexedDataset
 from megapar.data.loader import Loader, Mixture
 from megapar.data.pairs import PairDataset
 from megapar.data.prepared import merge_prepared, read_sidecar, read_weights, split
 from megapar.data.samples import Treatment
-from megapar.data.scores import writing_scores
+from megapar.data.scores import read_scores, references_path, writing_scores
 from megapar.data.sources import open_dataset
 from megapar.errors import DataError
 from tests.support import program
@@ -211,3 +213,47 @@ def test_dpo_begins_at_log_2_learns_and_resumes_bitwise(tmp_path: Path, monkeypa
     assert "resumed step 3" in resumed.out
     whole = stored(tmp_path / "whole/checkpoints/step_00000006")
     assert_bitwise(stored(checkpoints / "step_00000006"), whole, "resumed")
+
+
+def test_three_references_of_adapters_agree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The base, adapters turned off, and other weights: a checkpoint with no adapters that computes the same."""
+    prefix = prepare(monkeypatch, tmp_path, ROWS)
+    sizes = ("--model.vocab_size", "257", "--train.seq_length", "48", "--log.no-tensorboard", "--train.steps", "2")
+    rate = ("--optimizer.warmup_steps", "0", "--optimizer.lr", "3e-2")
+    assert program.run(*sizes, "--run_dir", "base", cwd=tmp_path).code == 0
+    base = tmp_path / "base/checkpoints/step_00000002"
+    tuned = ("--checkpoint.init_from", str(base), "--adapter.rank", "4", *rate)
+    ended = program.run(*sizes, *tuned, "--run_dir", "adapted", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    adapted = tmp_path / "adapted/checkpoints/step_00000002"
+    torch.set_num_threads(1)
+
+    def scored(checkpoint: Path, *flags: str) -> NDArray[np.float32]:
+        words = [str(checkpoint), "--input", str(prefix), "--output", f"{prefix}.reference", *flags]
+        monkeypatch.setattr(sys, "argv", ["score.py", *words, "--train.seq_length", "60"])
+        assert score.main() == 0
+        return np.array(read_scores(references_path(prefix), IndexedDataset(prefix)))
+
+    alone = scored(base)
+    tp = ("--parallel.tp", "2", "--launch.nproc", "2")
+    close = {"rtol": 1e-6, "atol": 1e-6}
+    with_adapters = scored(adapted, *tp)
+    assert np.abs(with_adapters - alone).max() > 1e-2
+    merge(Merge(adapted, base, tmp_path / "merged"))
+    np.testing.assert_allclose(scored(tmp_path / "merged"), with_adapters, **close)
+    np.testing.assert_allclose(scored(adapted, "--adapters_off", *tp), alone, **close)
+
+    # New adapters change nothing, so all log-ratios begin at 0.
+    dpo = [*sizes, *tuned, "--train.objective", "dpo", "--data.train", str(prefix), "--data.documents", "apart"]
+    ended = program.run(*dpo, "--run_dir", "dpo", "--train.global_batch_size", "12", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    first = json.loads((tmp_path / "dpo/metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+
+    with pytest.raises(SystemExit):
+        scored(base, "--adapters_off")
+    # Another base at the same place is refused.
+    shutil.rmtree(base)
+    shutil.copytree(tmp_path / "merged", base)
+    with pytest.raises(SystemExit):
+        scored(adapted)

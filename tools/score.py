@@ -6,7 +6,8 @@
 The first writes a line for each text, in order: the sum of its tokens' log-probabilities, and each of them. The second
 writes a column beside prepared tokens, such as the references of DPO. Tokens see what comes before them in their own
 text; the first one has no probability. Flags of pretrain.py choose the layout (parallel, kernels, launch) and
-train.seq_length, train.micro_batch_size and train.precision. Everything else is the checkpoint's.
+train.seq_length, train.micro_batch_size and train.precision. Everything else is the checkpoint's. A checkpoint of
+adapters is scored on its base (checkpoint.init_from), or with --adapters_off the base alone.
 """
 
 import json
@@ -34,11 +35,12 @@ from megapar import device
 from megapar.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import read_manifest
-from megapar.checkpoint.load import load_weights, weight_slices, weights_of
+from megapar.checkpoint.load import holds, load_weights, verified_manifest, weight_slices, weights_of
 from megapar.comm import collectives
 from megapar.comm.flight import Board
+from megapar.config.compatible import saved_adapter
 from megapar.config.files import load
-from megapar.config.options import Config, flatten, unflatten
+from megapar.config.options import AdapterConfig, Config, flatten, unflatten
 from megapar.context import ParallelContext
 from megapar.context_parallel.deal import positions
 from megapar.data.indexed import IndexedDataset
@@ -51,8 +53,10 @@ from megapar.errors import ConfigError, DataError, storing
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import open_streams, reported
+from megapar.params import ADAPTER
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.system.atomic_files import replacing
+from megapar.train import adapter_base
 
 _GIVEN = ("parallel", "kernels", "launch")
 _GIVEN_OPTIONS = {"train.seq_length", "train.micro_batch_size", "train.precision"}
@@ -72,6 +76,8 @@ class Arguments:
     """File to write. It appears when it is complete."""
     text_field: str = "text"
     """Key of the text in lines of .jsonl; meta.text is the key text within meta."""
+    adapters_off: bool = False
+    """Of a checkpoint of adapters: score what it computes without them, as the reference of DPO does."""
 
     @property
     def is_prepared(self) -> bool:
@@ -86,7 +92,15 @@ def config_of(args: Arguments, flags: Sequence[str], env: device.Environment) ->
     for path in given:
         if path.partition(".")[0] not in _GIVEN and path not in _GIVEN_OPTIONS:
             raise ConfigError(f"--{path}: is taken from the checkpoint, or has no use here; leave it out")
-    saved = saved_config(read_manifest(args.checkpoint))
+    manifest = read_manifest(args.checkpoint)
+    if args.adapters_off and not manifest.base:
+        raise ConfigError(f"--adapters_off: {args.checkpoint} holds no adapters; leave it out")
+    saved = saved_config(manifest)
+    if manifest.base:
+        # With them off too: the base must be theirs.
+        saved = replace(saved, adapter=saved_adapter(manifest.trainer["config"]))
+        if saved.checkpoint.init_from == "none":
+            raise ConfigError(f"{args.checkpoint}: adapters on weights that were drawn, which no file holds")
     config = unflatten(flatten(saved) | given, type(saved.model))
     world = env.world_size if env.launched else max(config.launch.nproc, 1)
     # No data of these options is read: the texts are. A text sees itself alone.
@@ -113,11 +127,30 @@ class Scorer(PipelineStage):
         return self.stage.boundary(batch)
 
 
-def load_pipeline(config: Config, checkpoint: Path, ctx: ParallelContext) -> PipelineRuntime:
-    """The stages of this rank with the weights of a checkpoint. A collective."""
+def load_pipeline(config: Config, args: Arguments, ctx: ParallelContext) -> PipelineRuntime:
+    """The stages of this rank with the weights of the checkpoint. A collective.
+
+    Raises CheckpointError on every rank if its adapters are of another base than the one that it names.
+    """
+    base: Path | None = None
+    if config.adapter.rank:
+        base = Path(config.checkpoint.init_from)
+        saved = verified_manifest(args.checkpoint, ctx).base
+        adapter_base.require_same(saved, adapter_base.identity(config, ctx), args.checkpoint, config)
+    if args.adapters_off:
+        config = replace(config, adapter=AdapterConfig())
     stages = build_stages(config, ctx)
     slices = [*weight_slices(nn.ModuleList(stages.values()).parameters()), *weights_of(fixed_slices(stages.values()))]
-    load_weights(checkpoint, slices=slices, ctx=ctx, model_config=weight_options(config))
+    options = weight_options(config)
+    if base is not None:
+        of_base = [item for item in slices if item.spec.added_by != ADAPTER]
+        load_weights(base, slices=of_base, ctx=ctx, model_config=options)
+    if not args.adapters_off:
+        if base is not None:
+            # It has adapters, and the weights of the base that were trained beside them.
+            manifest = verified_manifest(args.checkpoint, ctx)
+            slices = [item for item in slices if holds(manifest, item)]
+        load_weights(args.checkpoint, slices=slices, ctx=ctx, model_config=options)
     own: dict[int, PipelineStage] = {}
     for number, stage in stages.items():
         own[number] = Scorer(stage.eval()) if stage.last else stage.eval()
@@ -237,7 +270,7 @@ def run(args: Arguments, config: Config, env: device.Environment, board: Board |
     """Score on one rank. Rank 0 writes."""
     with rank_process(config, env, board) as process:
         ctx = join(config, env, process)
-        pipeline = load_pipeline(config, args.checkpoint, ctx)
+        pipeline = load_pipeline(config, args, ctx)
         rows = rows_of(documents_of(args, config), config.train.seq_length, args.input)
         steps = iter(lambda: list(islice(rows, config.train.global_batch_size)), [])
         console = Console(stderr=True)

@@ -174,6 +174,11 @@ def load_weights(
     return _load(path, weights_of(slices), ctx, model_config, weights_alone=True, why=why)
 
 
+def holds(manifest: Manifest, item: StateSlice) -> bool:
+    """Whether a checkpoint has a tensor of `item`."""
+    return any(f"{state}.{piece.name}" in manifest.tensors for state in item.tensors for piece in item.spec.pieces)
+
+
 def load_fitting(
     path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
 ) -> list[str]:

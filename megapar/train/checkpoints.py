@@ -16,7 +16,7 @@ from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
 from megapar.checkpoint.format import BASE, MOST, Manifest, open_manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
-from megapar.checkpoint.load import choose, load, load_fitting, load_weights, verified_manifest, weights_of
+from megapar.checkpoint.load import choose, holds, load, load_fitting, load_weights, verified_manifest, weights_of
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
 from megapar.checkpoint.values import rounding_problem
 from megapar.comm.agreement import from_first, on_all_ranks
@@ -408,16 +408,14 @@ def _start_from_adapters(state: TrainState) -> list[str]:
     manifest = verified_manifest(path, state.ctx)
     adapter_base.require_same(manifest.base, dict(state.base), path, config)
     adapter_base.require_same_products(position(manifest).config, path, config)
-    slices = [item for item in weights_of(_saved_slices(state)) if item.spec.added_by == ADAPTER or _in(manifest, item)]
+    slices = [
+        item for item in weights_of(_saved_slices(state)) if item.spec.added_by == ADAPTER or holds(manifest, item)
+    ]
     reason = "; adapter.targets and train.trainable must name what was trained there"
     load_weights(path, slices=slices, ctx=state.ctx, model_config=_weight_options(state), why=lambda manifest: reason)
     _require_fitting_weights(state, path)
     state.optimizer.refresh_params_from_main()
     return [f"started from the adapters of {path}, step 0"]
-
-
-def _in(manifest: Manifest, item: StateSlice) -> bool:
-    return any(f"{state}.{piece.name}" in manifest.tensors for state in item.tensors for piece in item.spec.pieces)
 
 
 def _without_new_biases(path: Path, state: TrainState) -> tuple[list[StateSlice], dict[str, Any], list[str]]:
