@@ -29,7 +29,7 @@ from megapar.optimizer.base import Optimizer, Shard, Step
 from megapar.optimizer.table import check
 from megapar.params import StateTensor
 from megapar.plan.memory import report_rank, reports
-from megapar.train.checkpoints import FOLDER, Saver, resume
+from megapar.train.checkpoints import FOLDER, Saver, find, resume
 from megapar.train.step import TrainState, train_step
 from megapar.verify.logical import assemble, held_weights
 from tests.support import program
@@ -164,7 +164,7 @@ def saved_and_resumed(config: Config, run_dir: Path) -> tuple[list[Any], list[An
         saver.save(state)
     one_step(state)
     again = make_state(config)
-    resume(again, run_dir)
+    resume(again, run_dir, find(again.config, run_dir, again.ctx))
     one_step(again)
     for one, other in zip(state.optimizer.slices(), again.optimizer.slices(), strict=True):
         assert one.tensors.keys() == other.tensors.keys()
@@ -186,7 +186,7 @@ def test_two_optimizers_are_saved_resumed_and_loaded_in_another_layout(tmp_path:
         **{"exp_avg": "adamw", "exp_avg_sq": "adamw", "momentum": f"{__name__}:NormalizedMomentum"},
     }
     alone = make_state(Layout(MODELS["MOMENTUM"], zero_stage=0).config())
-    resume(alone, tmp_path)
+    resume(alone, tmp_path, find(alone.config, tmp_path, alone.ctx))
     one_step(alone)
     assert_close(assemble([held for held, _ in ranks]), assemble([held_weights(alone)]))
 
@@ -200,7 +200,8 @@ def test_another_optimizer_goes_on_from_no_checkpoint(tmp_path: Path) -> None:
         other = make_state(Layout(model).config())
         # The same sizes: a run whose family alone was changed is refused before, for its family.
         with pytest.raises(CheckpointError, match=rf"was updated by .*, and this run updates it by {now}") as refused:
-            resume(replace(other, config=replace(other.config, model=state.config.model)), tmp_path)
+            changed = replace(other, config=replace(other.config, model=state.config.model))
+            resume(changed, tmp_path, find(changed.config, tmp_path, changed.ctx))
         assert "\n" not in str(refused.value)
         assert "--checkpoint.init_from" in str(refused.value)
 
