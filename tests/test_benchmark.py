@@ -21,6 +21,8 @@ from benchmarks.contenders import LAYOUTS
 from benchmarks.peers import Result
 from benchmarks.ranks import BenchmarkError, run_ranks
 
+from tests.support.sweeps import slow_but
+
 # Pipelines in V have two stages on each of two ranks, so four layers and four micro-batches.
 SIZES: dict[str, Any] = {"hidden": (128,), "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 4}
 SIZES |= {"vocab_size": 256, "seq_length": 16, "global_batch_size": 8, "micro_batch_size": 2, "steps": 1}
@@ -36,7 +38,7 @@ def measured_run(layout: str, num_hidden_layers: int) -> dict[str, Any]:
     return layouts.run_layout(chosen, 128, layout, [Result(*result) for result in run_ranks(1, "cpu", body)[0]])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", slow_but(range(0, len(LAYOUTS), 2), LAYOUTS))
 def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout: str) -> None:
     """Every installed peer agrees with plain PyTorch in loss and gradient norm, and megapar sends what the formulas
     say, to the byte, on every rank."""
@@ -126,6 +128,7 @@ def test_what_a_contender_cannot_train_is_refused(options: dict[str, Any], words
         layouts.check_options(layouts.Options(**{**SIZES, **options}))
 
 
+@pytest.mark.slow
 def test_families_are_timed_beside_transformers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def test_a_stage_without_its_packages_says_which(tmp_path: Path) -> None:
     assert run.stderr == f"gpu_check.sh train: missing packages: tyro; put their wheels into {wheels}\n"
 
 
+@pytest.mark.slow
 def test_a_stage_without_a_gpu_says_so(tmp_path: Path) -> None:
     run = gpu_check("kernels", str(tmp_path))
     assert run.returncode == 2
@@ -62,6 +63,7 @@ def test_words_that_are_not_known_are_refused(tmp_path: Path) -> None:
     assert "no Python from 3.11 with torch from 2.11; no-such-python:" in run.stderr
 
 
+@pytest.mark.slow
 def test_a_stage_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     run = gpu_check("facts", str(tmp_path), LIMIT="0.1")
     assert run.returncode != 0

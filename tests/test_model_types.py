@@ -42,7 +42,13 @@ def test_every_model_type_has_a_row() -> None:
     assert known - {"kimi_k2"} == {case.model_type for case in TYPES.values()}
 
 
-@pytest.mark.parametrize("name", ROWS)
+# The first row of each model type; "qwen3, windows" and the like vary it.
+FIRST = [
+    name for name in ROWS if TYPES[name].model_type not in {TYPES[row].model_type for row in ROWS[: ROWS.index(name)]}
+]
+
+
+@pytest.mark.parametrize("name", rows_but(FIRST))
 def test_it_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     model = published(TYPES[name], tmp_path)
     model.check_logits_and_gradients()
@@ -61,12 +67,12 @@ def test_bf16_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     published(TYPES[name], tmp_path).check_bf16()
 
 
-@pytest.mark.parametrize("name", rows_but(["llama", "gemma3_text", "deepseek_v3"]))
+@pytest.mark.parametrize("name", rows_but(["llama", "gemma3_text"]))
 def test_every_field_is_read_or_refused(name: str, tmp_path: Path) -> None:
     published(TYPES[name], tmp_path).check_every_field(TYPES[name].unread)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", rows_but(FIRST))
 def test_an_absent_field_is_what_transformers_takes_for_it(name: str) -> None:
     """Or the line says that it is missing."""
     case = TYPES[name]
@@ -96,8 +102,8 @@ def test_a_form_is_refused_where_the_table_says_so(name: str) -> None:
 
 # Rules of each sort, in layouts of each sort.
 IN_LAYOUTS = (
-    *("mistral", "qwen3, windows", "seed_oss", "gemma3_text", "olmo3", "granitemoeshared", "smollm3", "exaone4"),
-    *("glm4", "starcoder2", "gpt_oss", "deepseek_v3", "deepseek_v3, whole queries", "deepseek_v2"),
+    *("qwen3, windows", "gemma3_text", "olmo3", "granitemoeshared", "exaone4"),
+    *("starcoder2", "gpt_oss", "deepseek_v3, whole queries"),
 )
 
 

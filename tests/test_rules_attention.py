@@ -19,6 +19,7 @@ from megapar.config.options import ModelConfig
 from megapar.verify.batches import four_documents
 from tests.support.grid import LLAMA
 from tests.support.rules import check_against_plain
+from tests.support.sweeps import slow_but
 from tests.support.width import LAYOUTS, trains_as_one_process
 
 SCALE, CAP, WINDOW, ROTATED, TEMPERATURE = 0.5, 0.8, 5, 6, Temperature(0.7, 3)
@@ -66,7 +67,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("model", "sizes"), list(CASES.values()), ids=list(CASES))
+@pytest.mark.parametrize(("model", "sizes"), slow_but(range(0, len(CASES), 2), CASES.values()), ids=list(CASES))
 def test_attention_by_rules_trains_as_in_one_process(model: ModelConfig, sizes: dict[str, object]) -> None:
     trains_as_one_process(model, sizes)
 

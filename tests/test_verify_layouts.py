@@ -91,7 +91,10 @@ def test_options_without_effect_in_a_layout_do_not_keep_it_from_running() -> Non
     assert layout_words.read("pp2,vpp3").of(config).parallel.schedule == "interleaved"
 
 
-@pytest.mark.parametrize("name", named_configs(verify_layouts.CONFIGS))
+CONFIGS_AND_PRESETS = list(named_configs(verify_layouts.CONFIGS))
+
+
+@pytest.mark.parametrize("name", slow_but(range(0, len(CONFIGS_AND_PRESETS), 4), CONFIGS_AND_PRESETS))
 def test_every_preset_has_a_small_model_for_its_layouts(name: str) -> None:
     """Without ranks: `cases_of` validates the small models too."""
     config = load(["--config", name], named_configs(verify_layouts.CONFIGS)).config

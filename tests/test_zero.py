@@ -127,7 +127,7 @@ def test_stages_agree_bitwise_where_sums_have_one_order(layout: Layout) -> None:
     check_stages(layout, same_sums=True)
 
 
-@pytest.mark.parametrize("layout", slow_but([0, 2, 3, 6, 7, 8], OTHER_SUMS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([0, 3, 6, 8], OTHER_SUMS), ids=name)
 def test_stages_agree_to_rounding(layout: Layout) -> None:
     """Faults zero-accumulation-lost, zero-one-replica, zero-with-pipelines, zero-tied-weights, zero-norm-of-shards."""
     check_stages(layout, same_sums=False)
