@@ -199,8 +199,8 @@ def test_another_optimizer_goes_on_from_no_checkpoint(tmp_path: Path) -> None:
     for model, now in ((LLAMA, "adamw"), (MODELS["ON_HOST"], f"{__name__}:OnHost")):
         other = make_state(Layout(model).config())
         # The same sizes: a run whose family alone was changed is refused before, for its family.
+        changed = replace(other, config=replace(other.config, model=state.config.model))
         with pytest.raises(CheckpointError, match=rf"was updated by .*, and this run updates it by {now}") as refused:
-            changed = replace(other, config=replace(other.config, model=state.config.model))
             resume(changed, tmp_path, find(changed.config, tmp_path, changed.ctx))
         assert "\n" not in str(refused.value)
         assert "--checkpoint.init_from" in str(refused.value)
