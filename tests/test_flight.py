@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -234,6 +235,29 @@ def test_an_all_to_all_of_other_sizes_is_no_difference() -> None:
     found = diagnose(job.logs(), MEMBERS)
     assert found is not None
     assert found[0].startswith("rank 3 (process ")
+
+
+def test_the_rank_that_queues_nothing_is_named_where_hosts_wait_for_devices() -> None:
+    """Fault hung-rank, under NCCL: no host waits for an operation. Rank 2 has queued no step that the others did."""
+    job = Job()
+    for number in range(3):
+        for rank in range(4):
+            if number < 2 or rank != 2:
+                for axis in (job.tp[rank], job.pp[rank]):
+                    axis.end(place := axis.begin("all_reduce", 4096, torch.float32), place)
+    assert diagnose(job.logs(), MEMBERS) is None, "no host waits"
+    for rank in (0, 1, 3):
+        job.flights[rank].enter("device")
+    job.flights[2].enter("data")
+    found = diagnose(job.logs(), MEMBERS)
+    assert found is not None
+    assert found[1] == 2
+    assert "on node-2) did not arrive: it was in step 5, data, for " in found[0]
+    assert "; its last operation: all_reduce 2 on " in found[0]
+    assert re.search(r"\. rank 0 waited \d+\.\d s for its device$", found[0])
+    stopped = diagnose(job.logs(r1="stopped"), MEMBERS)
+    assert stopped is not None
+    assert stopped[1] == 1, "a rank that is gone is the cause"
 
 
 def test_a_rank_that_nobody_can_read_is_named() -> None:

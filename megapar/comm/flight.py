@@ -24,8 +24,19 @@ from typing import Any, Literal
 
 from megapar.recorder import Recorder
 
-Phase = Literal["start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end"]
-PHASES: tuple[Phase, ...] = ("start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end")
+Phase = Literal["start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end", "device"]
+PHASES: tuple[Phase, ...] = (
+    "start",
+    "data",
+    "forward",
+    "backward",
+    "reduce",
+    "optimizer",
+    "save",
+    "evaluate",
+    "end",
+    "device",
+)
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "send", "receive", "barrier", "all_to_all")
 # Names for people. A dtype that is not in the list is logged as "other".
 DTYPES = ("other", "float32", "bfloat16", "float16", "float64", "int64", "int32", "uint8", "bool")

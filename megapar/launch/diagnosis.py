@@ -52,12 +52,36 @@ def diagnose(logs: Mapping[int, Log], members: Sequence[Member]) -> tuple[str, i
     for candidates in (gone, idle, stuck):
         if candidates:
             return _missing(candidates, waiting, logs, members), candidates[0]
+    late = _late(logs, groups)
+    if late:
+        return _missing(late, _held_by_device(logs), logs, members), late[0]
     if unread:
         return f"nothing was heard of {in_runs(unread)}: see their own messages", unread[0]
     if waiting and all(blockers[rank] for rank in waiting):
         circle = "; ".join(f"rank {rank} waits for {in_runs(sorted(blockers[rank]))}" for rank in waiting[:8])
         return f"ranks wait for each other: {circle}", waiting[0]
     return None
+
+
+def _held_by_device(logs: Mapping[int, Log]) -> list[int]:
+    """The ranks whose hosts wait for what their devices compute."""
+    return [rank for rank, log in logs.items() if log["phase"] == "device"]
+
+
+def _late(logs: Mapping[int, Log], groups: Mapping[tuple[str, int], Group]) -> list[int]:
+    """The ranks that have begun fewer collectives than others of a group, the latest first.
+
+    Under NCCL no host waits for an operation: it queues a step and waits for its device, which waits for the rank that
+    has not queued the step.
+    """
+    if not _held_by_device(logs):
+        return []
+    missing: dict[int, int] = {}
+    for group in groups.values():
+        most = max(axis["collectives"] for _, axis in group.values())
+        for rank, axis in group.values():
+            missing[rank] = max(missing.get(rank, 0), most - axis["collectives"])
+    return sorted((rank for rank, number in missing.items() if number), key=lambda rank: -missing[rank])
 
 
 def _has_ended(log: Log) -> bool:
@@ -79,6 +103,8 @@ def _missing(missing: Sequence[int], waiting: Sequence[int], logs: Mapping[int, 
     others = [rank for rank in waiting if rank != first]
     if others:
         other = logs[others[0]]
+        if other["waiting"] is None:
+            return f"{text}. rank {others[0]} waited {_ago(other['since'])} for its device"
         text += f". rank {others[0]} waited {_ago(other['waiting']['since'])} in {position_in_step(other)},"
         for record in other["waiting"]["records"][:1]:
             text += f" for {_operation(record, other['waiting']['axis'])}"

@@ -144,7 +144,12 @@ class QueuedStep:
         After an overflow the loss scale is halved. After a failed step the counts of the state are those before the
         failed step. Steps queued behind it have updated nothing either: forget them.
         """
+        # A device that waits for another rank's holds this host here. The log tells where it is.
+        flight = self.state.ctx.flight
+        phase = flight.phase
+        flight.enter("device")
         loss, grad_norm, tokens, votes, *others = self.numbers.wait().tolist()
+        flight.enter(phase)
         names = [declared.name for declared in self.state.stages.declared.losses]
         before = self.before
         train = self.state.config.train
