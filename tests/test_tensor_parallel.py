@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megapar_models.attention import deal_heads
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context
 from megapar.comm import collectives
@@ -24,6 +25,8 @@ from megapar.tensor_parallel.layers import (
     Columns,
     RowParallelLinear,
     VocabParallelEmbedding,
+    _add_rows,
+    _local_ids,
     vocabulary_cut,
 )
 from megapar.tensor_parallel.regions import (
@@ -259,6 +262,41 @@ def test_layers_equal_plain_linear_and_embedding(tp: int) -> None:
 
 def axis_of(rank: int, size: int) -> Axis:
     return Axis("tp", size, rank, tuple(range(size)))
+
+
+class _Called(TorchDispatchMode):
+    """The operations called within the context, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class _OnGPU(Tensor):
+    """A tensor of the CPU that says it is on a GPU."""
+
+    is_cuda = True
+
+
+def test_the_gradient_of_an_embedding_has_one_order_of_additions_on_a_gpu() -> None:
+    """There index_put_ sorts, and index_add_ adds by atomics. Neither reads a value. Both add the same."""
+    # Every row is met several times, and ids of other ranks are among them.
+    ids = torch.arange(-40, 160).repeat(3)
+    grad = draw(len(ids), 8, seed=3)
+    totals = []
+    for kind, expected in ((Tensor, "index_add_"), (_OnGPU, "index_put_")):
+        totals.append(torch.empty(128, 8, dtype=torch.float64))
+        with _Called() as called:
+            _add_rows(100, totals[-1].as_subclass(kind), grad, ids, True)
+        assert {name for name in called.names if name.startswith("index_")} == {expected}
+        assert "_local_scalar_dense" not in called.names
+    assert torch.equal(*totals)
+    local, _ = _local_ids(ids, 100)
+    assert torch.bincount(local).max() <= 9, "zeros of other ranks' ids do not meet in one row"
 
 
 def test_vocabulary_is_padded_alike_for_every_tp() -> None:

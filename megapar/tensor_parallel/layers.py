@@ -211,9 +211,9 @@ class _Lookup(torch.autograd.Function):
 
 
 def _local_ids(ids: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """`ids` with 0 in place of those outside [0, rows), and where these are."""
-    outside = (ids < 0) | (ids >= rows)
-    return ids.masked_fill(outside, 0), outside
+    """`ids` with others in place of those outside [0, rows), and where these are."""
+    # The remainder spreads them over all rows: a sorted sum takes as long as the longest run of one row.
+    return ids.remainder(max(rows, 1)), (ids < 0) | (ids >= rows)
 
 
 def _add_rows(rows_held: int, total: Tensor, grad: Tensor, ids: Tensor, overwrite: bool) -> None:
@@ -221,10 +221,14 @@ def _add_rows(rows_held: int, total: Tensor, grad: Tensor, ids: Tensor, overwrit
     if overwrite:
         total.zero_()
     local, outside = _local_ids(ids, rows_held)
-    # Where ids are outside, zeros are added to row 0. To leave those ids out, the CPU would have to wait until the
-    # GPU has counted them.
-    rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1])
-    total.index_add_(0, local.reshape(-1), rows.to(total.dtype))
+    # Where ids are outside, zeros are added. To leave those ids out, the CPU would have to wait until the GPU has
+    # counted them.
+    rows = grad.masked_fill(outside[..., None], 0).reshape(-1, grad.shape[-1]).to(total.dtype)
+    if total.is_cuda:
+        # It sorts the rows, so a sum has the same order each time. index_add_ adds by atomics, in any order.
+        total.index_put_((local.reshape(-1),), rows, accumulate=True)
+    else:
+        total.index_add_(0, local.reshape(-1), rows)
 
 
 def vocabulary_cut(vocab_size: int, tp: Axis) -> tuple[int, int, int]:
