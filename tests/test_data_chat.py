@@ -124,6 +124,56 @@ def test_masks_are_those_of_transformers(tokenizer: HuggingFaceTokenizer) -> Non
         assert (masks[0] != masks[1]).sum() <= 3
 
 
+# TRL's name of a template for training, and ours of the same format.
+TRAINED_BY_TRL = {"qwen2_5": "chatml", "llama3": "llama3", "gemma": "gemma"}
+
+
+@pytest.mark.parametrize("theirs", TRAINED_BY_TRL)
+def test_masks_by_prefixes_are_those_of_templates_for_training(theirs: str) -> None:
+    """What TRL's templates with generation tags train, is trained here by templates without tags.
+
+    TRL's train the line break behind the end of a turn too, and Qwen's the one in front of the answer.
+    """
+    golden = json.loads((Path(__file__).parent / "golden/trl_masks.json").read_text())
+    expected = golden["templates"][theirs]
+    rendered = template(TRAINED_BY_TRL[theirs]).rendered(expected["messages"])
+    assert rendered.text == expected["text"]
+    spans = []
+    for start, stop in expected["trained"]:
+        piece = expected["text"][start:stop]
+        spans.append((start + len(piece) - len(piece.lstrip()), start + len(piece.rstrip())))
+    assert list(rendered.trained) == spans
+
+
+@pytest.mark.slow
+def test_templates_of_trl_are_masked_as_transformers_masks_them(tokenizer: HuggingFaceTokenizer) -> None:
+    """Every template that TRL has for training, and the golden file is what it says."""
+    trl = pytest.importorskip("trl", reason="not run: needs trl, pip install trl")
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    golden = json.loads((Path(__file__).parent / "golden/trl_masks.json").read_text())
+    asked = golden["templates"]["gemma"]["messages"]  # without a system message, which Gemma refuses
+    folder = Path(trl.__file__).parent / "chat_templates"
+    compared = 0
+    for path in sorted(folder.glob("*_training.jinja")):
+        ours = ChatTemplate(path.read_text(), path.name, VARIABLES)
+        name = path.name.removesuffix("_training.jinja")
+        messages = golden["templates"].get(name, {"messages": asked})["messages"]
+        if not ours.has_marks or name == "llava_next":  # its contents are parts: texts and images
+            continue
+        theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **VARIABLES)
+        theirs.chat_template = ours.source
+        expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+        rendered = ours.rendered(messages)
+        example = example_of(rendered, tokenizer, path.name)
+        assert example.tokens.tolist() == expected["input_ids"], path.name
+        assert example.weights.tolist() == expected["assistant_masks"], path.name
+        compared += 1
+        if golden["trl"] == trl.__version__ and name in golden["templates"]:
+            found = {"messages": messages, "text": rendered.text, "trained": [list(span) for span in rendered.trained]}
+            assert found == golden["templates"][name]
+    assert compared > 20
+
+
 @pytest.mark.parametrize("name", ["chatml", "llama3", "gemma", "mistral", "thinking"])
 def test_texts_are_those_of_transformers(name: str, tokenizer: HuggingFaceTokenizer) -> None:
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
