@@ -16,7 +16,18 @@ from tests.support import options
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import benchmark
-from benchmarks import counting, cpu_profile, families, finetuning, generation, handoff, layouts, schedules, step_times
+from benchmarks import (
+    counting,
+    cpu_profile,
+    families,
+    finetuning,
+    generation,
+    handoff,
+    layouts,
+    packing,
+    schedules,
+    step_times,
+)
 from benchmarks.contenders import LAYOUTS
 from benchmarks.peers import Result
 from benchmarks.ranks import BenchmarkError, run_ranks
@@ -238,3 +249,13 @@ def test_fine_tuning_is_the_same_as_that_of_the_trainer(tmp_path: Path) -> None:
     for row in rows:
         assert all(len(results) == 3 for results in row["results"].values())
         assert min(row["bytes"].values()) > 0
+
+
+@pytest.mark.slow
+def test_packs_are_compared_with_those_of_trl() -> None:
+    for package in ("trl", "datasets"):
+        pytest.importorskip(package, reason=f"not run: needs {package}, pip install trl")
+    ours, bfd, wrapped = packing.measure("three", [6, 5, 4, 3, 2], 8)
+    assert [row["packs"] for row in (ours, bfd, wrapped)] == [3, 3, 3]
+    assert ours["fullness"] == 20 / 24
+    assert wrapped["cut"] == 2, "5 tokens from the 7th on, and 3 from the 16th"

@@ -10,6 +10,7 @@ profile      CPU time of a training step by kind of operation, beside plain PyTo
 families     other families than Llama beside transformers, on a CPU
 finetuning   fine-tuning on packs beside the Trainer of transformers, on a CPU
 generation   texts continued beside transformers, on a CPU
+packing      how full packs of conversations are, beside TRL's
 handoff      weights handed over in buckets, and tensor by tensor
 gpu          training models of billions of weights on one GPU
 kernels      every fused kernel on one GPU
@@ -34,6 +35,7 @@ MODULES = {
     "families": "benchmarks.families",
     "finetuning": "benchmarks.finetuning",
     "generation": "benchmarks.generation",
+    "packing": "benchmarks.packing",
     "handoff": "benchmarks.handoff",
     "gpu": "benchmarks.gpu",
     "kernels": "benchmarks.kernels.run",
