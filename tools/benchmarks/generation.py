@@ -40,7 +40,7 @@ class Options:
     """Layers of the Llama."""
     hidden_size: int = 512
     """Its width, a multiple of 128: two query heads of 64 share a key/value head."""
-    rounds: int = 5
+    rounds: int = 3
     """Rounds that count, after one that warms up."""
     json: Path | None = None
     """Write all numbers to this file."""

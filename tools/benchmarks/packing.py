@@ -20,7 +20,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.counting import cost
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
 from megapar.data.chat import BUILT_IN, ChatTemplate
@@ -89,13 +88,13 @@ def measure(name: str, lengths: Sequence[int], seq_length: int) -> list[dict[str
     }
     rows = []
     for way, work in ways.items():
-        spent, packs = cost(work)
+        packs = work()
         if sum(map(sum, packs)) != sum(fitting):
             raise BenchmarkError(f"{way}: {sum(map(sum, packs)):,} of {sum(fitting):,} tokens are in packs")
         cut = cuts(fitting, seq_length) if way == "TRL, wrapped" else 0
         facts = {"lengths": name, "conversations": len(fitting), "mean": float(np.mean(fitting)), "sample": seq_length}
         full = sum(fitting) / (len(packs) * seq_length)
-        rows.append({**facts, "way": way, "packs": len(packs), "fullness": full, "cut": cut, "seconds": spent.wall})
+        rows.append({**facts, "way": way, "packs": len(packs), "fullness": full, "cut": cut})
     return rows
 
 
