@@ -35,7 +35,7 @@ from megapar_models.convert.recipes import Part, Recipe, places
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo
 from megapar_models.stage import Stage
 
-BUCKET_BYTES = 512 << 20
+BUCKET_BYTES = 64 << 20  # less memory than large ones, and faster on a CPU (docs/handoff.md)
 _ALIGNED = 16  # bytes; tensors and boxes begin at multiples of it, whatever their dtypes
 
 Tensors = Mapping[str, Tensor]
