@@ -380,10 +380,7 @@ def prepare(device: torch.device, *, threads: int, cores: int = 1, deterministic
         # By default torch also fills each empty buffer in this mode. Our kernels write their buffers whole.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     if device.type == "cuda":
-        # CUDA reads this setting when it starts. Segments that can grow leave no holes between tensors of many sizes.
-        # At 8B parameters the memory that fixed segments waste decides whether the model fits.
-        if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # the older name of this setting: the user has chosen
-            os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+        _set_up_allocator()
         try:
             torch.cuda.set_device(device)
         except RuntimeError as error:
@@ -391,6 +388,14 @@ def prepare(device: torch.device, *, threads: int, cores: int = 1, deterministic
             raise _of_this_process(
                 f"launch.device: {device} does not start ({reason}); --launch.device cpu runs over gloo"
             ) from error
+
+
+def _set_up_allocator() -> None:
+    """Let segments of the allocator grow, unless the user has chosen: then no holes are left between tensors."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():  # the newer name and the older one
+        os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # for processes that this one starts
+        # torch has read a part of the variable when it was imported.
+        torch._C._accelerator_setAllocatorSettings(os.environ["PYTORCH_ALLOC_CONF"])
 
 
 def require_threads() -> None:

@@ -1,5 +1,6 @@
 """This process's rank by the launcher's variables, and its device."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -210,6 +211,22 @@ def test_cuda_that_does_not_start_is_one_line(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
     with pytest.raises(ConfigError, match=r"cuda:0 does not start \(The NVIDIA driver on your system is too old\); --"):
         device.prepare(torch.device("cuda", 0), threads=1, deterministic=False)
+
+
+@pytest.mark.parametrize("chosen", ["", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_allocator_is_set_after_torch_is_imported(chosen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user's setting stays."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if chosen:
+        monkeypatch.setenv(chosen, "max_split_size_mb:64")
+    settings: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    device.prepare(torch.device("cuda", 0), threads=1, deterministic=False)
+    assert settings == ([] if chosen else ["expandable_segments:True"])
+    assert os.environ[chosen or "PYTORCH_ALLOC_CONF"] == ("max_split_size_mb:64" if chosen else settings[0])
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
 
 
 def test_threads_are_the_option_or_omp_num_threads_or_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,7 +49,7 @@ class Options:
     """Layers of a Llama in bf16; 3 are 0.6 GB with the embedding and the head."""
     hidden_size: int = 2048
     """Its width."""
-    bucket_mb: int = 512
+    bucket_mb: int = 64
     """MiB of a bucket; a run has 512."""
     rounds: int = 3
     """Rounds that count, between one that warms up and one that shows the memory."""
