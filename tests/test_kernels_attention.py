@@ -1,10 +1,14 @@
 """Attention by torch's SDPA: packed documents, and the order of its backends."""
 
 from collections.abc import Callable
+from functools import wraps
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from megapar_kernels.attention import (
+    _by_varlen,
     causal_attention,
     causal_attention_dropout,
     masked_causal_attention,
@@ -77,6 +81,52 @@ def test_the_order_of_backends_changes_no_result() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 33, 32, dtype=DTYPE, device=DEVICE) for heads in (4, 2, 2))
     assert relative_error(sdpa(q, k, v, "cudnn"), sdpa(q, k, v)) < TOLERANCE[DTYPE]
+
+
+def _as_torch_2_13(
+    q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False,
+) -> Tensor:  # fmt: skip
+    """What varlen_attn computes, on a CPU: each document by torch's SDPA."""
+    assert window_size == (-1, 0)
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
+    assert max_q == max_k >= cu_seq_q.diff().max()
+    found = [
+        F.scaled_dot_product_attention(
+            *(x[first:last].transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=enable_gqa
+        )
+        for first, last in zip(cu_seq_q.tolist(), cu_seq_k.tolist()[1:], strict=False)
+    ]
+    return torch.cat(found, dim=1).transpose(0, 1)
+
+
+def _as_torch_2_11(
+    q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    scale: float | None, window_size: tuple[int, int],
+) -> Tensor:  # fmt: skip
+    assert q.shape[1] == k.shape[1] == v.shape[1]
+    return _as_torch_2_13(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("stand_in", [_as_torch_2_13, _as_torch_2_11])
+def test_varlen_attention_gets_the_keys_once_if_it_takes_groups(
+    stand_in: Callable[..., Tensor], kv_heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (q, k, v), starts = packed(kv_heads, 32, torch.float32, 8)
+    seen: list[int] = []
+
+    @wraps(stand_in)
+    def noting(*args: Any, **options: Any) -> Tensor:
+        seen.append(args[1].shape[1])
+        return stand_in(*args, **options)
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noting)  # its import takes seconds
+    length = q.shape[0]
+    flat = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
+    found = _by_varlen(*flat, starts, length, None).unflatten(0, (-1, length)).transpose(0, 1).flatten(2)
+    assert relative_error(found, packed_causal_attention(q, k, v, starts)) < TOLERANCE[torch.float32]
+    assert seen == [kv_heads if stand_in is _as_torch_2_13 else q.shape[2]]
 
 
 def test_varlen_attention_is_asked_only_for_what_it_serves() -> None:

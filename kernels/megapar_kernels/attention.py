@@ -5,6 +5,7 @@ Shapes: s positions, b samples, n heads, d width of a query and a key, e width o
 
 import math
 from contextlib import nullcontext
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -157,7 +158,6 @@ def packed_causal_attention(
     SDPA with a mask.
     """
     length = q_sbnd.shape[0]
-    run = q_sbnd.shape[2] // k_sbnd.shape[2]
     q, k, v = (rearrange(x, "s b n d -> (b s) n d") for x in (q_sbnd, k_sbnd, v_sbnd))
     if q.device.type == "cpu":
         # The host must know the lengths to split the tensors. On a CPU that is free, on a GPU it would have to wait for
@@ -170,21 +170,32 @@ def packed_causal_attention(
             documents.append(sdpa(q_nt, k_nt, v_nt, scale=scale))
         y: Any = torch.cat([rearrange(x, "1 n t d -> t n d") for x in documents])
     elif varlen_serves(q, v):
-        from torch.nn.attention.varlen import (
-            varlen_attn,
-        )  # here, because it imports torch's compiler, which takes seconds
-
-        v_width = v.shape[-1]
-        # varlen_attn takes one width. Columns of zeros in v give columns of zeros.
-        v = F.pad(v, (0, q.shape[-1] - v_width))
-        k = k.repeat_interleave(run, 1)
-        v = v.repeat_interleave(run, 1)
         # The longest document is at most a sample. To know its true length, the host would have to wait for the GPU.
-        y = varlen_attn(q, k, v, starts, starts, length, length, scale=scale, window_size=(-1, 0))
-        y = y[..., :v_width]
+        y = _by_varlen(q, k, v, starts, length, scale)
     else:
         return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, scale=scale)
     return rearrange(y, "(b s) n d -> s b (n d)", s=length)
+
+
+def _by_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
+    """Attention within documents of at most `longest` tokens, [t, n, e], by torch's varlen_attn."""
+    # Here, because it imports torch's compiler, which takes seconds.
+    from torch.nn.attention import varlen
+
+    v_width = v.shape[-1]
+    # varlen_attn takes one width. Columns of zeros in v give columns of zeros.
+    v = F.pad(v, (0, q.shape[-1] - v_width))
+    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
+    run = q.shape[1] // k.shape[1]
+    if run > 1:
+        # torch 2.11 takes as many keys as queries alone.
+        if "enable_gqa" in signature(varlen.varlen_attn).parameters:
+            options["enable_gqa"] = True
+        else:
+            k = k.repeat_interleave(run, 1)
+            v = v.repeat_interleave(run, 1)
+    y: Any = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, **options)
+    return y[..., :v_width]
 
 
 def varlen_serves(q: Tensor, v: Tensor) -> bool:
