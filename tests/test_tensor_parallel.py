@@ -68,7 +68,7 @@ class Region:
 
 REGIONS = {
     "copy_to_tp": Region(copy_to_tp, True, False),
-    "reduce_from_tp": Region(reduce_from_tp, False, True),
+    "reduce_from_tp": Region(lambda x, tp: reduce_from_tp(1.0 * x, tp), False, True),  # it writes into its input
     "scatter_sum": Region(scatter_sum, False, False),
 }
 

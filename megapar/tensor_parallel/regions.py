@@ -77,8 +77,9 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
-        # A copy, because the reduction writes into its tensor and autograd does not know that `x` changes.
-        return collectives.all_reduce(x.clone(memory_format=torch.contiguous_format), tp)
+        # In place: `x` is the partial result of a product, which nobody keeps. Else autograd would say so.
+        ctx.mark_dirty(x)
+        return collectives.all_reduce(x, tp)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
@@ -116,7 +117,7 @@ def copy_to_tp(x: Tensor, tp: Axis) -> Tensor:
 
 
 def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
-    """f bar: sum the partial results of the ranks. Every rank gets the sum."""
+    """f bar: sum the partial results `x` of the ranks in place. Every rank gets the sum."""
     if tp.size == 1:
         return x
     return _Reduce.apply(x, tp)
