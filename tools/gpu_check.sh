@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Checks and measures this project on a machine with a GPU, in stages that each end within ten minutes:
+# Checks and measures this project on a machine with GPUs, in stages that each end within nine minutes:
 #
 #   tools/gpu_check.sh STAGE FOLDER [--dry_run]
 #
 #   facts     versions, GPUs, copy bandwidth, a bf16 matrix product, missing packages          -> FOLDER/facts.json
-#   tests     kernel and checkpoint tests natively on the first GPU; with several GPUs the
-#             distributed tests over NCCL too                                                  -> FOLDER/tests.log, .xml
+#   tests     kernel and checkpoint tests natively on the first GPU                            -> FOLDER/tests.log, .xml
+#   nccl      with several GPUs: the distributed tests, a GPU for each rank                    -> FOLDER/nccl.log, .xml
 #   train     Llama 1B, 3B and 8B: tokens/s, MFU, memory, one profiled step, PyTorch beside    -> FOLDER/train.json
 #   kernels   every op beside torch eager, Liger-Kernel and torch.compile                      -> FOLDER/kernels.json
 #
@@ -14,7 +14,7 @@
 #
 #   pip download --no-deps --dest .whl tyro docstring_parser typeguard liger_kernel
 #
-# Each result is in FOLDER as soon as it is measured. LIMIT is the stage's time in seconds (default 570): what is left
+# Each result is in FOLDER as soon as it is measured. LIMIT is the stage's time in seconds (default 510): what is left
 # then is ended. --dry_run does the same on a CPU with tiny shapes and claims no figure.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -28,8 +28,8 @@ stage=${1:-}
 folder=${2:-}
 dry_run=${3:-}
 case $stage in
-    facts | tests | train | kernels) ;;
-    *) stage='' && fail "name a stage: facts, tests, train or kernels" ;;
+    facts | tests | nccl | train | kernels) ;;
+    *) stage='' && fail "name a stage: facts, tests, nccl, train or kernels" ;;
 esac
 [ -n "$folder" ] || fail "name a folder for the results"
 case $dry_run in '' | --dry_run) ;; *) fail "$dry_run is not known; only --dry_run is" ;; esac
@@ -67,16 +67,21 @@ if [ "$stage" != facts ]; then
     if [ -z "$dry_run" ] && ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2> /dev/null; then
         fail "torch sees no GPU here; --dry_run does everything on a CPU without figures"
     fi
+    if [ "$stage$dry_run" = nccl ] && ! "$python" -c 'import sys, torch; sys.exit(torch.cuda.device_count() < 2)'; then
+        fail "torch sees one GPU here; a rank needs a GPU of its own"
+    fi
 fi
 
 # The kernels' tests ask for most of the GPU's memory one at a time, so few of them run side by side.
 tests="tests/test_kernels_*.py tests/test_checkpoint.py tests/test_checkpoint_async.py"
 side_by_side=$("$python" -c 'import xdist; print("-n 4")' 2> /dev/null || true)
 lane="-m gpu"
-[ -z "$dry_run" ] || lane="-k swiglu"
+ranks="-m gpus"
+[ -z "$dry_run" ] || lane="-k swiglu" ranks="-k test_regions"
 case $stage in
     facts) command="$python tools/gpu_facts.py --json $folder/facts.json" ;;
     tests) command="$python -m pytest $lane $side_by_side -v -rs -p no:cacheprovider --junitxml $folder/tests.xml $tests" ;;
+    nccl) command="$python -m pytest $ranks -v -rs -p no:cacheprovider --junitxml $folder/nccl.xml tests" ;;
     train) command="$python tools/benchmark.py gpu $dry_run --json $folder/train.json" ;;
     kernels) command="$python tools/benchmark.py kernels $dry_run --json $folder/kernels.json" ;;
 esac
@@ -85,11 +90,8 @@ esac
 run() {
     local status=0
     # shellcheck disable=SC2086 # the words of the command are separate
-    timeout --signal=INT --kill-after=15 "${LIMIT:-570}" "$@" 2>&1 | tee -a "$folder/$stage.log" || status=$?
-    [ $status -ne 124 ] || echo "gpu_check.sh $stage: ended after ${LIMIT:-570} s; $folder has what was measured" >&2
+    timeout --signal=INT --kill-after=15 "${LIMIT:-510}" "$@" 2>&1 | tee -a "$folder/$stage.log" || status=$?
+    [ $status -ne 124 ] || echo "gpu_check.sh $stage: ended after ${LIMIT:-510} s; $folder has what was measured" >&2
     return $status
 }
 run $command
-if [ "$stage" = tests ] && [ -z "$dry_run" ] && [ "$("$python" -c 'import torch; print(torch.cuda.device_count())')" -gt 1 ]; then
-    run "$python" -m pytest -m gpus -v -rs -p no:cacheprovider --junitxml "$folder/tests_nccl.xml" tests
-fi
