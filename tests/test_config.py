@@ -398,7 +398,7 @@ def test_each_option_of_the_model_is_classified():
     named = {path.removeprefix("model.") for path in of_model - function - training}
     assert named == {
         *("family", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-        *("intermediate_size", "vocab_size", "hidden_act", "attention_bias", "qk_norm", "tie_word_embeddings"),
+        *("intermediate_size", "vocab_size", "hidden_act", "attention_bias", "qk_norm", "tie_word_embeddings", "head"),
         *("attention_out_bias", "mlp_bias", "use_bias", "output_norms", "norms", "head_bias", "parallel_residual"),
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe.first_k_dense_replace"),
         *("moe.num_experts", "moe.moe_intermediate_size", "moe.mlp_only_layers", "moe.balance"),
@@ -700,7 +700,7 @@ def test_a_written_config_loads_as_the_same(tmp_path_factory, config):
 
 OPTIONS = """
 model: family hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
-    vocab_size max_position_embeddings hidden_act rms_norm_eps tie_word_embeddings initializer_range
+    vocab_size max_position_embeddings hidden_act rms_norm_eps tie_word_embeddings head initializer_range
 parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedule_costs sequence_parallel
     tp_overlap_chunks partition balance order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every

@@ -17,7 +17,7 @@ from megapar.errors import ConfigError
 from megapar.train.step import train_step
 from megapar.verify import logical
 from tests.support import reference_models
-from tests.support.grid import DENSE_BETWEEN, LLAMA, Layout, check_on_ranks, make_state, micro_batches, name
+from tests.support.grid import DENSE_BETWEEN, GPT, LLAMA, Layout, check_on_ranks, make_state, micro_batches, name
 from tests.support.sweeps import slow_but
 
 
@@ -36,6 +36,9 @@ def _smallest(scored: Scored, train: TrainConfig) -> Losses:
 
 
 OWN_OF_PAIRS = Objective(_smallest, "pairs")
+# Their mean margins are not near 0, where rounding would be large beside them.
+REWARD = replace(LLAMA, head="score", vocab_size=127)
+GPT_REWARD = replace(GPT, head="score", vocab_size=127, tie_word_embeddings=False)
 
 
 # Layouts, and the formulas of TRL
@@ -57,10 +60,19 @@ LAYOUTS = [
     Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, recompute="selective", objective="dpo"),
     Layout(LLAMA, pp=2, vpp=2, schedule="zb-v", loss_chunk=7, objective="dpo"),
     Layout(DENSE_BETWEEN, dp=2, ep=2, objective="dpo"),
+    Layout(REWARD, tp=2, sequence_parallel=True, objective="reward"),
+    Layout(REWARD, cp=2, dp=2, objective="reward"),
+    Layout(REWARD, pp=2, micro_batch_size=3, objective="reward"),
+    Layout(REWARD, dp=2, zero_stage=1, objective="reward"),
+    Layout(REWARD, dp=2, zero_stage=2, objective="reward"),
+    Layout(REWARD, dp=2, zero_stage=3, objective="reward"),
+    Layout(REWARD, tp=2, pp=2, schedule="zb-h1", objective="reward"),
+    Layout(REWARD, cp=2, tp=2, cp_attention="ring", sequence_parallel=True, objective="reward"),
+    Layout(GPT_REWARD, tp=2, pp=2, sequence_parallel=True, recompute="full", objective="reward"),
 ]
 
 
-@pytest.mark.parametrize("layout", slow_but([0, 5, 6], LAYOUTS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([0, 5, 6, 15, 16], LAYOUTS), ids=name)
 def test_objectives_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
     check_on_ranks(layout)
 
@@ -169,6 +181,11 @@ def test_losses_that_stages_add_are_divided_by_tokens_beside_any_objective() -> 
         ({"objective": "ipo", "label_smoothing": 0.1}, True, "objective dpo"),
         ({"objective": "dpo", "label_smoothing": 0.5}, True, "less than 0.5"),
         ({"objective": "dpo", "beta": 0.0}, True, "must be above 0"),
+        (
+            {"objective": "reward"},
+            True,
+            "the objective is of a head score; use that, or objective cross_entropy or dpo",
+        ),
         ({"objective": "dop"}, True, "unknown; there are cross_entropy, dpo"),
         ({"objective": "tests.support.grid:LLAMA"}, True, "not a megapar_models.objectives.Objective"),
     ],

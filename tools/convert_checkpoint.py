@@ -39,7 +39,7 @@ from megapar_models.convert.parity import (
 )
 from megapar_models.convert.progress import progress
 from megapar_models.convert.recipes import places
-from megapar_models.convert.saved import saved_config
+from megapar_models.convert.saved import saved_config, with_fitting_objective
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar_models.counts import WholeModel
@@ -343,7 +343,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def whole_config(model: ModelConfig) -> Config:
     """The options of a run with this model, derived values filled in. Raises ConfigError for an invalid model."""
-    return validate(Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings))), 1)
+    config = Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings)))
+    return validate(with_fitting_objective(config), 1)
 
 
 def described_by(config: Config, options: NativeToHf) -> Path | None:

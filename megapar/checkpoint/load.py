@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -164,14 +164,16 @@ def load_weights(
     ctx: ParallelContext,
     model_config: Mapping[str, Any],
     why: Callable[[Manifest], str] = _no_reason,
+    unused: Collection[str] = (),
 ) -> Manifest:
     """Load the weights alone, as for evaluation, generation or a new run from old weights. Otherwise as `load`.
 
     With the optimizer's slices, its main weights are filled and its moments stay. The caller refreshes the parameters
     as after `load`. With `weight_slices(parameters)`, the parameters themselves are filled, cast to their dtype, and
     nothing is left to do. An optimizer must then be made afterwards, or its old main weights would return.
+    The checkpoint may hold the weights `unused`, which the run does not have.
     """
-    return _load(path, weights_of(slices), ctx, model_config, weights_alone=True, why=why)
+    return _load(path, weights_of(slices), ctx, model_config, weights_alone=True, why=why, unused=unused)
 
 
 def holds(manifest: Manifest, item: StateSlice) -> bool:
@@ -219,10 +221,13 @@ def _load(
     *,
     weights_alone: bool = False,
     why: Callable[[Manifest], str] = _no_reason,
+    unused: Collection[str] = (),
 ) -> Manifest:
     wanted = _wanted_kinds(slices, ctx)
     manifest = verified_manifest(path, ctx)
+    allowed = [f"{MAIN}.{name}: " for name in unused]
     lines = _differences(manifest, wanted, ctx, model_config, weights_alone=weights_alone)
+    lines = [line for line in lines if not line.startswith(tuple(allowed))]
     if not weights_alone:
         _require_same_optimizers(path, manifest, slices, ctx)
     if lines:

@@ -48,6 +48,9 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
     if experts is not None and experts.balance != "bias":
         # Of what balances experts only the bias is needed to compute the model. So weights fit a run with another loss.
         free = free.union({"model.moe.balance"})
+    if config.model.head == "vocabulary":
+        # Weights are of such a model unless they say otherwise. So they may be from before the option.
+        free = free.union({"model.head"})
     options = {}
     for path, value in flatten(config).items():
         if path.startswith("model.") and path not in free:

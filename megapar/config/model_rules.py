@@ -11,6 +11,8 @@ from megapar.config.options import Config, ModelConfig, flatten, option_types
 
 SELECTION_BIAS = "moe.balance"
 """The option, without `model.`, to add a selection bias to each router: its value is "bias" then."""
+HEAD = "head"
+"""The option, without `model.`, of a head in place of the vocabulary's: its value is "score" then."""
 
 
 def _no_problems(_: Config, __: Any) -> Iterable[str]:

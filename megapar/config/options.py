@@ -88,6 +88,9 @@ class ModelConfig:
     """Added to the mean square (llama) or the variance (gpt, Hugging Face's layer_norm_epsilon) in norms."""
     tie_word_embeddings: bool = False
     """Input embedding and output head are one matrix."""
+    head: Literal["vocabulary", "score"] = "vocabulary"
+    """What is computed of each token at the end. vocabulary: the logits of the next one. score: one number, as a reward
+    model does (docs/preferences.md)."""
     initializer_range: float = field(default=0.02, metadata=OF_TRAINING)
     """Standard deviation of initial weights; output projections start at it divided by sqrt(2 * num_hidden_layers)."""
 
@@ -95,6 +98,11 @@ class ModelConfig:
     def experts(self) -> MoEConfig | None:
         """The options of the layers with experts. None: the family has no such layers."""
         return None
+
+    @property
+    def head_rows(self) -> int:
+        """Rows of the head's matrix, without padding."""
+        return self.vocab_size if self.head == "vocabulary" else 1
 
     @property
     def key_width(self) -> int:
@@ -211,8 +219,8 @@ class TrainConfig:
     """Validation samples of one evaluation, rounded up to whole global batches."""
     objective: str = "cross_entropy"
     """What the steps minimize. cross_entropy: that of the next tokens. dpo, dpo_norm (by length), ipo: preferences of
-    pairs of answers, beside a reference model. MODULE:NAME is one of your own, a
-    megapar_models.objectives.Objective."""
+    pairs of answers, beside a reference model. reward: a reward model of such pairs, with model.head score. MODULE:NAME
+    is one of your own, a megapar_models.objectives.Objective."""
     beta: float = 0.1
     """dpo, dpo_norm, ipo: how strongly the model is held to its reference. DPO's rewards are log-ratios times it."""
     label_smoothing: float = 0.0

@@ -264,7 +264,7 @@ class Estimator:
         if layout.pp > 1:
             return 0.0  # the last rank keeps few micro-batches
         tokens = layout.micro_batch_size * self.config.train.seq_length / layout.cp
-        return tokens * self.config.model.vocab_size / layout.tp * (self._width + 4)
+        return tokens * self.config.model.head_rows / layout.tp * (self._width + 4)
 
     # Layers
 

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from megapar.checkpoint.values import rounding_problem
 from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.compatible import adapter_changes, changes, function_changes, weight_options
 from megapar.config.messages import shown
-from megapar.config.model_rules import SELECTION_BIAS
+from megapar.config.model_rules import HEAD, SELECTION_BIAS
 from megapar.config.options import Config, flatten, unflatten
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, CommunicationError, StorageError
@@ -381,12 +381,12 @@ def _start_from_weights(state: TrainState) -> list[str]:
     if options.init_from == "none":
         return []
     path = Path(options.init_from)
-    slices, model_config, notes = _without_new_biases(path, state)
+    slices, model_config, unused, notes = _start_without_added(path, state)
     # The base of adapters has none. They start as they were made.
     slices = [item for item in slices if item.spec.added_by != ADAPTER]
     different: list[str] = []
     if options.strict:
-        load_weights(path, slices=slices, ctx=state.ctx, model_config=model_config)
+        load_weights(path, slices=slices, ctx=state.ctx, model_config=model_config, unused=unused)
     else:
         different = load_fitting(path, slices=slices, ctx=state.ctx, model_config=model_config)
     _require_fitting_weights(state, path)
@@ -418,21 +418,57 @@ def _start_from_adapters(state: TrainState) -> list[str]:
     return [f"started from the adapters of {path}, step 0"]
 
 
-def _without_new_biases(path: Path, state: TrainState) -> tuple[list[StateSlice], dict[str, Any], list[str]]:
-    """The slices to load from the checkpoint, the options to compare with its own, and lines for the user.
+class _Added(NamedTuple):
+    """What an option adds to a model, for runs that start from weights of a model made without it."""
 
-    A model trained without a selection bias, such as Mixtral, has none in its files. The biases of its routers then
-    start at 0 and prefer no expert. They are not loaded. A collective.
-    """
-    slices = _all_slices(state)
+    note: str
+    """A line for the user about the added tensors, which keep their initial values."""
+    unused: tuple[str, ...] = ()
+    """Tensors of the model without the option."""
+    differs: tuple[str, ...] = ()
+    """Further options, without `model.`, that may then be others than the checkpoint's."""
+
+
+_ADDED = {
+    # A model trained without a selection bias, such as Mixtral. The biases prefer no expert.
+    SELECTION_BIAS: _Added("the selection biases of routers start at 0: the weights were made without {option}=bias"),
+    # A language model. A score is never tied to the embedding.
+    HEAD: _Added(
+        "the head is drawn, and the one of the vocabulary is not used: the weights were made without {option}=score",
+        unused=("head.weight", "head.bias"),
+        differs=("tie_word_embeddings",),
+    ),
+}
+
+
+class _Start(NamedTuple):
+    """What to load from the weights of checkpoint.init_from."""
+
+    slices: list[StateSlice]
+    model_config: dict[str, Any]
+    """The options to compare with those of the checkpoint."""
+    unused: tuple[str, ...]
+    """The tensors of the checkpoint that nobody needs."""
+    notes: list[str]
+
+
+def _start_without_added(path: Path, state: TrainState) -> _Start:
+    """What to load from the checkpoint, without what options of the run add to its model. A collective."""
     model_config = _weight_options(state)
-    # A checkpoint that states the option must hold the biases too.
-    if SELECTION_BIAS not in model_config or SELECTION_BIAS in verified_manifest(path, state.ctx).model_config:
-        return slices, model_config, []
-    loaded = [item for item in slices if item.spec.added_by != SELECTION_BIAS]
-    compared = {name: value for name, value in model_config.items() if name != SELECTION_BIAS}
-    text = "the selection biases of routers start at 0: the weights were made without model.moe.balance=bias"
-    return loaded, compared, [text]
+    lacks = []
+    for option in [option for option in _ADDED if option in model_config]:
+        stated = verified_manifest(path, state.ctx).model_config
+        # A checkpoint that states the option must hold what it adds.
+        if option not in stated:
+            lacks.append(option)
+            del model_config[option]
+            model_config |= {name: stated[name] for name in _ADDED[option].differs if name in stated}
+    return _Start(
+        [item for item in _all_slices(state) if item.spec.added_by not in lacks],
+        model_config,
+        tuple(name for option in lacks for name in _ADDED[option].unused),
+        [_ADDED[option].note.format(option=f"model.{option}") for option in lacks],
+    )
 
 
 def _function_notes(path: Path, state: TrainState) -> list[str]:

@@ -123,7 +123,7 @@ def stage_layers(config: Config, whole: Callable[[Config], WholeModel] = whole_m
     if num_stages == 1:
         return [range(model.num_hidden_layers)]  # without building the model to count its costs
     layers = whole(config).layer_costs(config.train.seq_length)
-    return balanced(config, layers, float(model.hidden_size), float(model.vocab_size * model.hidden_size))
+    return balanced(config, layers, float(model.hidden_size), float(model.head_rows * model.hidden_size))
 
 
 def balanced(config: Config, layers: Sequence[float], first: float, last: float) -> list[range]:

@@ -20,6 +20,8 @@ from megapar.sharding import Sharding
 from megapar_models.factory import initializations
 from megapar_models.registry import find
 
+_HEADS = ("head.weight", "score.weight")
+
 
 class WholeModel:
     """A model in one stage on the meta device, the source of all counts.
@@ -131,16 +133,16 @@ class WholeModel:
                 trained.update(piece.name for piece in spec.pieces)
         first = min((self._depth(name) for name in trained), default=layers + 2)
         # A tied head is listed as the embedding.
-        head = "head.weight" if "head.weight" in self.declarations else "embedding.weight"
+        head = next(name for name in (*_HEADS, "embedding.weight") if name in self.declarations)
         total = Fraction(0)
         for name, (piece, spec) in self.declarations.items():
-            if len(piece.shape) != 2 or name in ("embedding.weight", "positions.weight", "head.weight"):
+            if len(piece.shape) != 2 or name in ("embedding.weight", "positions.weight", *_HEADS):
                 continue
             passes = _passes(input_gradient=first <= self._depth(name), weight_gradient=name in trained)
             total += 2 * passes * torch.Size(piece.shape).numel() * spec.token_share
         # The head is alone at its depth: its input needs a gradient only if a parameter before it is trained.
         passes = _passes(input_gradient=first <= layers, weight_gradient=head in trained)
-        total += 2 * passes * self.model.vocab_size * self.model.hidden_size
+        total += 2 * passes * self.model.head_rows * self.model.hidden_size
         for depth, flops in self._products(seq_length):
             total += 3 * flops if first <= depth else flops
         return round(total)  # a whole number: each layer has num_experts_per_tok times an expert's FLOPs
@@ -168,7 +170,7 @@ class WholeModel:
         if module == "layers":
             return int(rest.partition(".")[0])
         # A name that is not known here counts as one before the layers: the count is then never too small.
-        return {"norm": layers, "head": layers + 1}.get(module, -1)
+        return {"norm": layers, "head": layers + 1, "score": layers + 1}.get(module, -1)
 
 
 def _everywhere(option: str, patterns: Sequence[str], text: str) -> ConfigError:

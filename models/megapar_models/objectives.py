@@ -1,7 +1,7 @@
 """What a run minimizes: an objective, chosen by train.objective.
 
-The last stage computes the log-probability of each target. An objective makes losses of them. Losses are sums over a
-step, and are divided once: by the step's target tokens, or by its pairs.
+The last stage computes the log-probability of each target, or a score of each token. An objective makes losses of them.
+Losses are sums over a step, and are divided once: by the step's target tokens, or by its pairs.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,8 +23,8 @@ from megapar.tensor_parallel.regions import reduce_from_tp
 class Scored:
     """A micro-batch, and what the model says of each of its tokens.
 
-    `values_sb`, fp32 [s, b], are the log-probabilities of the targets in nats. The columns are those of this
-    context-parallel rank. `cp` are the ranks with the others.
+    `values_sb`, fp32 [s, b], are the log-probabilities of the targets in nats, or with model.head=score the scores of
+    the tokens. The columns are those of this context-parallel rank. `cp` are the ranks with the others.
     """
 
     values_sb: Tensor
@@ -74,6 +74,8 @@ class Objective:
     needs_references: bool = False
     options: Sequence[str] = ()
     """The options that the function reads, such as train.beta. With other objectives they are refused."""
+    head: Literal["vocabulary", "score"] = "vocabulary"
+    """What model.head must be."""
 
     @property
     def added(self) -> list[AddedLoss]:

@@ -1,4 +1,4 @@
-"""Objectives of preferences: of two answers to a prompt, one was chosen. The losses of DPO and IPO.
+"""Objectives of preferences: of two answers to a prompt, one was chosen. The losses of DPO, IPO and of reward models.
 
 A sample is a pair: the document with the chosen answer, that with the rejected one, and padding. The weights of the
 targets are 0 outside of the answers.
@@ -68,9 +68,19 @@ def _ipo(scored: Scored, train: TrainConfig) -> Losses:
     return _losses(losses_b, rewards_bd, train.beta)
 
 
+def _reward(scored: Scored, train: TrainConfig) -> Losses:
+    """-log sigmoid(r_chosen - r_rejected) (Bradley-Terry; arXiv 2203.02155, equation 1).
+
+    The reward r of an answer is the score of its last token.
+    """
+    rewards_bd = scored.sums(scored.values_sb * scored.batch.last_of_documents_bs().t())
+    return _losses(-F.logsigmoid(_differences(rewards_bd)), rewards_bd, 1.0)
+
+
 PREFERENCES = {
     "dpo": Objective(_dpo, "pairs", METRICS, needs_references=True, options=("train.beta", "train.label_smoothing")),
     "dpo_norm": Objective(_dpo_norm, "pairs", METRICS, needs_references=True, options=("train.beta",)),
     "ipo": Objective(_ipo, "pairs", METRICS, needs_references=True, options=("train.beta",)),
+    "reward": Objective(_reward, "pairs", METRICS, head="score"),
 }
 """The objectives of preferences by the name of train.objective."""

@@ -146,6 +146,7 @@ def _rules(config: Config, kinds: Set[LayerKind] | None = None) -> tuple[ModelRu
         yield from _attention_problems(config, own)
         yield from _router_problems(config, own)
         yield from _objective_problems(config)
+        yield from _head_problems(config)
 
     return replace(family, problems=problems), virtual_stages(config.parallel.schedule)
 
@@ -213,6 +214,22 @@ def _objective_problems(config: Config) -> Iterator[str]:
     if objective.divided_by == "pairs" and num_targets(config) > 1:
         text = "the family has losses of later tokens, which pairs of answers have none of; use another"
         yield problem(config, "train.objective model.family", text)
+
+
+def _head_problems(config: Config) -> Iterator[str]:
+    """What does not fit model.head."""
+    head = find_objective(config.train.objective).head
+    if head != config.model.head:
+        fitting = [name for name, known in OBJECTIVES.items() if known.head == config.model.head]
+        text = f"the objective is of a head {head}; use that, or objective {' or '.join(fitting)}"
+        yield problem(config, "train.objective model.head", text)
+    if config.model.head == "vocabulary":
+        return
+    if config.model.tie_word_embeddings:
+        text = "a head of one row is not the embedding's matrix; use False"
+        yield problem(config, "model.tie_word_embeddings model.head", text)
+    if config.kernels.loss_chunk:
+        yield problem(config, "kernels.loss_chunk model.head", "there are no logits to compute in chunks; use 0")
 
 
 def weight_options(config: Config) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.moe import ROUTER_LOSS, balance_rule
 from megapar_models.norms import NormRule
 from megapar_models.objectives import USUAL, Scored
+from megapar_models.score_head import score_weight, scores
 
 M = TypeVar("M", bound=ModelConfig, default=ModelConfig)
 """The class of a family's options."""
@@ -94,7 +95,7 @@ class Stage(PipelineStage, Generic[M]):
             if model.tie_word_embeddings and self.embedding is not None:
                 tied_weight = self.embedding.weight
             self.head = tied_weight if model.tie_word_embeddings and tied_weight is not None else self._make_head()
-            if self.ends.head_bias:
+            if self.ends.head_bias and model.head == "vocabulary":
                 self.head_bias = vocabulary_bias("head.bias", model.vocab_size, factory.sharding)
             # A loss in chunks adds the gradient of the head while it has the gradients of logits.
             self.adds_gradients_in_i = loss_chunk > 0
@@ -137,6 +138,8 @@ class Stage(PipelineStage, Generic[M]):
 
     def _make_head(self) -> nn.Parameter:
         model = self.model
+        if model.head == "score":
+            return score_weight(model.hidden_size, self.factory)
         # The copy of a tied embedding has the embedding's name: it is one tensor in a checkpoint.
         tie = model.tie_word_embeddings
         return self.factory.vocabulary(
@@ -192,11 +195,16 @@ class Stage(PipelineStage, Generic[M]):
         return (TensorSpec((length, batch.size, self.model.hidden_size), sharding.dtype),)
 
     def logits(self, x_sbh: Tensor) -> Tensor:
-        """The logits of this tp rank's part of the vocabulary, [s, b, its columns]. Padding comes last."""
+        """The logits of this tp rank's part of the vocabulary, [s, b, its columns]. Padding comes last.
+
+        With model.head=score they are the scores, [s, b, 1], the same on every tp rank.
+        """
         assert self.norm is not None
         return self._head_of(self.norm(x_sbh))
 
     def _head_of(self, normed_sbh: Tensor) -> Tensor:
+        if self.model.head == "score":
+            return scores(normed_sbh, self.head, self.factory)
         products = self.factory.products_of("head")
         products_sbv = column_linear(normed_sbh, self.head, self.head_bias, self.factory.sharding, products)
         return ruled_logits(products_sbv, self.ends.logits)
@@ -206,8 +214,10 @@ class Stage(PipelineStage, Generic[M]):
         return self.objective(self.scored(x_sbh, batch))
 
     def scored(self, x_sbh: Tensor, batch: MicroBatch) -> Scored:
-        """The log-probabilities of the next tokens, from the hidden states after the last layer."""
+        """The log-probabilities of the next tokens, or the scores, from the hidden states after the last layer."""
         assert self.norm is not None
+        if self.model.head == "score":
+            return Scored(self.logits(x_sbh)[..., 0].float(), batch, self.factory.sharding.cp)
         if batch.hits is None:
             losses_sb = self.token_losses(self.norm(x_sbh), batch.targets())
         else:

@@ -351,7 +351,7 @@ def model_of(args: Mapping[str, Any], vocab_size: int, folder: Path, accepted: C
     key_value_heads = _stated(args, folder, int, "num_query_groups") if grouped else heads
     head_dim = _stated(args, folder, int, "kv_channels") if args.get("kv_channels") else hidden // heads
     options = FAMILIES[family].options
-    of_some = {
+    of_some: dict[str, Any] = {
         "rope_theta": float(args.get("rotary_base") or 10000.0),
         "rope_scaling": _rope_scaling(args, folder),
         "attention_bias": bool(args.get("add_qkv_bias")),

@@ -40,8 +40,15 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
     kept = {path: value for path, value in saved.items() if is_kept(path)}
     model = find(str(kept.get("model.family", ModelConfig.family))).options
     config = unflatten(flatten(default_config(model)) | kept, model)
-    alone = replace(config, train=replace(config.train, **train), data=DataConfig())
-    return replace(validate(alone, 1), data=config.data)
+    alone = replace(config, train=replace(config.train, **train))
+    return replace(validate(with_fitting_objective(alone), 1), data=config.data)
+
+
+def with_fitting_objective(config: Config) -> Config:
+    """`config` with no data of its own, and an objective of the model's head. Validation asks for both to fit."""
+    if config.model.head == "vocabulary":
+        return replace(config, data=DataConfig())
+    return replace(config, train=replace(config.train, objective="reward"), data=DataConfig(documents="apart"))
 
 
 def load_model(checkpoint: Path, **train: Any) -> tuple[Config, Stage]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.messages import first_few, shown
-from megapar.config.options import Config, DataConfig, ModelConfig
+from megapar.config.options import Config, ModelConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import MAIN
 from megapar.random import initial_values
+from megapar_models.convert.saved import with_fitting_objective
 from megapar_models.convert.stream import check_finite
 from megapar_models.counts import WholeModel
 from megapar_models.registry import find, validate
@@ -39,7 +40,8 @@ def mixture_of(dense: Config, family: str, experts: int, experts_per_token: int,
     model = options(**_shared(dense.model, options, family) | {"family": family, "moe": moe})
     # The data need not fit these options: no text is read.
     train = replace(dense.train, seed=seed)
-    return replace(validate(replace(dense, model=model, train=train, data=DataConfig()), 1), data=dense.data)
+    mixture = with_fitting_objective(replace(dense, model=model, train=train))
+    return replace(validate(mixture, 1), data=dense.data)
 
 
 def _shared(dense: ModelConfig, options: type[ModelConfig], family: str) -> dict[str, Any]:
