@@ -2,19 +2,137 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
+from megapar_models.convert.exported import hf_recipes
+from megapar_models.convert.recipes import places
+from megapar_models.convert.saved import saved_config
 
 from megapar.checkpoint.format import read_manifest
+from megapar.checkpoint.load import Reader
+from megapar.errors import ConfigError
 from megapar.params import MAIN
+from megapar.train.step import train_step
+from megapar.verify import logical
 from tests.support import program
+from tests.support.grid import Layout, make_state, micro_batches
+from tests.support.hugging_face import Case, assert_parity, assert_same_tensors, refused, sizes
+from tests.support.pairs import ROWS, prepare
 from tests.support.runs import assert_bitwise, stored
-from tests.test_data_pairs import ROWS, prepare
+from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 
 SIZES = ("--model.vocab_size", "257", "--train.seq_length", "48", "--log.no-tensorboard")
+
+
+KINDS = [
+    Case("llama", {"tie_word_embeddings": True}),
+    Case("qwen2"),
+    Case("qwen3"),
+    Case("mistral", {"sliding_window": 16}),
+]
+
+
+# Transformers
+
+
+def save_rewards(folder: Path, case: Case, dtype: torch.dtype = torch.float32, labels: int = 1) -> Path:
+    """A model of transformers with a head for sequences, saved by it. All weights are random."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    fields = {**sizes(case.kind), **case.changes, "pad_token_id": 130, "num_labels": labels}
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            is_norm = param.ndim == 1 and name.endswith("weight")
+            param.copy_(torch.randn(param.shape, generator=generator) * 0.1 + is_norm)
+    model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", KINDS, ids=str)
+def test_files_of_transformers_are_converted_bitwise_both_ways(case: Case, tmp_path: Path) -> None:
+    theirs = save_rewards(tmp_path / "hf", case)
+    hf_to_native(HfToNative(theirs, tmp_path / "native"))
+    assert_parity(tmp_path / "native")
+    native_to_hf(NativeToHf(tmp_path / "native", tmp_path / "back", verify_tokenizer=False))
+    assert_same_tensors(tmp_path / "back", theirs)
+    (tmp_path / "native/config.json").unlink()
+    # A config.json of our own describes the same model.
+    native_to_hf(NativeToHf(tmp_path / "native", tmp_path / "anew", verify_tokenizer=False))
+    assert_same_tensors(tmp_path / "anew", theirs)
+    assert_parity(tmp_path / "anew")
+    written = json.loads((tmp_path / "anew/config.json").read_text())
+    expected = json.loads((theirs / "config.json").read_text())
+    assert {key: written[key] for key in ("architectures", "id2label", "label2id")} == {
+        key: expected[key] for key in ("architectures", "id2label", "label2id")
+    }
+
+
+def test_losses_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
+    """In fp64, each answer by itself and with padding (fault reward-of-another-token)."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    folder = save_rewards(tmp_path / "hf", KINDS[0])
+    hf_to_native(HfToNative(folder, tmp_path / "native", verify=False))
+    model = saved_config(read_manifest(tmp_path / "native")).model
+    config = Layout(model, micro_batch_size=12, zero_stage=0, objective="reward").config()
+    state = make_state(replace(config, optimizer=replace(config.optimizer, clip_grad=0.0)))
+    with Reader(tmp_path / "native", read_manifest(tmp_path / "native")) as reader:
+        names = {
+            name.removeprefix(f"{MAIN}."): reader.tensor(name) for name in read_manifest(tmp_path / "native").tensors
+        }
+    logical.fill(state.stages.values(), names)
+    (batch,) = micro_batches(config, state.ctx, 0)
+    batch = replace(batch, tokens_bs=batch.tokens_bs % 130)  # without the token of padding
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+    number_bs = batch.documents_in_samples_bs()
+    answers = [tokens[number == n] for tokens, number in zip(batch.tokens_bs, number_bs, strict=True) for n in (0, 1)]
+    padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=130)
+    rewards_b2 = theirs(padded, attention_mask=padded != 130).logits.view(-1, 2)
+    loss = -F.logsigmoid(rewards_b2[:, 0] - rewards_b2[:, 1]).mean()
+    loss.backward()
+
+    result = train_step(state, [batch])
+
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    margins = (rewards_b2[:, 0] - rewards_b2[:, 1]).detach()
+    means = {"reward_chosen": rewards_b2[:, 0].mean(), "reward_margin": margins.mean()}
+    means["accuracy"] = (margins > 0).double().mean()
+    assert result.losses == pytest.approx({name: value.item() for name, value in means.items()}, rel=1e-5)
+    assert 0 < result.losses["accuracy"] < 1
+    gradients = logical.assemble([logical.held_gradients(state)])
+    parameters = dict(theirs.named_parameters())
+    sources = places(hf_recipes(model))
+    assert gradients.keys() == sources.keys()
+    for name, found in gradients.items():
+        ((source, part),) = sources[name]
+        expected = part.read(parameters[source].grad)
+        assert (found - expected).norm() < 1e-6 * expected.norm(), name
+
+
+@pytest.mark.parametrize(
+    ("case", "labels", "words"),
+    [
+        (KINDS[0], 3, "num_labels is 3, and a head of one number is converted (model.head=score)"),
+        (KINDS[0], 2, "num_labels is 2, and a head"),
+        (
+            Case("gemma"),
+            1,
+            "of such classes LlamaForSequenceClassification, MistralForSequenceClassification, Qwen2For",
+        ),
+    ],
+)
+def test_other_classes_are_refused_in_one_line(case: Case, labels: int, words: str, tmp_path: Path) -> None:
+    save_rewards(tmp_path / "hf", case, labels=labels)
+    refused(ConfigError, HfToNative(tmp_path / "hf", tmp_path / "native"), words)
+
+
+# Runs
 
 
 @pytest.mark.parametrize("tied", [False, True])

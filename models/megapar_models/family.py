@@ -90,6 +90,12 @@ class HuggingFace:
     """Beginnings of the names of tensors left out, such as `mtp.`: those of other parts than the language model."""
     without_effect: Collection[str] = ()
     """Fields of a config.json without effect on what the model computes, beside WITHOUT_EFFECT."""
+    sequence_classes: Mapping[str, str] = field(default_factory=dict)
+    """The class with a head for whole sequences of some `model_types`, such as LlamaForSequenceClassification.
+
+    The head is `score`, [labels, h], without a bias and on the last token. With one label it is that of
+    model.head=score.
+    """
     base_prefix: str = ""
     """The prefix missing from tensor names if a model was saved without its head."""
     write: Callable[[Any, dict[str, Any]], dict[str, Any]]

@@ -147,6 +147,9 @@ def _examined(file: Mapping[str, Any], family: str, names: HuggingFace) -> tuple
             values[ours] = names.activations[value] if ours == "hidden_act" else value
     more, wrong = names.read(raw, type_name)
     values |= more
+    if is_of_sequences(file):
+        values |= {"head": "score", "tie_word_embeddings": False}
+        problems += _sequence_problems(file, names)
     problems += [*wrong, *wrong_types(values, find(family).options)]
     if not problems:  # `judge` may rely on fields that are there and have the right types
         problems += names.judge(raw, type_name)
@@ -154,6 +157,28 @@ def _examined(file: Mapping[str, Any], family: str, names: HuggingFace) -> tuple
         names.ignored(raw)
     known = {*raw.fields, *WITHOUT_EFFECT, "model_type", *names.without_effect}
     return values, problems, sorted(file.keys() - known)
+
+
+def is_of_sequences(raw: Mapping[str, Any]) -> bool:
+    """Whether a config.json is of a model with a class for each sequence in place of logits."""
+    return any(str(name).endswith(_OF_SEQUENCES) for name in raw.get("architectures") or ())
+
+
+_OF_SEQUENCES = "ForSequenceClassification"
+
+
+def _sequence_problems(raw: Mapping[str, Any], names: HuggingFace) -> Iterator[str]:
+    """What keeps a model with classes from being a reward model of ours."""
+    if raw["model_type"] not in names.sequence_classes:
+        known = ", ".join(found for family in FAMILIES.values() for found in _sequence_classes(family.hugging_face))
+        yield f"architectures={raw['architectures']!r}: of such classes {known} are converted"
+    labels = raw.get("num_labels", len(raw.get("id2label") or (0, 1)))  # two by default, which no file then says
+    if labels != 1:
+        yield f"num_labels is {labels}, and a head of one number is converted (model.head=score)"
+
+
+def _sequence_classes(names: HuggingFace | None) -> Iterable[str]:
+    return () if names is None else names.sequence_classes.values()
 
 
 def warnings_of(raw: Mapping[str, Any], family: str = "") -> list[str]:
@@ -216,4 +241,12 @@ def to_hugging_face(model: ModelConfig) -> dict[str, Any]:
     Raises ConfigError if no model_type can describe the model.
     """
     names = names_of(model)
-    return names.write(model, {theirs: getattr(model, ours) for theirs, ours in names.fields.items()})
+    raw = names.write(model, {theirs: getattr(model, ours) for theirs, ours in names.fields.items()})
+    if model.head == "vocabulary":
+        return raw
+    if raw["model_type"] not in names.sequence_classes:
+        known = ", ".join(found for family in FAMILIES.values() for found in _sequence_classes(family.hugging_face))
+        text = f"no class of {raw['model_type']} is converted that scores sequences; {known} are"
+        raise ConfigError(f"model.head={model.head}: {text}")
+    one = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
+    return {**raw, "architectures": [names.sequence_classes[raw["model_type"]]], **one}

@@ -26,7 +26,7 @@ def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
     """How each tensor of Hugging Face is made of ours, by its name."""
     names = names_of(model)
     shapes = native_shapes(model) | buffer_shapes(model)
-    modules = {**names.modules, **names.modules_of(model)}
+    modules = {**names.modules, **names.modules_of(model), "score": "score"}
     found = recipes(shapes, modules, names.layouts, sizes=model, pairs=names.pairs(model))
     for pattern, value in names.constants.items():
         for layer in range(model.num_hidden_layers):

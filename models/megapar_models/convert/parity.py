@@ -16,6 +16,7 @@ from megapar.batch import MicroBatch
 from megapar.config.options import Config, ModelConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar_models.convert import megatron, megatron_core
+from megapar_models.convert.config_json import is_of_sequences
 from megapar_models.convert.saved import load_model
 from megapar_models.stage import Stage
 
@@ -45,16 +46,22 @@ def check_transformers(wanted: bool) -> None:
 
 def transformers_reference(folder: Path) -> Reference:
     """The model in a Hugging Face folder, in fp32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    name = f"transformers {importlib.metadata.version('transformers')}"
+    if is_of_sequences(AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()):
+        scorer = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+        scorer.eval()
+        # It returns the score of the last token alone.
+        return Reference(name, lambda tokens_s, first: scorer.score(scorer.model(tokens_s[None])[0])[0, first:])
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
 
     def logits(tokens_s: Tensor, first: int) -> Tensor:
         return model(tokens_s[None], logits_to_keep=len(tokens_s) - first).logits[0]
 
-    return Reference(f"transformers {importlib.metadata.version('transformers')}", logits)
+    return Reference(name, logits)
 
 
 def native_reference(checkpoint: Path) -> Reference:

@@ -64,6 +64,9 @@ _MODEL_TYPES = {
 }
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
 _CLASSES |= {"seed_oss": "SeedOss"}
+_SEQUENCE_CLASSES = {
+    name: f"{_CLASSES[name]}ForSequenceClassification" for name in ("llama", "mistral", "qwen2", "qwen3")
+}
 
 
 def _read(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list[str]]:
@@ -169,6 +172,7 @@ LLAMA = Family(
         read=_read,
         write=_write,
         warnings=_warnings,
+        sequence_classes=_SEQUENCE_CLASSES,
         # Some of its model types have windows. The others do not read them.
         without_effect=("sliding_window", "use_sliding_window", "max_window_layers"),
     ),
