@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,9 +22,10 @@ from megapar.train.step import train_step
 from megapar.verify import logical
 from tests.support import program
 from tests.support.grid import Layout, make_state, micro_batches
-from tests.support.hugging_face import Case, assert_parity, assert_same_tensors, refused, sizes
+from tests.support.hugging_face import Case, assert_parity, assert_same_tensors, refused, save_rewards
 from tests.support.pairs import ROWS, prepare
 from tests.support.runs import assert_bitwise, stored
+from tools import generate
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 
 SIZES = ("--model.vocab_size", "257", "--train.seq_length", "48", "--log.no-tensorboard")
@@ -38,21 +40,6 @@ KINDS = [
 
 
 # Transformers
-
-
-def save_rewards(folder: Path, case: Case, dtype: torch.dtype = torch.float32, labels: int = 1) -> Path:
-    """A model of transformers with a head for sequences, saved by it. All weights are random."""
-    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
-    fields = {**sizes(case.kind), **case.changes, "pad_token_id": 130, "num_labels": labels}
-    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = transformers.AutoModelForSequenceClassification.from_config(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, param in model.named_parameters():
-            is_norm = param.ndim == 1 and name.endswith("weight")
-            param.copy_(torch.randn(param.shape, generator=generator) * 0.1 + is_norm)
-    model.to(dtype).save_pretrained(folder)
-    return folder
 
 
 @pytest.mark.parametrize("case", KINDS, ids=str)
@@ -137,7 +124,7 @@ def test_other_classes_are_refused_in_one_line(case: Case, labels: int, words: s
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_reward_model_starts_from_a_language_model_learns_and_resumes_bitwise(
-    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The head is drawn, all other weights are read, and the vocabulary's head is left out."""
     prefix = prepare(monkeypatch, tmp_path, ROWS)
@@ -185,6 +172,11 @@ def test_a_reward_model_starts_from_a_language_model_learns_and_resumes_bitwise(
     whole = tmp_path / "whole/checkpoints/step_00000006"
     assert_bitwise(stored(checkpoints / "step_00000006"), stored(whole), "resumed")
     assert read_manifest(whole).model_config["head"] == "score"
+
+    monkeypatch.setattr(sys, "argv", ["generate.py", str(whole), "--prompt", "a"])
+    with pytest.raises(SystemExit):
+        generate.main()
+    assert "model.head=score: the model rates texts and writes none; use score.py" in capsys.readouterr().err
 
     # A reward model is no start of a language model, and of another reward model it is one, with its head.
     refused = program.run(*SIZES, "--checkpoint.init_from", str(whole), "--run_dir", "back", cwd=tmp_path)

@@ -12,7 +12,7 @@ import torch
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.scores import read_scores
 from megapar.errors import DataError
-from tests.support.hugging_face import Case, save_model
+from tests.support.hugging_face import Case, save_model, save_rewards
 from tests.support.sweeps import slow_but
 from tools import score
 from tools.convert_checkpoint import HfToNative, hf_to_native
@@ -124,6 +124,29 @@ def test_a_column_of_a_pair_is_read_for_its_own_tokens_alone(folder: Path, monke
         read_scores(folder / "texts.reference", IndexedDataset(folder / "other"))
     with pytest.raises(DataError, match="no column of log-probabilities"):
         read_scores(folder / "none.reference", dataset)
+
+
+REWARDS = ["", "--parallel.tp 2 --parallel.sequence_parallel --parallel.pp 2", "--parallel.cp 2", "--parallel.dp 3"]
+
+
+@pytest.mark.parametrize("flags", slow_but([1], REWARDS))
+@pytest.mark.parametrize("texts", ["texts.jsonl", "texts"])
+def test_a_reward_model_writes_the_rewards_of_transformers(
+    texts: str, flags: str, folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of lines and of prepared documents."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    theirs = save_rewards(tmp_path / "hf", Case("qwen3", {"vocab_size": 259, "num_hidden_layers": 3}))
+    if not (folder / "rewards").exists():
+        hf_to_native(HfToNative(theirs, folder / "rewards", verify=False))
+    world = int(np.prod([int(word) for word in flags.split() if word.isdigit()]))
+    assert run(monkeypatch, folder, "rewards", texts, "rewards.jsonl", f"{flags} --launch.nproc {world}") == 0
+    found = lines(folder / "rewards.jsonl")
+    assert [line["tokens"] for line in found] == [len(text) for text in TEXTS]
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(theirs)
+    wanted = [model(torch.tensor([list(text.encode())])).logits[0].detach() for text in TEXTS if text]
+    assert_equal([torch.tensor([line["reward"]]) for line in found if line["tokens"]], wanted)
+    assert [line["reward"] is None for line in found] == [text == "" for text in TEXTS]
 
 
 @pytest.mark.parametrize(

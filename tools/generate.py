@@ -38,6 +38,10 @@ def main() -> None:
         if problems:
             raise ConfigError("\n".join(problems))
         config, stage = load_model(args.checkpoint)
+        if config.model.head != "vocabulary":
+            raise ConfigError(
+                f"{args.checkpoint}: model.head={config.model.head}: the model rates texts and writes none; use score.py"
+            )
         tokenizer = load_tokenizer(config.data.tokenizer)
         # A document begins behind the end of another one, so an empty prompt becomes the end token.
         prompts = [tokenizer.encode(text).tolist() or [tokenizer.eod] for text in args.prompt]

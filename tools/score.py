@@ -1,4 +1,4 @@
-"""Log-probabilities of texts by a trained model, in any layout.
+"""Log-probabilities of texts by a trained model, or rewards by a reward model, in any layout.
 
     python tools/score.py CHECKPOINT --input TEXTS.jsonl --output SCORES.jsonl [--parallel.tp 2 --launch.nproc 2 ...]
     python tools/score.py CHECKPOINT --input PREFIX --output PREFIX.reference
@@ -8,6 +8,9 @@ writes a column beside prepared tokens, such as the references of DPO. Tokens se
 text; the first one has no probability. Flags of pretrain.py choose the layout (parallel, kernels, launch) and
 train.seq_length, train.micro_batch_size and train.precision. Everything else is the checkpoint's. A checkpoint of
 adapters is scored on its base (checkpoint.init_from), or with --adapters_off the base alone.
+
+A reward model (model.head=score) writes a line for each text or prepared document: its reward, the score of its last
+token. It is null for a text without tokens.
 """
 
 import json
@@ -66,7 +69,7 @@ Tokens = NDArray[np.integer]
 
 @dataclass
 class Arguments:
-    """Write log-probabilities of texts. All other flags are those of pretrain.py, such as --parallel.tp."""
+    """Write log-probabilities or rewards of texts. All other flags are those of pretrain.py, such as --parallel.tp."""
 
     checkpoint: tyro.conf.Positional[Path]
     """Folder of one checkpoint, such as RUN_DIR/checkpoints/step_00000300."""
@@ -114,7 +117,7 @@ def config_of(args: Arguments, flags: Sequence[str], env: device.Environment) ->
 
 
 class Scorer(PipelineStage):
-    """The last stage of a model, which returns the log-probability of each target, fp32 [s, b]."""
+    """The last stage of a model, which returns the log-probability of each target, or its scores, fp32 [s, b]."""
 
     def __init__(self, stage: Stage):
         super().__init__()
@@ -203,7 +206,7 @@ def batches_of(rows: Sequence[Sequence[Tokens]], config: Config, ctx: ParallelCo
 def score_rows(
     rows: Sequence[Sequence[Tokens]], config: Config, ctx: ParallelContext, pipeline: PipelineRuntime
 ) -> list[NDArray[np.float32]]:
-    """The log-probabilities of the tokens of each document in `rows`, on every rank. A collective."""
+    """The log-probabilities, or the scores, of the tokens of each document in `rows`, on every rank. A collective."""
     batches = batches_of(rows, config, ctx)
     values_bs = torch.zeros(config.train.global_batch_size, config.train.seq_length, device=ctx.device)
     # Losses come from the ranks of the last stage alone. Each of them has its rows and columns, and all others zeros.
@@ -214,9 +217,11 @@ def score_rows(
     for values, row in zip(whole, rows, strict=False):
         first = 0
         for document in row:
-            # The value of a position is that of the token after it.
-            inside = values[first : first + max(len(document) - 1, 0)]
-            scores.append(np.concatenate([np.zeros(min(len(document), 1), np.float32), inside]))
+            inside = values[first : first + len(document)]
+            if config.model.head == "vocabulary":
+                # The value of a position is that of the token after it.
+                inside = np.concatenate([np.zeros(min(len(document), 1), np.float32), inside[:-1]])
+            scores.append(inside)
             first += len(document)
     return scores
 
@@ -228,19 +233,25 @@ Write = Callable[[NDArray[np.float32]], None]
 @contextmanager
 def writer(args: Arguments, config: Config) -> Iterator[Write]:
     """What writes the output on rank 0."""
-    if args.is_prepared:
+    line = _line if config.model.head == "vocabulary" else _line_of_reward
+    if args.is_prepared and line is _line:
         manifest = read_manifest(args.checkpoint)
         model = {"checkpoint": str(args.checkpoint), "step": manifest.step, "precision": config.train.precision}
         with writing_scores(args.output, IndexedDataset(args.input), model) as file:
             yield lambda scores: _write(args.output, file, scores.astype(DTYPE).tobytes())
         return
     with replacing(args.output) as file:
-        yield lambda scores: _write(args.output, file, _line(scores))
+        yield lambda scores: _write(args.output, file, line(scores))
 
 
 def _line(scores: NDArray[np.float32]) -> bytes:
     each = [float(score) for score in scores[1:]]
     line = {"log_prob": float(np.sum(scores, dtype=np.float64)), "tokens": len(each), "log_probs": each}
+    return (json.dumps(line) + "\n").encode()
+
+
+def _line_of_reward(scores: NDArray[np.float32]) -> bytes:
+    line = {"reward": float(scores[-1]) if len(scores) else None, "tokens": len(scores)}
     return (json.dumps(line) + "\n").encode()
 
 
@@ -281,7 +292,8 @@ def run(args: Arguments, config: Config, env: device.Environment, board: Board |
                     write(scores)
                     count += 1
         if ctx.world.first:
-            print(f"{args.output}: log-probabilities of {count:,} texts")
+            what = "log-probabilities" if config.model.head == "vocabulary" else "rewards"
+            print(f"{args.output}: {what} of {count:,} texts")
         leave(ctx)
 
 

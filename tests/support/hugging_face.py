@@ -43,10 +43,21 @@ def sizes(kind: str) -> dict[str, Any]:
 
 def save_model(folder: Path, case: Case, dtype: torch.dtype = torch.float32, **impl: Any) -> Path:
     """A model of transformers, saved by it: every bias random and not zero, every norm's weight random and not one."""
+    return _save("AutoModelForCausalLM", folder, case, dtype, **impl)
+
+
+def save_rewards(folder: Path, case: Case, labels: int = 1) -> Path:
+    """As `save_model`, with a head for whole sequences. The last id is the padding."""
+    last = {**sizes(case.kind), **case.changes}["vocab_size"] - 1
+    changed = Case(case.kind, {**case.changes, "num_labels": labels, "pad_token_id": last})
+    return _save("AutoModelForSequenceClassification", folder, changed, torch.float32)
+
+
+def _save(auto_class: str, folder: Path, case: Case, dtype: torch.dtype, **impl: Any) -> Path:
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
     fields = {**sizes(case.kind), **case.changes}
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    model = getattr(transformers, auto_class).from_config(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for name, param in model.named_parameters():
