@@ -39,9 +39,8 @@ def main() -> None:
             raise ConfigError("\n".join(problems))
         config, stage = load_model(args.checkpoint)
         if config.model.head != "vocabulary":
-            raise ConfigError(
-                f"{args.checkpoint}: model.head={config.model.head}: the model rates texts and writes none; use score.py"
-            )
+            text = f"model.head={config.model.head}: the model rates texts and writes none; use score.py"
+            raise ConfigError(f"{args.checkpoint}: {text}")
         tokenizer = load_tokenizer(config.data.tokenizer)
         # A document begins behind the end of another one, so an empty prompt becomes the end token.
         prompts = [tokenizer.encode(text).tolist() or [tokenizer.eod] for text in args.prompt]
