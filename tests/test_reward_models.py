@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from megapar_models.convert.adapters import Merge, NativeToPeft, merge, native_to_peft
 from megapar_models.convert.exported import hf_recipes
 from megapar_models.convert.recipes import places
 from megapar_models.convert.saved import saved_config
@@ -25,12 +26,13 @@ from tests.support.grid import Layout, make_state, micro_batches
 from tests.support.hugging_face import Case, assert_parity, assert_same_tensors, refused, save_rewards
 from tests.support.pairs import ROWS, prepare
 from tests.support.runs import assert_bitwise, stored
-from tools import generate
+from tools import generate, score
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 
 SIZES = ("--model.vocab_size", "257", "--train.seq_length", "48", "--log.no-tensorboard")
 
 
+HEAD = f"{MAIN}.score.weight"
 KINDS = [
     Case("llama", {"tie_word_embeddings": True}),
     Case("qwen2"),
@@ -145,11 +147,10 @@ def test_a_reward_model_starts_from_a_language_model_learns_and_resumes_bitwise(
     before = stored(base)
     after = stored(tmp_path / "first/checkpoints/step_00000001")
     weights = {name for name in after if name.startswith(f"{MAIN}.")}
-    head = f"{MAIN}.score.weight"
-    assert weights - {head} == {name for name in before if name.startswith(f"{MAIN}.")} - {f"{MAIN}.head.weight"}
-    assert_bitwise({n: after[n] for n in weights - {head}}, {n: before[n] for n in weights - {head}}, "started")
-    assert after[head].shape == (1, after[f"{MAIN}.embedding.weight"].shape[1])
-    assert 0.015 < after[head].std() < 0.025, "initializer_range"
+    assert weights - {HEAD} == {name for name in before if name.startswith(f"{MAIN}.")} - {f"{MAIN}.head.weight"}
+    assert_bitwise({n: after[n] for n in weights - {HEAD}}, {n: before[n] for n in weights - {HEAD}}, "started")
+    assert after[HEAD].shape == (1, after[f"{MAIN}.embedding.weight"].shape[1])
+    assert 0.015 < after[HEAD].std() < 0.025, "initializer_range"
 
     learning = [*reward, *from_base, "--train.steps", "6", "--checkpoint.every", "2", "--optimizer.lr", "3e-3"]
     ended = program.run(*learning, "--run_dir", "whole", cwd=tmp_path)
@@ -185,7 +186,64 @@ def test_a_reward_model_starts_from_a_language_model_learns_and_resumes_bitwise(
     ended = program.run(*reward, *still, "--checkpoint.init_from", str(whole), "--run_dir", "again", cwd=tmp_path)
     assert ended.code == 0, ended.err
     found = stored(tmp_path / "again/checkpoints/step_00000001")
-    assert torch.equal(found[head], stored(whole)[head])
+    assert torch.equal(found[HEAD], stored(whole)[HEAD])
+
+
+def test_adapters_of_a_reward_model_are_scored_merged_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The drawn head is trained beside the adapters, and lies in their checkpoint."""
+    prefix = prepare(monkeypatch, tmp_path, ROWS)
+    assert program.run(*SIZES, "--train.steps", "2", cwd=tmp_path).code == 0
+    base = tmp_path / "run/checkpoints/step_00000002"
+    flags = [*SIZES, "--train.objective", "reward", "--model.head", "score", "--optimizer.warmup_steps", "0"]
+    flags += ["--data.train", str(prefix), "--data.documents", "apart", "--train.global_batch_size", "12"]
+    flags += ["--adapter.rank", "4", "--optimizer.lr", "3e-2", "--train.steps", "4", "--checkpoint.every", "2"]
+    flags += ["--checkpoint.init_from", str(base)]
+    tp = ["--launch.nproc", "2", "--parallel.tp", "2"]
+    ended = program.run(*flags, *tp, "--run_dir", "whole", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    adapted = tmp_path / "whole/checkpoints/step_00000004"
+    assert {name for name in stored(adapted) if name.startswith(f"{MAIN}.") and ".lora_" not in name} == {HEAD}
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/checkpoints/step_00000004")
+    ended = program.run(*flags, *tp, "--run_dir", "resumed", cwd=tmp_path)
+    assert "resumed step 2" in ended.out, ended.err
+    assert_bitwise(stored(tmp_path / "resumed/checkpoints/step_00000004"), stored(adapted), "resumed")
+
+    # Norms that were trained too are merged as well.
+    trained = ["--train.trainable", "*.lora_*", "*norm*", "score.weight"]
+    ended = program.run(*flags, *trained, "--run_dir", "norms", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    torch.set_num_threads(1)
+
+    def rewards(checkpoint: Path, *words: str) -> list[float]:
+        output = str(tmp_path / "rewards.jsonl")
+        monkeypatch.setattr(
+            sys, "argv", ["score.py", str(checkpoint), "--input", str(prefix), "--output", output, *words]
+        )
+        assert score.main() == 0
+        return [json.loads(line)["reward"] for line in Path(output).read_text().splitlines()]
+
+    found = []
+    for name in ("whole", "norms"):
+        checkpoint = tmp_path / name / "checkpoints/step_00000004"
+        merge(Merge(checkpoint, base, tmp_path / f"{name}-merged"))
+        found.append(rewards(checkpoint))
+        np.testing.assert_allclose(rewards(tmp_path / f"{name}-merged"), found[-1], rtol=1e-5, atol=1e-5)
+    assert np.abs(np.subtract(*found)).max() > 1e-2
+    hf = tmp_path / "hf"
+    native_to_hf(NativeToHf(tmp_path / "whole-merged", hf, verify_tokenizer=False))
+    assert json.loads((hf / "parity.json").read_text())["prompts"]
+
+    with pytest.raises(SystemExit):
+        rewards(adapted, "--adapters_off")
+    assert f"--adapters_off: {base} has no head of rewards" in capfd.readouterr().err
+    with pytest.raises(ConfigError, match="PEFT's files get no head; merge, then native-to-hf"):
+        native_to_peft(NativeToPeft(adapted, tmp_path / "peft"))
+    untrained = program.run(*flags, "--train.trainable", "*.lora_*", "--run_dir", "untrained", cwd=tmp_path)
+    assert untrained.code != 0
+    assert "has no score.weight, and train.trainable=*.lora_* does not train it: add score.weight" in untrained.err
 
 
 @pytest.mark.parametrize(

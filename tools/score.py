@@ -60,6 +60,7 @@ from megapar.params import ADAPTER
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.system.atomic_files import replacing
 from megapar.train import adapter_base
+from megapar.train.checkpoints import without_added
 
 _GIVEN = ("parallel", "kernels", "launch")
 _GIVEN_OPTIONS = {"train.seq_length", "train.micro_batch_size", "train.precision"}
@@ -146,8 +147,10 @@ def load_pipeline(config: Config, args: Arguments, ctx: ParallelContext) -> Pipe
     slices = [*weight_slices(nn.ModuleList(stages.values()).parameters()), *weights_of(fixed_slices(stages.values()))]
     options = weight_options(config)
     if base is not None:
-        of_base = [item for item in slices if item.spec.added_by != ADAPTER]
-        load_weights(base, slices=of_base, ctx=ctx, model_config=options)
+        start = without_added(base, [item for item in slices if item.spec.added_by != ADAPTER], options, ctx)
+        if args.adapters_off and start.unused:
+            raise _everywhere(f"--adapters_off: {base} has no head of rewards; leave it out, or score another model")
+        load_weights(base, slices=start.slices, ctx=ctx, model_config=start.model_config, unused=start.unused)
     if not args.adapters_off:
         if base is not None:
             # It has adapters, and the weights of the base that were trained beside them.
@@ -158,6 +161,13 @@ def load_pipeline(config: Config, args: Arguments, ctx: ParallelContext) -> Pipe
     for number, stage in stages.items():
         own[number] = Scorer(stage.eval()) if stage.last else stage.eval()
     return PipelineRuntime(own, ctx, config.parallel.schedule, config.parallel.vpp)
+
+
+def _everywhere(text: str) -> ConfigError:
+    """An error that all ranks raise with the same words."""
+    error = ConfigError(text)
+    error.everywhere = True
+    return error
 
 
 def rows_of(documents: Iterable[Tokens], length: int, source: Path) -> Iterator[list[Tokens]]:

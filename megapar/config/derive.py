@@ -6,7 +6,7 @@ from typing import Any
 
 from megapar.config.messages import problem
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import ADAPTERS, Config, MixtureModel, ParallelConfig
+from megapar.config.options import ADAPTERS, SCORE, Config, MixtureModel, ParallelConfig
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
@@ -44,7 +44,8 @@ def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualSt
     optimizer = replace(config.optimizer, bucket_mb=bucket_mb)
     train = config.train
     if config.adapter.rank and not train.trainable:
-        train = replace(train, trainable=(ADAPTERS,))
+        # The head of a reward model is new, so adapters alone could not learn.
+        train = replace(train, trainable=(ADAPTERS, SCORE) if model.head == "score" else (ADAPTERS,))
     return replace(config, model=model, parallel=parallel, train=train, optimizer=optimizer)
 
 

@@ -232,7 +232,7 @@ class TrainConfig:
     counts alike, however many of its tokens are trained."""
     trainable: tuple[str, ...] = ()
     """Patterns of the names of parameters that are trained, such as layers.1?.mlp.*; the others are frozen. Empty: all
-    are trained, and with adapter.rank the adapters alone."""
+    are trained, and with adapter.rank the adapters alone, or with the head of model.head score."""
     memory_report: bool = False
     """Count the bytes that the second step holds, by kind, print them beside those of the plan, and write
     memory.json. Of a mixture write expert_rows too: how often each rank chose each expert in this step."""
@@ -309,6 +309,8 @@ def _names(target: str, matrix: str) -> bool:
 NO_ADAPTER = AdapterConfig()
 ADAPTERS = "*.lora_*"
 """The pattern of train.trainable that names the factors of all adapters."""
+SCORE = "score.weight"
+"""The matrix of a head with model.head score."""
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
 """Saves a training state to the checkpoints of its run folder, and restores it from them."""
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.compatible import adapter_changes, changes, function_changes, weight_options
 from megapar.config.messages import shown
 from megapar.config.model_rules import HEAD, SELECTION_BIAS
-from megapar.config.options import Config, flatten, unflatten
+from megapar.config.options import SCORE, Config, flatten, unflatten
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, CommunicationError, StorageError
 from megapar.optimizer.schedule import change_of_rate
@@ -381,7 +382,8 @@ def _start_from_weights(state: TrainState) -> list[str]:
     if options.init_from == "none":
         return []
     path = Path(options.init_from)
-    slices, model_config, unused, notes = _start_without_added(path, state)
+    slices, model_config, unused, notes = without_added(path, _all_slices(state), _weight_options(state), state.ctx)
+    _require_trained_head(path, state)
     # The base of adapters has none. They start as they were made.
     slices = [item for item in slices if item.spec.added_by != ADAPTER]
     different: list[str] = []
@@ -393,6 +395,18 @@ def _start_from_weights(state: TrainState) -> list[str]:
     state.optimizer.refresh_params_from_main()
     lines = [f"does not fit (checkpoint | run): {line}" for line in different]
     return [f"started from the weights of {path}, step 0", *notes, *lines, *_function_notes(path, state)]
+
+
+def _require_trained_head(path: Path, state: TrainState) -> None:
+    """Raise CheckpointError on every rank if the head is neither loaded nor trained."""
+    config = state.config
+    trained = any(fnmatchcase(SCORE, pattern) for pattern in config.train.trainable or ("*",))
+    if config.model.head == "vocabulary" or trained or HEAD in verified_manifest(path, state.ctx).model_config:
+        return
+    patterns = shown(config.train.trainable)
+    problem = CheckpointError(f"{path} has no {SCORE}, and train.trainable={patterns} does not train it: add {SCORE}")
+    problem.everywhere = True
+    raise problem
 
 
 def _start_from_adapters(state: TrainState) -> list[str]:
@@ -441,7 +455,7 @@ _ADDED = {
 }
 
 
-class _Start(NamedTuple):
+class Start(NamedTuple):
     """What to load from the weights of checkpoint.init_from."""
 
     slices: list[StateSlice]
@@ -452,19 +466,24 @@ class _Start(NamedTuple):
     notes: list[str]
 
 
-def _start_without_added(path: Path, state: TrainState) -> _Start:
-    """What to load from the checkpoint, without what options of the run add to its model. A collective."""
-    model_config = _weight_options(state)
+def without_added(
+    path: Path, slices: Iterable[StateSlice], model_config: Mapping[str, Any], ctx: ParallelContext
+) -> Start:
+    """What to load from the checkpoint, without what options of the run add to its model. A collective.
+
+    `slices` and `model_config` are those of the whole model, as for `load_weights`.
+    """
+    model_config = dict(model_config)
     lacks = []
     for option in [option for option in _ADDED if option in model_config]:
-        stated = verified_manifest(path, state.ctx).model_config
+        stated = verified_manifest(path, ctx).model_config
         # A checkpoint that states the option must hold what it adds.
         if option not in stated:
             lacks.append(option)
             del model_config[option]
             model_config |= {name: stated[name] for name in _ADDED[option].differs if name in stated}
-    return _Start(
-        [item for item in _all_slices(state) if item.spec.added_by not in lacks],
+    return Start(
+        [item for item in slices if item.spec.added_by not in lacks],
         model_config,
         tuple(name for option in lacks for name in _ADDED[option].unused),
         [_ADDED[option].note.format(option=f"model.{option}") for option in lacks],

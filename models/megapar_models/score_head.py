@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.config.model_rules import HEAD
+from megapar.config.options import SCORE
 from megapar.params import ParamSpec, shared_piece
 from megapar.tensor_parallel.layers import local_linear
 from megapar.tensor_parallel.regions import reduce_from_tp
@@ -18,7 +19,7 @@ def score_weight(hidden_size: int, factory: Factory) -> nn.Parameter:
     """The weight of the head, [1, h]. It begins as the matrices of the model do."""
     sharding = factory.sharding
     shape = (1, hidden_size)
-    piece = shared_piece("score.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
+    piece = shared_piece(SCORE, shape, sharding.tp, partial=sharding.sequence_parallel)
     spec = ParamSpec(
         (piece,), factory.init, decay=True, grad_axis=sharding.grad_axis, optimizer=sharding.optimizer, added_by=HEAD
     )

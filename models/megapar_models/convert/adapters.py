@@ -96,7 +96,8 @@ def merge(options: Merge) -> None:
     adapter = adapter_of(options.src, manifest)
     if manifest.base != {"weights": base.weights_digest()}:
         raise CheckpointError(f"{options.src}: its adapters were not trained on {options.base}")
-    config = saved_config(base)
+    # The run's model, because it may have a head that its base lacks.
+    config = saved_config(manifest)
     whole = WholeModel(config.model)
     buffers = {name: piece.shape for name, piece in whole.buffers().items()}
     shapes: dict[str, Sizes] = {name: piece.shape for name, piece in whole.tensors().items()} | buffers
@@ -109,7 +110,9 @@ def merge(options: Merge) -> None:
             matrix = name.removesuffix(".weight")
             # A Reader for each tensor: when it closes, the pages of its mapped files are released.
             with Reader(options.base, base) as reader, Reader(options.src, manifest) as factors:
-                values = reader.tensor(f"{state}.{name}")
+                # What was trained beside the adapters is in their checkpoint.
+                has = factors if f"{state}.{name}" in manifest.tensors else reader
+                values = has.tensor(f"{state}.{name}")
                 if matrix in adapted:
                     a, b, *magnitude = (factors.tensor(f"{MAIN}.{matrix}.{kind}") for kind in kinds_of(adapter))
                     values = merged(values, a, b, adapter.scale, *magnitude)
@@ -150,6 +153,8 @@ def native_to_peft(options: NativeToPeft) -> None:
     if adapter.dora and manifest.base != {"weights": base.weights_digest()}:
         raise CheckpointError(f"{options.src}: its adapters were not trained on {options.base}")
     model = saved_config(manifest).model
+    if model.head != "vocabulary":
+        raise ConfigError(f"{options.src}: model.head={model.head}: PEFT's files get no head; merge, then native-to-hf")
     stored = factors_of(manifest)
     in_stacks = [name for name in stored if options.stacked_experts and of_expert(name)]
     theirs, stacked, shapes = tensors_of_peft(model, stored, in_stacks, adapter.rank)
