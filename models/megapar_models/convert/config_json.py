@@ -161,7 +161,8 @@ def _examined(file: Mapping[str, Any], family: str, names: HuggingFace) -> tuple
 
 def is_of_sequences(raw: Mapping[str, Any]) -> bool:
     """Whether a config.json is of a model with a class for each sequence in place of logits."""
-    return any(str(name).endswith(_OF_SEQUENCES) for name in raw.get("architectures") or ())
+    classes = raw.get("architectures")
+    return isinstance(classes, list) and any(str(name).endswith(_OF_SEQUENCES) for name in classes)
 
 
 _OF_SEQUENCES = "ForSequenceClassification"
