@@ -16,7 +16,7 @@ from tests.support.kept_bytes import kept_for_backward
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT, SHARED], ids=lambda model: model.family)
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "light", "full"])
 def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recompute: str) -> None:
     config = Layout(model, micro_batch_size=2, recompute=recompute).config()
     state = make_state(config)

@@ -140,7 +140,7 @@ def test_only_fixed_options_are_pinned() -> None:
     free = space_of(config, 4)
     tried = {layout for grid in free.grids for layout in grid.layouts()}
     assert {layout.pp for layout in tried} == {1, 2, 4}
-    assert {layout.recompute for layout in tried} == {"none", "selective", "full"}
+    assert {layout.recompute for layout in tried} == {"none", "selective", "light", "full"}
     pinned = space_of(config, 4, "parallel.pp=2", "train.recompute=selective", "train.micro_batch_size=2")
     some = {layout for grid in pinned.grids for layout in grid.layouts()}
     assert some == {

@@ -208,9 +208,10 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of weights and activations. Gradients, main weights and moments are fp32 in any case. fp16 has a dynamic
     loss scale."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Literal["none", "selective", "light", "full"] = "none"
     """Activation checkpointing. selective: the backward pass recomputes the core of attention, from queries, keys and
-    values to its output. full: it recomputes whole layers."""
+    values to its output. light: it recomputes norms, activations of MLPs and copies of rows for experts, but no product
+    and no communication. full: it recomputes whole layers."""
     recompute_every: int = 1
     """With recompute full: every n-th layer is recomputed, the others keep their activations."""
     eval_every: int = 0

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar import recompute
 from megapar.comm import collectives
 from megapar.comm.exchange import ArrivingRows, exchange_rows, start_exchange
 from megapar.context import Axis
@@ -163,6 +164,8 @@ def _inverse(permutation: Tensor) -> Tensor:
 def send(x_th: Tensor, plan: Dispatch) -> ArrivingRows:
     """Start to send each token's rows to the ranks of its experts. What runs before `receive` overlaps the transfer."""
     rows = _CopyRows.apply(x_th, plan.token_of_row, plan.row_of_choice)
+    # The experts keep them if they do not travel.
+    recompute.remade_as(rows, _rows_of_tokens, x_th, plan.token_of_row)
     return start_exchange(rows, plan.sent_rows, plan.received_rows, plan.ep)
 
 
@@ -202,13 +205,17 @@ def _sum_rows(parts: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
     return arrived.view(etp.size, own_rows, parts.shape[1]).sum(0)
 
 
+def _rows_of_tokens(x_th: Tensor, token_of_row: Tensor) -> Tensor:
+    return x_th.index_select(0, token_of_row)
+
+
 class _CopyRows(torch.autograd.Function):
     """Copies the hidden states of tokens, [t, h], into the rows of their choices, [t k, h], sorted by expert."""
 
     @staticmethod
     def forward(ctx: Any, x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
         ctx.save_for_backward(row_of_choice)
-        return x_th.index_select(0, token_of_row)
+        return _rows_of_tokens(x_th, token_of_row)
 
     @staticmethod
     @once_differentiable

@@ -28,6 +28,7 @@ from megapar_kernels.dispatch import main_grad_of
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from megapar import recompute
 from megapar.expert_parallel.dispatch import experts_of
 from megapar.low_rank import LoraRule
 from megapar.main_grad import DeferredWeightGradient
@@ -153,7 +154,7 @@ class Experts(nn.Module):
         has_bias = self.gate_up_bias is not None and rows_of_expert
         if has_bias:
             gate_up = _GroupedBias.apply(gate_up, self.gate_up_bias, rows_of_expert, True)
-        inner = self.activation(gate_up)
+        inner = recompute.remade(self.activation, gate_up)
         y = _GroupedLinear.apply(inner, self.down, self.hidden_size, rows_of_expert, products)
         y = self._adapted("down", y, inner, slice(0, self.hidden_size), rows_of_expert)
         if has_bias:

@@ -55,12 +55,13 @@ class Estimate(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """Seconds of one micro-batch through a layer, and of its attention forward; bytes that it keeps."""
+    """Seconds of one micro-batch through a layer, and of its attention forward; bytes that it keeps, also by light."""
 
     forward: float
     backward: float
     attention: float
     kept: float
+    light: float
     input: float
 
 
@@ -247,6 +248,10 @@ class Estimator:
             return layer.forward, layer.backward + share * layer.forward, kept
         if layout.recompute == "none":
             return layer.forward, layer.backward, layer.kept
+        if layout.recompute == "light":
+            # What is made again is written once, from as much that is read twice.
+            again = self.hardware.memory_seconds(3 * (layer.kept - layer.light))
+            return layer.forward, layer.backward + again, layer.light
         return layer.forward, layer.backward + layer.attention, 0.95 * layer.kept
 
     def _layers_of_rank(self, pp: int, vpp: int) -> float:
@@ -302,18 +307,19 @@ class Estimator:
             max(forward.seconds, forward.host),
             max(backward.seconds, backward.host),
             timed((attention,)).seconds,
-            self._kept_like(layout) * layout.micro_batch_size / layout.cp,
+            self._kept_like(layout, "none") * layout.micro_batch_size / layout.cp,
+            self._kept_like(layout, "light") * layout.micro_batch_size / layout.cp,
             self._width * between,
         )
 
-    def _kept_like(self, layout: Layout) -> float:
+    def _kept_like(self, layout: Layout, recompute: str) -> float:
         """The bytes that a whole sample keeps in a layer, with experts that get more than their even share."""
         ep = min(layout.ep, 2)  # with more ranks, a rank has fewer experts with more rows each
-        key = (layout.tp, layout.sequence_parallel, ep, layout.etp)
+        key = (layout.tp, layout.sequence_parallel, ep, layout.etp, recompute)
         if key not in self._kept:
             alone = Layout(
                 *(1, layout.tp, 1, ep * max(layout.etp, 1), ep, layout.etp, "1f1b", 1, 1, 0),
-                *(layout.sequence_parallel, "gather", "none", 1, 1),
+                *(layout.sequence_parallel, "gather", recompute, 1, 1),
             )
             self._kept[key] = self._kept_by_a_layer(alone.of(self.config))
         kept, in_mlp = self._kept[key]

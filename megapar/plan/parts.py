@@ -298,7 +298,9 @@ class Parts:
         if part == LAST:
             decides = (*decides, config.kernels.loss_chunk, train.z_loss, train.objective)
         elif isinstance(part, LayerPart):
-            decides = (*decides, train.recompute == "selective", config.parallel.cp_attention)
+            # Which layers full recomputes, the part says.
+            mode = "none" if train.recompute == "full" else train.recompute
+            decides = (*decides, mode, config.parallel.cp_attention)
         key = (part, decides, config.kernels.backend, self._cuts(config, ctx, [part]))
         if (key, given) not in self._recordings:
             noting, tape = recording(ctx)

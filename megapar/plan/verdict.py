@@ -118,7 +118,7 @@ def _changes_of_options(config: Config) -> Iterator[Change]:
     while size > 1:
         size //= 2
         yield "train", "micro_batch_size", size
-    modes = ["none", "selective", "full"]
+    modes = ["none", "selective", "light", "full"]
     for mode in modes[modes.index(train.recompute) + 1 :]:
         yield "train", "recompute", mode
 

@@ -76,7 +76,7 @@ class LatentAttention(nn.Module):
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
         q_input = x_sbh
         if self.q_a is not None and self.q_a_norm is not None:
-            q_input = self.q_a_norm(self.q_a(x_sbh, context))
+            q_input = recompute.remade(self.q_a_norm, self.q_a(x_sbh, context))
         q_sbc = self.q(q_input, context.tokens)
         # Under sequence parallelism each rank makes the latents of its own tokens, and short rows travel in place of x.
         latent_sbr, k_rope_sbr = self.kv_a(x_sbh, context).split([self.rule.kv_rank, self.rule.rope_width], dim=-1)

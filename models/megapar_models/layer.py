@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
+from megapar import recompute
 from megapar.config.options import ModelConfig
 from megapar.config.plugins import named
 from megapar_models.attention import Attention
@@ -51,15 +52,16 @@ class Layer(nn.Module):
         self.mlp_output_norm = norm("mlp_output_norm", "after")
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        normed_sbh = self.attention_norm(x_sbh)
+        normed_sbh = recompute.remade(self.attention_norm, x_sbh)
         attention_sbh = self._branch(self.attention_output_norm(self.attention(normed_sbh, context)))
         if self.parallel == "no":
             del normed_sbh  # its memory is free during the MLP
             # h = x + attention, and its norm: one kernel computes both.
             normed_sbh, h_sbh = self.mlp_norm.add_and_norm(attention_sbh, residual=x_sbh)
+            recompute.remade_as(normed_sbh, self.mlp_norm, h_sbh)
         else:
             if self.parallel == "two_norms":
-                normed_sbh = self.mlp_norm(x_sbh)
+                normed_sbh = recompute.remade(self.mlp_norm, x_sbh)
             h_sbh = x_sbh + attention_sbh
         del attention_sbh
         return h_sbh + self._branch(self.mlp_output_norm(self.mlp(normed_sbh, context)))

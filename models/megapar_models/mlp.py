@@ -22,6 +22,7 @@ from megapar_kernels.activations import (
 )
 from torch import Tensor, nn
 
+from megapar import recompute
 from megapar.config.options import ModelConfig
 from megapar.params import Init
 from megapar.random import Tokens
@@ -89,7 +90,8 @@ class GatedMLP(nn.Module):
         self.down = factory.row_parallel(f"{name}.down", width, hidden_size, bias=bias)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        return self.down(self.activation(self.gate_up(x_sbh, context.tokens)), context.tokens)
+        inner_sbf = recompute.remade(self.activation, self.gate_up(x_sbh, context.tokens))
+        return self.down(inner_sbf, context.tokens)
 
 
 class DenseMLP(GatedMLP):
@@ -126,13 +128,12 @@ class PlainMLP(nn.Module):
     def _inner(self, x_sbh: Tensor, tokens: Tokens) -> Tensor:
         """act(up x)."""
         if self.xielu is not None:
-            inner: Tensor = self.xielu(self.up(x_sbh, tokens))
-            return inner
+            return recompute.remade(self.xielu, self.up(x_sbh, tokens))
         activation = PLAIN[self.activation]
         if activation is not gelu or self.impl == "torch" or self.up.bias is None:
-            return activation(self.up(x_sbh, tokens), self.impl)
+            return recompute.remade(partial(activation, impl=self.impl), self.up(x_sbh, tokens))
         # The kernel adds the bias itself, which saves a pass over the activations.
-        return bias_gelu(self.up.product(x_sbh, tokens), self.up.bias, self.impl)
+        return recompute.remade(partial(bias_gelu, impl=self.impl), self.up.product(x_sbh, tokens), self.up.bias)
 
 
 class XIELU(nn.Module):

@@ -165,8 +165,9 @@ class Stage(PipelineStage, Generic[M]):
         context = ForwardContext(batch, tables, self.seed, self.recompute_rule.attention())
         if x_sbh is None:
             x_sbh = self.embed(context)
-        for number, layer in self.layers.items():
-            x_sbh = recompute.run(self.recompute_rule.layer(int(number)), layer, x_sbh, context)
+        with recompute.light(self.recompute_rule.mode == "light"):
+            for number, layer in self.layers.items():
+                x_sbh = recompute.run(self.recompute_rule.layer(int(number)), layer, x_sbh, context)
         return x_sbh
 
     def embed(self, context: ForwardContext) -> Tensor:

@@ -226,7 +226,7 @@ FLAGS = (
     lacking("fp8-param-gather", NO_FP8),
     sets("recompute-activations", "train.recompute", "selective"),
     choice("recompute-granularity", "train.recompute", {"full": "full", "selective": "selective"}),
-    lacking("recompute-modules", "train.recompute selective recomputes the core of attention"),
+    computed("recompute-modules", "train.recompute", "core_attn selective; layernorm, mlp_act, moe_act all by light"),
     lacking("recompute-method", "train.recompute_every n recomputes every n-th layer, each by itself"),
     lacking("recompute-num-layers", "train.recompute_every n recomputes every n-th layer, each by itself"),
     lacking("distribute-saved-activations", "parallel.sequence_parallel splits them"),

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from megapar_kernels.dropout import dropout_add, keep_mask
 from torch import Tensor, nn
 
+from megapar import recompute
 from megapar.config.options import OF_TRAINING, ModelConfig
 from megapar.params import shared_piece
 from megapar_models.attention import Attention
@@ -48,13 +49,14 @@ class GPTLayer(nn.Module):
         self.mlp = PlainMLP(number, kind, model, factory)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        y_sbh = self.attention(self.attention_norm(x_sbh), context)
+        y_sbh = self.attention(recompute.remade(self.attention_norm, x_sbh), context)
         if self._dropout():
             x_sbh = self._add(y_sbh, x_sbh, context, DropoutSite.ATTENTION_OUTPUT)
-            normed = self.mlp_norm(x_sbh)
+            normed = recompute.remade(self.mlp_norm, x_sbh)
         else:
             # Without dropout one kernel adds and normalizes, as in Llama.
             normed, x_sbh = self.mlp_norm.add_and_norm(y_sbh, x_sbh)
+            recompute.remade_as(normed, self.mlp_norm, x_sbh)
         return self._add(self.mlp(normed, context), x_sbh, context, DropoutSite.MLP_OUTPUT)
 
     def _dropout(self) -> float:
