@@ -5,6 +5,7 @@ import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from megapar_models.convert.saved import saved_config
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
+from megapar.config.options import ModelConfig
 from megapar.errors import ConfigError
 from megapar.params import MAIN
+from megapar.train.state import StepResult
 from megapar.train.step import train_step
 from megapar.verify import logical
 from tests.support import program
@@ -44,6 +47,10 @@ KINDS = [
 # Transformers
 
 
+def transformers() -> Any:
+    return pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+
+
 @pytest.mark.parametrize("case", KINDS, ids=str)
 def test_files_of_transformers_are_converted_bitwise_both_ways(case: Case, tmp_path: Path) -> None:
     theirs = save_rewards(tmp_path / "hf", case)
@@ -63,30 +70,43 @@ def test_files_of_transformers_are_converted_bitwise_both_ways(case: Case, tmp_p
     }
 
 
-def test_losses_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
-    """In fp64, each answer by itself and with padding (fault reward-of-another-token)."""
-    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
-    folder = save_rewards(tmp_path / "hf", KINDS[0])
-    hf_to_native(HfToNative(folder, tmp_path / "native", verify=False))
-    model = saved_config(read_manifest(tmp_path / "native")).model
+def our_step(native: Path) -> tuple[StepResult, dict[str, torch.Tensor], list[torch.Tensor]]:
+    """A step on random pairs from a checkpoint: the result, every gradient, and the answers in order."""
+    manifest = read_manifest(native)
+    model = saved_config(manifest).model
     config = Layout(model, micro_batch_size=12, zero_stage=0, objective="reward").config()
     state = make_state(replace(config, optimizer=replace(config.optimizer, clip_grad=0.0)))
-    with Reader(tmp_path / "native", read_manifest(tmp_path / "native")) as reader:
-        names = {
-            name.removeprefix(f"{MAIN}."): reader.tensor(name) for name in read_manifest(tmp_path / "native").tensors
-        }
-    logical.fill(state.stages.values(), names)
+    with Reader(native, manifest) as reader:
+        weights = {name.removeprefix(f"{MAIN}."): reader.tensor(name) for name in manifest.tensors}
+    logical.fill(state.stages.values(), weights)
     (batch,) = micro_batches(config, state.ctx, 0)
     batch = replace(batch, tokens_bs=batch.tokens_bs % 130)  # without the token of padding
-    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
     number_bs = batch.documents_in_samples_bs()
     answers = [tokens[number == n] for tokens, number in zip(batch.tokens_bs, number_bs, strict=True) for n in (0, 1)]
+    result = train_step(state, [batch])
+    return result, logical.assemble([logical.held_gradients(state)]), answers
+
+
+def assert_gradients(model: ModelConfig, found: dict[str, torch.Tensor], theirs: torch.nn.Module) -> None:
+    parameters = dict(theirs.named_parameters())
+    sources = places(hf_recipes(model))
+    assert found.keys() == sources.keys()
+    for name, gradient in found.items():
+        ((source, part),) = sources[name]
+        expected = part.read(parameters[source].grad)
+        assert (gradient - expected).norm() < 1e-6 * expected.norm(), name
+
+
+def test_losses_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
+    """In fp64, in a batch with padding (fault reward-of-another-token)."""
+    folder = save_rewards(tmp_path / "hf", KINDS[0])
+    hf_to_native(HfToNative(folder, tmp_path / "native", verify=False))
+    result, gradients, answers = our_step(tmp_path / "native")
+    theirs = transformers().AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
     padded = torch.nn.utils.rnn.pad_sequence(answers, batch_first=True, padding_value=130)
     rewards_b2 = theirs(padded, attention_mask=padded != 130).logits.view(-1, 2)
     loss = -F.logsigmoid(rewards_b2[:, 0] - rewards_b2[:, 1]).mean()
     loss.backward()
-
-    result = train_step(state, [batch])
 
     assert result.loss == pytest.approx(loss.item(), rel=1e-6)
     margins = (rewards_b2[:, 0] - rewards_b2[:, 1]).detach()
@@ -94,14 +114,37 @@ def test_losses_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
     means["accuracy"] = (margins > 0).double().mean()
     assert result.losses == pytest.approx({name: value.item() for name, value in means.items()}, rel=1e-5)
     assert 0 < result.losses["accuracy"] < 1
-    gradients = logical.assemble([logical.held_gradients(state)])
-    parameters = dict(theirs.named_parameters())
-    sources = places(hf_recipes(model))
-    assert gradients.keys() == sources.keys()
-    for name, found in gradients.items():
-        ((source, part),) = sources[name]
-        expected = part.read(parameters[source].grad)
-        assert (found - expected).norm() < 1e-6 * expected.norm(), name
+    assert_gradients(saved_config(read_manifest(tmp_path / "native")).model, gradients, theirs)
+
+
+@pytest.mark.slow
+def test_losses_and_gradients_are_those_of_the_trainer_of_trl(tmp_path: Path) -> None:
+    trl = pytest.importorskip("trl", reason="not run: needs trl, pip install trl")
+    datasets = pytest.importorskip("datasets")
+    tokenizers = pytest.importorskip("tokenizers")
+    folder = save_rewards(tmp_path / "hf", KINDS[0])
+    hf_to_native(HfToNative(folder, tmp_path / "native", verify=False))
+    result, gradients, answers = our_step(tmp_path / "native")
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"x": 0, "<pad>": 130}, unk_token="x"))
+    tokenizer = transformers().PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", eos_token="<pad>")
+    theirs = transformers().AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float64)
+    options = {"use_cpu": True, "bf16": False, "gradient_checkpointing": False, "report_to": [], "max_steps": 1}
+    # The trainer asks for some. The pairs go around it, as tokens.
+    rows = datasets.Dataset(
+        datasets.table.InMemoryTable.from_pydict({"chosen": ["x"], "rejected": ["x"]}), fingerprint="x"
+    )
+    trainer = trl.RewardTrainer(
+        theirs, args=trl.RewardConfig(str(tmp_path / "run"), **options), train_dataset=rows, processing_class=tokenizer
+    )
+    pairs = [
+        {"chosen_ids": chosen.tolist(), "rejected_ids": rejected.tolist()}
+        for chosen, rejected in zip(answers[::2], answers[1::2], strict=True)
+    ]
+    loss = trainer.compute_loss(trainer.model, trainer.data_collator(pairs))
+    loss.backward()
+
+    assert result.loss == pytest.approx(loss.item(), rel=1e-6)
+    assert_gradients(saved_config(read_manifest(tmp_path / "native")).model, gradients, theirs)
 
 
 @pytest.mark.parametrize(
