@@ -41,7 +41,8 @@ class MicroBatch:
     the end. With None each sample is one document. `starts_on_host` are the same numbers for the host. Otherwise it
     would have to wait for a GPU to read them. Only `columns` sets them.
     `references_bd`, fp32 [b, documents], are the log-probabilities of the first documents of each sample by a reference
-    model: sums over a document's targets, each times its weight.
+    model: sums over a document's targets, each times its weight. `asks_references`: stages compute as the base of their
+    adapters, and the last one returns such sums of its own in place of the loss.
     """
 
     tokens_bs: Tensor  # int64
@@ -54,6 +55,7 @@ class MicroBatch:
     grad_scale: Tensor | None = None
     starts_on_host: tuple[int, ...] | None = None
     references_bd: Tensor | None = None
+    asks_references: bool = False
     later_targets: tuple[Targets, ...] = ()
     loss_sums: Mapping[str, Tensor] | None = None
     hits: Tensor | None = None

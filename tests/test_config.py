@@ -704,7 +704,8 @@ model: family hidden_size num_hidden_layers num_attention_heads num_key_value_he
 parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedule_costs sequence_parallel
     tp_overlap_chunks partition balance order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
-    eval_every eval_samples objective beta label_smoothing loss_mean z_loss trainable memory_report deterministic
+    eval_every eval_samples objective beta references label_smoothing loss_mean z_loss trainable memory_report
+    deterministic
 optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay clip_grad zero_stage shard_ranks bucket_mb
     grad_reduce_dtype overlap_grad_reduce overlap_param_gather
 data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed

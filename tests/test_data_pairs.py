@@ -222,6 +222,18 @@ def test_three_references_of_adapters_agree(tmp_path: Path, monkeypatch: pytest.
     first = json.loads((tmp_path / "dpo/metrics.jsonl").read_text().splitlines()[0])
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
 
+    # Trained ones beside the column, and turned off in each step without one.
+    further = [*dpo, "--train.global_batch_size", "12", "--adapter.init_from", str(adapted)]
+    assert program.run(*further, "--run_dir", "stored", cwd=tmp_path).code == 0
+    references_path(prefix).unlink()
+    further += ["--train.references", "adapters_off", "--launch.nproc", "2", "--parallel.pp", "2"]
+    ended = program.run(*further, "--run_dir", "off", cwd=tmp_path)
+    assert ended.code == 0, ended.err
+    runs = [(tmp_path / name / "metrics.jsonl").read_text().splitlines()[:2] for name in ("stored", "off")]
+    stored_losses, off_losses = ([json.loads(line)["loss"] for line in lines] for lines in runs)
+    assert abs(stored_losses[0] - math.log(2)) > 1e-4
+    assert off_losses == pytest.approx(stored_losses, rel=1e-6)
+
     with pytest.raises(SystemExit):
         scored(base, "--adapters_off")
     # Another base at the same place is refused.

@@ -12,12 +12,23 @@ from megapar_models.registry import validate
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig
+from megapar.config.options import AdapterConfig, Config, DataConfig, ModelConfig, TrainConfig
 from megapar.errors import ConfigError
-from megapar.train.step import train_step
+from megapar.train.state import TrainState
+from megapar.train.step import evaluate, train_step
 from megapar.verify import logical
 from tests.support import reference_models
-from tests.support.grid import DENSE_BETWEEN, GPT, LLAMA, Layout, check_on_ranks, make_state, micro_batches, name
+from tests.support.grid import (
+    DENSE_BETWEEN,
+    GPT,
+    LLAMA,
+    SIGMOID,
+    Layout,
+    check_on_ranks,
+    make_state,
+    micro_batches,
+    name,
+)
 from tests.support.sweeps import slow_but
 
 
@@ -39,6 +50,15 @@ OWN_OF_PAIRS = Objective(_smallest, "pairs")
 # Their mean margins are not near 0, where rounding would be large beside them.
 REWARD = replace(LLAMA, head="score", vocab_size=127)
 GPT_REWARD = replace(GPT, head="score", vocab_size=127, tie_word_embeddings=False)
+
+
+def _product(scored: Scored, train: TrainConfig) -> Losses:
+    """Of log-probabilities and references: DPO's differences of both would have the rounding of the sums."""
+    assert scored.batch.references_bd is not None
+    return Losses((scored.of_answers() * scored.batch.references_bd).sum(dim=1) / 500)
+
+
+OWN_REFERENCED = Objective(_product, "pairs", needs_references=True, options=("train.references",))
 
 
 # Layouts, and the formulas of TRL
@@ -75,6 +95,76 @@ LAYOUTS = [
 @pytest.mark.parametrize("layout", slow_but([0, 5, 6, 15, 16], LAYOUTS), ids=name)
 def test_objectives_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
     check_on_ranks(layout)
+
+
+# References by adapters turned off
+
+
+ADAPTED = AdapterConfig(rank=3, alpha=7.0)
+DROPPED = replace(ADAPTED, dropout=0.25)
+OFF: dict[str, Any] = {"objective": "dpo", "references": "adapters_off"}
+PRODUCT: dict[str, Any] = {**OFF, "objective": f"{__name__}:OWN_REFERENCED"}
+REFERENCED = [
+    Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=3, adapter=DROPPED, **PRODUCT),
+    Layout(LLAMA, pp=2, vpp=2, schedule="zb-v", micro_batch_size=3, adapter=ADAPTED, **PRODUCT),
+    Layout(LLAMA, cp=2, dp=2, adapter=replace(ADAPTED, dora=True), zero_stage=3, **PRODUCT),
+    Layout(LLAMA, pp=2, adapter=ADAPTED, **PRODUCT),
+    Layout(DENSE_BETWEEN, dp=2, ep=2, adapter=ADAPTED, **PRODUCT),
+    Layout(LLAMA, pp=2, vpp=2, schedule="interleaved", recompute="full", adapter=DROPPED, **PRODUCT),
+    Layout(LLAMA, tp=2, dp=2, sequence_parallel=True, zero_stage=2, loss_chunk=7, adapter=ADAPTED, **PRODUCT),
+    Layout(LLAMA, cp=2, cp_attention="ring", pp=2, schedule="zb-h1", adapter=ADAPTED, **PRODUCT),
+]
+
+
+@pytest.mark.parametrize("layout", slow_but([0, 1, 2], REFERENCED), ids=name)
+def test_references_of_adapters_turned_off_are_the_same_in_every_layout(layout: Layout) -> None:
+    check_on_ranks(layout)
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [(LLAMA, DROPPED), (LLAMA, replace(ADAPTED, dora=True)), (DENSE_BETWEEN, ADAPTED)],
+    ids=["dropout", "dora", "experts"],
+)
+def test_three_sources_of_references_agree(model: ModelConfig, adapter: AdapterConfig) -> None:
+    """A column given beforehand, a second model with the weights of the base, and adapters turned off: the loss, every
+    gradient and every tally."""
+    off = Layout(model, micro_batch_size=6, zero_stage=0, adapter=adapter, **OFF)
+    stored = replace(off, references="stored")
+    second = make_state(replace(stored, adapter=AdapterConfig()).config())
+    shown = {}
+    for layout in (off, stored):
+        state = make_state(layout.config())
+        base = {key: x for key, x in logical.assemble([logical.held_weights(state)]).items() if ".lora_" not in key}
+        logical.fill(second.stages.values(), base)
+        batches = micro_batches(layout.config(), state.ctx, 0)
+        if layout is stored:
+            batches = [replace(batch, references_bd=_by(second, batch)) for batch in batches]
+        result = train_step(state, batches)
+        evaluated = evaluate(state, batches)
+        shown[layout] = result, logical.assemble([logical.held_gradients(state)]), evaluated
+        assert all(stage.training for stage in state.stages.values())
+    (result, gradients, evaluated), (expected, expected_gradients, expected_evaluation) = shown.values()
+    assert result.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert result.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert {key: x.tolist() for key, x in result.tallies.items()} == {
+        key: x.tolist() for key, x in expected.tallies.items()
+    }
+    assert evaluated == pytest.approx(expected_evaluation, rel=1e-5)
+    assert gradients.keys() == expected_gradients.keys()
+    for key, gradient in gradients.items():
+        torch.testing.assert_close(gradient, expected_gradients[key], rtol=1e-4, atol=1e-6 * gradient.abs().max())
+
+
+@torch.no_grad()
+def _by(model: TrainState, batch: MicroBatch) -> Tensor:
+    """The log-probabilities of both answers by a model without adapters, from its logits, [b, 2]."""
+    (stage,) = model.stages.values()
+    stage.eval()
+    logits_sbv = stage.logits(stage.hidden_states(None, batch))[..., : model.config.model.vocab_size]
+    values_bs = logits_sbv.log_softmax(-1).gather(-1, batch.targets_bs.t()[..., None])[..., 0].t() * batch.weights_bs
+    numbers_bs = batch.documents_in_samples_bs()
+    return torch.stack([(values_bs * (numbers_bs == n)).sum(1) for n in (0, 1)], dim=1)
 
 
 def _trl(kind: str, log_ratios_b2: Tensor, lengths_b2: Tensor, beta: float, smoothing: float) -> Tensor:
@@ -186,6 +276,8 @@ def test_losses_that_stages_add_are_divided_by_tokens_beside_any_objective() -> 
             True,
             "the objective is of a head score; use that, or objective cross_entropy or dpo",
         ),
+        ({"references": "adapters_off"}, True, "objective dpo or dpo_norm or ipo"),
+        ({"objective": "dpo", "references": "adapters_off"}, True, "no adapters to turn off; use stored, or set"),
         ({"objective": "dop"}, True, "unknown; there are cross_entropy, dpo"),
         ({"objective": "tests.support.grid:LLAMA"}, True, "not a megapar_models.objectives.Objective"),
     ],
@@ -196,3 +288,18 @@ def test_what_does_not_fit_an_objective_is_refused(train: dict[str, Any], apart:
     with pytest.raises(ConfigError, match=re.escape(words)) as caught:
         validate(config, 1)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "trainable", "words"),
+    [
+        (LLAMA, ("*.lora_*", "*norm*"), "the base is trained too, and is no reference; use stored"),
+        (SIGMOID, (), "the selection bias of the base moves, and is no reference"),
+    ],
+)
+def test_a_base_that_changes_is_refused_as_a_reference(
+    model: ModelConfig, trainable: tuple[str, ...], words: str
+) -> None:
+    layout = Layout(model, adapter=ADAPTED, trainable=trainable, **OFF)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        layout.config()

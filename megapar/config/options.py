@@ -224,6 +224,9 @@ class TrainConfig:
     is one of your own, a megapar_models.objectives.Objective."""
     beta: float = 0.1
     """dpo, dpo_norm, ipo: how strongly the model is held to its reference. DPO's rewards are log-ratios times it."""
+    references: Literal["stored", "adapters_off"] = "stored"
+    """dpo, dpo_norm, ipo: what says the log-probabilities by the reference model. stored: a column beside the pairs,
+    which tools/score.py writes. adapters_off: the frozen base of the adapters, in one further forward pass a step."""
     label_smoothing: float = 0.0
     """dpo: the share of pairs thought to have the wrong answer chosen, below 0.5 (robust DPO, arXiv 2403.00409)."""
     z_loss: float = 0.0

@@ -82,6 +82,30 @@ def parts_of_losses(state: TrainState, loss_sums: Mapping[str, Tensor]) -> Tenso
     return torch.zeros(0, dtype=torch.float64, device=state.ctx.device)
 
 
+def with_references(
+    state: TrainState, batches: Sequence[MicroBatch], max_microbatches: int = 0
+) -> Sequence[MicroBatch]:
+    """The micro-batches, with the log-probabilities by the adapters' base if train.references asks for them.
+
+    It is a forward pass of all stages without dropout and gradients. `max_microbatches` is as in
+    `PipelineRuntime.step`.
+    """
+    if state.config.train.references != "adapters_off":
+        return batches
+    state.ctx.flight.enter("evaluate")
+    training = [stage.training for stage in state.stages.values()]
+    for stage in state.stages.values():
+        stage.eval()
+    asking = [replace(batch, asks_references=True) for batch in batches]
+    found = state.pipeline.evaluate(asking, max_microbatches)
+    for stage, was_training in zip(state.stages.values(), training, strict=True):
+        stage.train(was_training)
+    # They are found where they are needed: on the ranks of the last stage.
+    if not found:
+        return batches
+    return [replace(batch, references_bd=references) for batch, references in zip(batches, found, strict=True)]
+
+
 def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_stop: bool = False) -> QueuedStep:
     """Queue forward and backward over this rank's micro-batches, then one update if loss and norm are finite.
 
@@ -93,12 +117,13 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
     options = state.config.optimizer
     scale = state.loss_scale.scale
     before = Position(state.step, state.consumed_samples, state.optimizer.step_count)
+    samples = state.config.train.batch_size(state.consumed_samples)
+    max_microbatches = num_microbatches(state.config, samples)
+    batches = with_references(state, [batch.to(ctx.device) for batch in batches], max_microbatches)
     ctx.flight.enter("forward")
     loss_sums = start_losses(state)
-    batches = [replace(batch.to(ctx.device), loss_sums=loss_sums) for batch in batches]
-    samples = state.config.train.batch_size(state.consumed_samples)
+    batches = [replace(batch, loss_sums=loss_sums) for batch in batches]
     divisors = Divisors.of(state, batches, samples)
-    max_microbatches = num_microbatches(state.config, samples)
     state.grads.zero()
     # The divisor is known before the first backward, so no gradient needs to be rescaled after it was summed.
     main_losses = state.pipeline.step(
@@ -175,11 +200,13 @@ def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> Evaluated:
     """
     ctx = state.ctx
     hits = torch.zeros((), dtype=torch.float64, device=ctx.device)
-    batches = [replace(batch.to(ctx.device), hits=hits) for batch in batches]
+    max_microbatches = num_microbatches(state.config)
+    batches = with_references(state, [batch.to(ctx.device) for batch in batches], max_microbatches)
+    batches = [replace(batch, hits=hits) for batch in batches]
     for stage in state.stages.values():
         stage.eval()
     divisor = Divisors.of(state, batches, state.config.train.global_batch_size).main
-    loss = mean_loss(state.pipeline.evaluate(batches, num_microbatches(state.config)), divisor, ctx)
+    loss = mean_loss(state.pipeline.evaluate(batches, max_microbatches), divisor, ctx)
     for stage in state.stages.values():
         stage.train()
     hits = collectives.all_reduce(collectives.all_reduce(hits, ctx.grad), ctx.pp)

@@ -46,6 +46,10 @@ class Scored:
         parts = [torch.where(number_bs == number, x_sb.t(), 0.0).sum(dim=1) for number in range(documents)]
         return reduce_from_tp(torch.stack(parts, dim=1), self.cp)
 
+    def of_answers(self) -> Tensor:
+        """The log-probability of each answer of a pair, [b, 2]: the sum over its targets, each times its weight."""
+        return self.sums(self.values_sb * self.weights_sb)
+
 
 class Losses(NamedTuple):
     """What an objective makes of a micro-batch.

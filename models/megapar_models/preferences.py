@@ -14,13 +14,15 @@ METRICS = ("reward_chosen", "reward_margin", "accuracy")
 """Logged means over pairs: the reward of the chosen answer, how far it is above that of the rejected one, and the share
 of pairs in which it is above."""
 
+OPTIONS = ("train.beta", "train.references")
+
 
 def _rewards(scored: Scored) -> Tensor:
     """log p - log p_reference of each answer, [b, 2], the chosen one first. DPO's rewards are these times beta."""
     references_bd = scored.batch.references_bd
     if references_bd is None:
         raise ValueError("the objective compares with a reference model: give the micro-batch `references_bd`")
-    return scored.sums(scored.values_sb * scored.weights_sb) - references_bd
+    return scored.of_answers() - references_bd
 
 
 def _mean_rewards(scored: Scored, rewards_bd: Tensor) -> Tensor:
@@ -78,9 +80,9 @@ def _reward(scored: Scored, train: TrainConfig) -> Losses:
 
 
 PREFERENCES = {
-    "dpo": Objective(_dpo, "pairs", METRICS, needs_references=True, options=("train.beta", "train.label_smoothing")),
-    "dpo_norm": Objective(_dpo_norm, "pairs", METRICS, needs_references=True, options=("train.beta",)),
-    "ipo": Objective(_ipo, "pairs", METRICS, needs_references=True, options=("train.beta",)),
+    "dpo": Objective(_dpo, "pairs", METRICS, needs_references=True, options=(*OPTIONS, "train.label_smoothing")),
+    "dpo_norm": Objective(_dpo_norm, "pairs", METRICS, needs_references=True, options=OPTIONS),
+    "ipo": Objective(_ipo, "pairs", METRICS, needs_references=True, options=OPTIONS),
     "reward": Objective(_reward, "pairs", METRICS, head="score"),
 }
 """The objectives of preferences by the name of train.objective."""

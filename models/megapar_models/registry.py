@@ -202,6 +202,8 @@ def _objective_problems(config: Config) -> Iterator[str]:
         if readers and path not in objective.options and value != defaults[path]:
             text = f"the objective does not read it; use {shown(defaults[path])}, or objective {' or '.join(readers)}"
             yield problem(config, f"{path} train.objective", text)
+    if config.train.references == "adapters_off" and objective.needs_references:
+        yield from _reference_problems(config)
     if config.train.label_smoothing >= 0.5:
         text = "the share of pairs with the wrong answer chosen; use less than 0.5"
         yield problem(config, "train.label_smoothing", text)
@@ -232,6 +234,20 @@ def _head_problems(config: Config) -> Iterator[str]:
         yield problem(config, "kernels.loss_chunk model.head", "there are no logits to compute in chunks; use 0")
 
 
+def _reference_problems(config: Config) -> Iterator[str]:
+    """What makes of adapters turned off another model than the one that training began from."""
+    if not config.adapter.rank:
+        text = "there are no adapters to turn off; use stored, or set adapter.rank"
+        yield problem(config, "train.references adapter.rank", text)
+    if any(".lora_" not in pattern for pattern in config.train.trainable):
+        text = "the base is trained too, and is no reference; use stored, or leave train.trainable empty"
+        yield problem(config, "train.references train.trainable", text)
+    experts = config.model.experts
+    if experts is not None and experts.balance == "bias" and experts.router_bias_update_rate:
+        text = "the selection bias of the base moves, and is no reference; use stored, or the rate 0"
+        yield problem(config, "train.references model.moe.router_bias_update_rate", text)
+
+
 def weight_options(config: Config) -> dict[str, Any]:
     """Call `compatible.weight_options` with the options that decide the sizes of the family's weights."""
     return compatible.weight_options(config, find(config.model.family).stage.sizes_of_weights)
@@ -247,4 +263,5 @@ def sample_kind(config: Config) -> Literal["texts", "pairs", "referenced pairs"]
     objective = find_objective(config.train.objective)
     if objective.divided_by == "tokens":
         return "texts"
-    return "referenced pairs" if objective.needs_references else "pairs"
+    stored = objective.needs_references and config.train.references == "stored"
+    return "referenced pairs" if stored else "pairs"

@@ -23,6 +23,7 @@ from megapar.stage_set import AddedLoss, Declared
 from megapar.tensor_parallel.cross_entropy import ruled_logits, vocab_parallel_cross_entropy
 from megapar.tensor_parallel.layers import column_linear, vocabulary_bias, vocabulary_cut
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from megapar_models.adapters_off import adapters_off
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
 from megapar_models.layer import Layer
@@ -151,6 +152,10 @@ class Stage(PipelineStage, Generic[M]):
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         """The hidden states for the next stage; on the last stage the loss sum."""
+        if batch.asks_references:
+            with adapters_off(self):
+                x_sbh = self.hidden_states(x_sbh, batch)
+                return self.scored(x_sbh, batch).of_answers() if self.last else x_sbh
         x_sbh = self.hidden_states(x_sbh, batch)
         if not self.last:
             return x_sbh

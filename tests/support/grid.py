@@ -169,6 +169,7 @@ class Layout:
     trainable: tuple[str, ...] = ()
     adapter: AdapterConfig = NO_ADAPTER
     objective: str = "cross_entropy"
+    references: Literal["stored", "adapters_off"] = "stored"
 
     @property
     def world(self) -> int:
@@ -200,6 +201,7 @@ class Layout:
             recompute_every=self.every,
             trainable=self.trainable,
             objective=self.objective,
+            references=self.references,
         )
         # Buckets of about 16 KiB: several of them, so that reduction really overlaps the backward pass.
         # A first update of AdamW is about g / (|g| + eps): an eps above the rounding of gradients keeps it
@@ -301,6 +303,7 @@ def alone(layout: Layout) -> Layout:
         trainable=layout.trainable,
         adapter=layout.adapter,
         objective=layout.objective,
+        references=layout.references,
     )
 
 
