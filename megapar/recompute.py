@@ -6,7 +6,7 @@ Dropout masks derive from counters. So there is no random state to save, and a s
 import importlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -14,9 +14,13 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, UntypedStorage, nn
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-Mode = Literal["none", "selective", "light", "full"]
+from megapar.config.options import BY_LAYER
+
+Mode = Literal["none", "selective", "light", "all_but_attention", "full"]
 
 
 @dataclass(frozen=True)
@@ -24,7 +28,8 @@ class Recompute:
     """The part of the model to recompute.
 
     `selective` recomputes core attention (arXiv 2205.05198, section 5). `light` recomputes what costs neither products
-    nor communication: norms, activations of MLPs, and copies of rows for experts. `full` recomputes every n-th layer.
+    nor communication: norms, activations of MLPs, and copies of rows for experts. `full` recomputes every n-th layer,
+    and `all_but_attention` what is around core attention in every n-th layer.
     """
 
     mode: Mode = "none"
@@ -35,7 +40,12 @@ class Recompute:
 
     def layer(self, number: int) -> bool:
         """Whether the layer with this global number is recomputed."""
-        return self.mode == "full" and number % self.every == 0
+        return self.mode in BY_LAYER and number % self.every == 0
+
+    @property
+    def keeps_attention(self) -> bool:
+        """Whether a recomputed layer keeps what core attention computed."""
+        return self.mode == "all_but_attention"
 
 
 def preload(mode: str) -> None:
@@ -43,19 +53,21 @@ def preload(mode: str) -> None:
 
     A launcher calls this before it forks its ranks, so not every rank spends that time. Light uses no checkpoint.
     """
-    if mode in ("selective", "full"):
+    if mode in ("selective", *BY_LAYER):
         importlib.import_module("torch._dynamo")
 
 
-def run(recomputes: bool, function: Callable[..., Tensor], *args: Any) -> Tensor:
+def run(recomputes: bool, function: Callable[..., Tensor], *args: Any, keeps_attention: bool = False) -> Tensor:
     """Return function(*args). `recomputes` says whether its activations are recomputed in backward rather than kept.
 
-    Without a backward pass, as through frozen layers behind the tokens, it is just called.
+    With `keeps_attention` calls of `kept` within are not repeated. Without a backward pass, as through frozen layers
+    behind the tokens, the function is just called.
     """
     if not recomputes or not _needs_gradient(function, *args):
         return function(*args)
+    more: dict[str, Any] = {"context_fn": _KeptCalls().contexts} if keeps_attention else {}
     # No random state is preserved: dropout, the one user of randomness, draws from counters.
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **more)
 
 
 def _needs_gradient(function: Callable[..., Tensor], *args: Any) -> bool:
@@ -64,6 +76,154 @@ def _needs_gradient(function: Callable[..., Tensor], *args: Any) -> bool:
     if isinstance(function, nn.Module):
         given += function.parameters()
     return any(x.requires_grad for x in given)
+
+
+# Hooks on what is kept
+
+_Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
+
+
+def _hooks() -> _Hooks | None:
+    """The hooks on saved tensors that are set now: they count what is kept (`megapar.train.kept`).
+
+    torch asks the innermost alone. So those within them hold tensors by `_held`.
+    """
+    found: _Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return found
+
+
+def _held(x: Tensor, outer: _Hooks | None) -> Callable[[], Tensor]:
+    """Keep `x`, as the hooks `outer` do it. Returns what gives it back."""
+    # An output keeps its graph, and the graph what is returned here: without a backward pass neither would be freed.
+    x = x.detach()
+    if outer is None:
+        return lambda: x
+    pack, unpack = outer
+    return partial(unpack, pack(x))
+
+
+# All but attention
+
+
+class _Given:
+    """Stands for the inputs of a call in what it keeps. `tensors` are there during its backward pass alone.
+
+    An object of its own: a graph that kept its own holder would never be freed.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: Sequence[Tensor] = ()
+
+    def view(self, index: int, size: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
+        return self.tensors[index].as_strided(size, stride, offset)
+
+
+class _Source(torch.autograd.Function):
+    """Where the graph of a call begins. A leaf would be held by the graph; the inputs are to be freed."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, _needs_gradient: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return None, None
+
+
+class _Call:
+    """One call of a function: its result, and a graph that keeps what it computed, but not its inputs."""
+
+    def __init__(self, function: Callable[..., Tensor], inputs: Sequence[Tensor], outer: _Hooks | None):
+        self.given = _Given()
+        index_of = {x.untyped_storage()._cdata: index for index, x in enumerate(inputs)}
+
+        def keep(x: Tensor) -> Callable[[], Tensor]:
+            index = index_of.get(x.untyped_storage()._cdata)
+            if index is not None:
+                return partial(given.view, index, x.shape, x.stride(), int(x.storage_offset()))
+            return _held(x, outer)
+
+        given = self.given
+        sources = [
+            _Source.apply(x, torch.empty(0, requires_grad=True)) if x.requires_grad else x.detach() for x in inputs
+        ]
+        with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(keep, lambda get: get()):
+            result = function(*sources)
+        self.edge = get_gradient_edge(result) if result.requires_grad else None
+        self.edges = [get_gradient_edge(x) if x.requires_grad else None for x in sources]
+        self.result = _held(result.detach(), outer)
+
+    def backward(self, inputs: Sequence[Tensor], grad: Tensor) -> list[Tensor | None]:
+        """The gradients of the inputs, which are given once more."""
+        self.given.tensors = inputs
+        assert self.edge is not None
+        asked = [edge for edge in self.edges if edge is not None]
+        found = iter(torch.autograd.grad(self.edge, asked, grad))
+        self.given.tensors = ()
+        return [None if edge is None else next(found) for edge in self.edges]
+
+
+class _AsFirst(torch.autograd.Function):
+    """The result of a call, in the first forward pass and in the second one."""
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *inputs: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(*inputs)
+        return call.result().detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        call, ctx.call = ctx.call, None  # what it holds is free from here
+        return None, *call.backward(ctx.saved_tensors, grad)
+
+
+class _KeptCalls:
+    """The calls of `kept` within one layer, in order."""
+
+    def __init__(self) -> None:
+        # Of what is around the layer. Within it checkpoint has hooks, which keep nothing.
+        self._outer = _hooks()
+        self._calls: list[_Call] = []
+        self._next: int | None = None  # None in the first forward pass
+
+    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Contexts for the first forward pass, and for the second one."""
+        return self._within(None), self._within(0)
+
+    @contextmanager
+    def _within(self, begin: int | None) -> Iterator[None]:
+        self._next = begin
+        token = _kept_calls.set(self)
+        try:
+            yield
+        finally:
+            _kept_calls.reset(token)
+
+    def call(self, function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Tensor:
+        if self._next is None:
+            self._calls.append(_Call(function, inputs, self._outer))
+            call = self._calls[-1]
+        else:
+            call = self._calls[self._next]
+            self._next += 1
+        if call.edge is None:
+            return call.result()
+        result: Tensor = _AsFirst.apply(call, *inputs)
+        return result
+
+
+_kept_calls: ContextVar[_KeptCalls | None] = ContextVar("kept_calls", default=None)
+
+
+def kept(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Return function(*inputs). A layer recomputed with `keeps_attention` keeps what it computes, and not the inputs.
+
+    All tensors of `function` that need gradients are among the inputs.
+    """
+    calls = _kept_calls.get()
+    return function(*inputs) if calls is None else calls.call(function, inputs)
 
 
 # Light
@@ -99,13 +259,12 @@ class _Recipe:
 class _Light:
     """What autograd keeps of each tensor: the tensor, or the inputs of the recipe that makes it again.
 
-    Autograd gives detached tensors and views to `keep`, so tensors are known by their storages.
+    Autograd gives views to `keep`, so tensors are known by their storages.
     """
 
     def __init__(self) -> None:
         self._recipes: weakref.WeakKeyDictionary[UntypedStorage, _Recipe | None] = weakref.WeakKeyDictionary()
-        # Hooks that are there already count what is kept (`megapar.train.kept`). torch asks the innermost alone.
-        self._outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        self._outer = _hooks()
 
     def note(self, y: Tensor, recipe: _Recipe) -> None:
         """From now on keep the inputs of `recipe` in place of `y`."""
@@ -119,10 +278,7 @@ class _Light:
             recipe.keep(self.keep)
             return partial(recipe.view, x.shape, x.stride(), int(x.storage_offset()))
         self._recipes[storage] = None  # it is kept
-        if self._outer is None:
-            return lambda: x
-        pack, unpack = self._outer
-        return partial(unpack, pack(x))
+        return _held(x, self._outer)
 
     def _costs_nothing(self, recipe: _Recipe) -> bool:
         """Whether the recipe's inputs are kept anyway. The output of ReLU is kept by itself, and its input is not."""

@@ -147,7 +147,7 @@ FUSED = {
     **{
         f"{family}-{recompute}": Layout(model, recompute=recompute, backend="triton")
         for family, model in TWO_LAYERS.items()
-        for recompute in ("none", "selective", "light", "full")
+        for recompute in ("none", "selective", "light", "all_but_attention", "full")
     },
     "gpt-no-dropout": Layout(replace(TWO_LAYERS["gpt"], hidden_dropout=0.0, attention_dropout=0.0), backend="triton"),
     "llama-loss-chunk": Layout(TWO_LAYERS["llama"], loss_chunk=8, backend="triton"),

@@ -16,7 +16,7 @@ from tests.support.kept_bytes import kept_for_backward
 
 
 @pytest.mark.parametrize("model", [LLAMA, GPT, SHARED], ids=lambda model: model.family)
-@pytest.mark.parametrize("recompute", ["none", "selective", "light", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "light", "all_but_attention", "full"])
 def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recompute: str) -> None:
     config = Layout(model, micro_batch_size=2, recompute=recompute).config()
     state = make_state(config)
@@ -30,7 +30,8 @@ def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recomput
         loss = stage(None, first)
     assert kept.live.total() == kept.peak == expected
     kinds = {kind for _, kind in kept.live}
-    assert kinds == ({BETWEEN, ENDS} if recompute == "full" else {BETWEEN, ENDS, "attention", "mlp"})
+    of_layers = {"full": set(), "all_but_attention": {"attention"}}.get(recompute, {"attention", "mlp"})
+    assert kinds == {BETWEEN, ENDS, *of_layers}
     with kept.counting():
         other = stage(None, second)
     assert kept.peak == 2 * expected

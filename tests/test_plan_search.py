@@ -14,7 +14,7 @@ import pytest
 from megapar_models.registry import validate, validate_layout
 
 from megapar.config.messages import divisors
-from megapar.config.options import Config, option_types
+from megapar.config.options import BY_LAYER, Config, option_types
 from megapar.errors import ConfigError
 from megapar.plan import hardware
 from megapar.plan.estimate import Estimator
@@ -98,7 +98,7 @@ def all_layouts(world_size: int, batch: int) -> Iterable[Layout]:
         states = [(1, 0)] if dp * cp == 1 else list(itertools.product(stages, [0, *divisors(dp * cp)[1:-1]]))
         parts = itertools.product(pipelines, states, (False, True), forms, recomputes, (1, 2), (1, 2, 4, 8, 16))
         for (name, vpp), (stage, ranks), in_parts, form, recompute, every, size in parts:
-            if (in_parts and tp == 1) or (form != "gather" and cp == 1) or (every > 1 and recompute != "full"):
+            if (in_parts and tp == 1) or (form != "gather" and cp == 1) or (every > 1 and recompute not in BY_LAYER):
                 continue
             if (name == "breadth" and stage < 2) or (ranks and not stage) or size > -(-batch // dp):
                 continue
@@ -140,7 +140,7 @@ def test_only_fixed_options_are_pinned() -> None:
     free = space_of(config, 4)
     tried = {layout for grid in free.grids for layout in grid.layouts()}
     assert {layout.pp for layout in tried} == {1, 2, 4}
-    assert {layout.recompute for layout in tried} == {"none", "selective", "light", "full"}
+    assert {layout.recompute for layout in tried} == {"none", "selective", "light", "all_but_attention", "full"}
     pinned = space_of(config, 4, "parallel.pp=2", "train.recompute=selective", "train.micro_batch_size=2")
     some = {layout for grid in pinned.grids for layout in grid.layouts()}
     assert some == {

@@ -187,6 +187,10 @@ class ParallelConfig:
     """Order of the axes in the numbers of ranks, the one of neighboring ranks first, such as dp-tp-cp-pp."""
 
 
+BY_LAYER = ("all_but_attention", "full")
+"""The values of train.recompute with a train.recompute_every."""
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """The run: number of steps, batch sizes, precision, evaluation."""
@@ -208,12 +212,12 @@ class TrainConfig:
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Dtype of weights and activations. Gradients, main weights and moments are fp32 in any case. fp16 has a dynamic
     loss scale."""
-    recompute: Literal["none", "selective", "light", "full"] = "none"
+    recompute: Literal["none", "selective", "light", "all_but_attention", "full"] = "none"
     """Activation checkpointing. selective: the backward pass recomputes the core of attention, from queries, keys and
     values to its output. light: it recomputes norms, activations of MLPs and copies of rows for experts, but no product
-    and no communication. full: it recomputes whole layers."""
+    and no communication. full: it recomputes whole layers. all_but_attention: whole layers but for core attention."""
     recompute_every: int = 1
-    """With recompute full: every n-th layer is recomputed, the others keep their activations."""
+    """With recompute full or all_but_attention: every n-th layer is recomputed, the others keep their activations."""
     eval_every: int = 0
     """Steps between evaluations on data.validation; 0 evaluates after the last step only."""
     eval_samples: int = 64

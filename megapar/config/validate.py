@@ -16,7 +16,7 @@ from megapar.config.data_spec import data_problems
 from megapar.config.derive import derive, profiled_steps
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import ADAPTERS, Config, ModelConfig, ParallelConfig, default_config, flatten
+from megapar.config.options import ADAPTERS, BY_LAYER, Config, ModelConfig, ParallelConfig, default_config, flatten
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
@@ -409,8 +409,8 @@ def _train(config: Config) -> Iterator[str]:
     """Options of `train` without effect beside the others. No option is ignored in silence."""
     train = config.train
     defaults = Config().train
-    if train.recompute_every > 1 and train.recompute != "full":
-        text = "only recompute full has an every; set train.recompute full, or leave it at 1"
+    if train.recompute_every > 1 and train.recompute not in BY_LAYER:
+        text = "it is for whole layers; set train.recompute full or all_but_attention, or leave it at 1"
         yield problem(config, "train.recompute_every train.recompute", text)
     if not (config.data.validation or config.data.split):
         for name in ("eval_every", "eval_samples"):

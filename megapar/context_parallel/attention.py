@@ -4,6 +4,7 @@ Shapes: s positions of this rank, b samples, n query heads, d width of a query a
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Literal
 
 import torch
@@ -12,6 +13,7 @@ from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 from torch import Tensor, nn
 
+from megapar import recompute
 from megapar.batch import MicroBatch
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
@@ -77,20 +79,36 @@ class CoreAttention(nn.Module):
         The s positions are the columns of `batch` on this rank. `sinks_n` has a further score without a value for each
         head of q.
         """
+        # Layers that are recomputed may keep what these compute.
+        sinks = () if sinks_n is None else (sinks_n,)
         if self.ulysses is not None:
-            y: Tensor = self.ulysses(q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels, sinks_n)
-            return y
+            return recompute.kept(partial(self._exchanged, batch, dropout), q_sbnd, k_sbnd, v_sbnd, *sinks)
         if self.kv_index is not None:
             k_sbnd = k_sbnd.index_select(2, self.kv_index)
             v_sbnd = v_sbnd.index_select(2, self.kv_index)
         if self.cp.size == 1:
-            return whole_attention(
-                q_sbnd, k_sbnd, v_sbnd, batch, dropout, self.kernels, self.window, self.rule, sinks_n
-            )
-        attention = ring_attention if self.form == "ring" else gather_attention
+            return recompute.kept(partial(self._whole, batch, dropout), q_sbnd, k_sbnd, v_sbnd, *sinks)
         q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-        y = attention(q.contiguous(), k, v, self.cp, batch.starts_on_host, dropout, self.rule, sinks_n)
+        y = recompute.kept(partial(self._in_blocks, batch, dropout), q.contiguous(), k, v, *sinks)
         return rearrange(y, "b n s d -> s b (n d)")
+
+    def _exchanged(
+        self, batch: MicroBatch, dropout: AttentionDropout | None, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
+    ) -> Tensor:
+        assert self.ulysses is not None
+        y: Tensor = self.ulysses(q, k, v, batch, dropout, self.kernels, *sinks_n)
+        return y
+
+    def _whole(
+        self, batch: MicroBatch, dropout: AttentionDropout | None, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
+    ) -> Tensor:
+        return whole_attention(q, k, v, batch, dropout, self.kernels, self.window, self.rule, *sinks_n)
+
+    def _in_blocks(
+        self, batch: MicroBatch, dropout: AttentionDropout | None, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
+    ) -> Tensor:
+        attention = ring_attention if self.form == "ring" else gather_attention
+        return attention(q, k, v, self.cp, batch.starts_on_host, dropout, self.rule, *sinks_n)
 
     def flops_per_token(self, seq_length: int) -> int:
         """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""

@@ -144,8 +144,8 @@ def _what_would_help(config: Config) -> str:
     # What to try, the value now, and whether it applies.
     options = [
         ("smaller train.micro_batch_size", train.micro_batch_size, train.micro_batch_size > 1),
-        ("train.recompute selective or full", train.recompute, train.recompute == "none"),
-        ("train.recompute full", train.recompute, train.recompute == "selective"),
+        ("train.recompute light or full", train.recompute, train.recompute in ("none", "selective")),
+        ("train.recompute full", train.recompute, train.recompute in ("light", "all_but_attention")),
         ("optimizer.zero_stage 1", zero_stage, zero_stage == 0 and several_replicas),
         ("optimizer.zero_stage 2 or 3", zero_stage, zero_stage == 1 and several_replicas),
         ("kernels.loss_chunk 1024", config.kernels.loss_chunk, config.kernels.loss_chunk == 0),

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from megapar.config.options import Config
+from megapar.config.options import BY_LAYER, Config
 from megapar.grid import DEFAULT_ORDER, Grid
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make
@@ -55,13 +55,17 @@ class Estimate(NamedTuple):
 
 
 class _Layer(NamedTuple):
-    """Seconds of one micro-batch through a layer, and of its attention forward; bytes that it keeps, also by light."""
+    """Seconds of one micro-batch through a layer, and of its attention forward; bytes that it keeps.
+
+    `light` and `attended` are those with recompute light and all_but_attention.
+    """
 
     forward: float
     backward: float
     attention: float
     kept: float
     light: float
+    attended: float
     input: float
 
 
@@ -242,10 +246,14 @@ class Estimator:
 
     def _recomputed(self, layout: Layout, layer: _Layer) -> tuple[float, float, float]:
         """Seconds of forward and backward of a layer, and the bytes that it keeps."""
-        if layout.recompute == "full":
+        if layout.recompute in BY_LAYER:
             share = 1 / layout.recompute_every
-            kept = share * layer.input + (1 - share) * layer.kept
-            return layer.forward, layer.backward + share * layer.forward, kept
+            again, of_recomputed = layer.forward, layer.input
+            if layout.recompute == "all_but_attention":
+                again -= layer.attention
+                of_recomputed = layer.attended
+            kept = share * of_recomputed + (1 - share) * layer.kept
+            return layer.forward, layer.backward + share * again, kept
         if layout.recompute == "none":
             return layer.forward, layer.backward, layer.kept
         if layout.recompute == "light":
@@ -309,6 +317,7 @@ class Estimator:
             timed((attention,)).seconds,
             self._kept_like(layout, "none") * layout.micro_batch_size / layout.cp,
             self._kept_like(layout, "light") * layout.micro_batch_size / layout.cp,
+            self._kept_like(layout, "all_but_attention") * layout.micro_batch_size / layout.cp,
             self._width * between,
         )
 

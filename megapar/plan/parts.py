@@ -15,7 +15,7 @@ from torch import nn
 
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, Targets
-from megapar.config.options import Config, ParallelConfig
+from megapar.config.options import BY_LAYER, Config, ParallelConfig
 from megapar.context import Axis, ParallelContext
 from megapar.grid import Grid
 from megapar.params import ParamSpec, spec_of
@@ -299,7 +299,7 @@ class Parts:
             decides = (*decides, config.kernels.loss_chunk, train.z_loss, train.objective)
         elif isinstance(part, LayerPart):
             # Which layers full recomputes, the part says.
-            mode = "none" if train.recompute == "full" else train.recompute
+            mode = "none" if train.recompute in BY_LAYER and not part.recomputed else train.recompute
             decides = (*decides, mode, config.parallel.cp_attention)
         key = (part, decides, config.kernels.backend, self._cuts(config, ctx, [part]))
         if (key, given) not in self._recordings:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from megapar.config.messages import divisors
-from megapar.config.options import Config, flatten, option_types, unflatten
+from megapar.config.options import BY_LAYER, Config, flatten, option_types, unflatten
 from megapar.errors import ConfigError
 from megapar.pipeline.schedules import SCHEDULES, virtual_stages
 
@@ -266,7 +266,7 @@ class Space:
     def _recomputes(self) -> list[tuple[str, int]]:
         names = self._values("recompute", get_args(option_types()["train.recompute"]))
         every = self._with_given("recompute_every", _RECOMPUTE_EVERY)
-        return [(name, n) for name in names for n in every if name == "full" or n == 1]
+        return [(name, n) for name in names for n in every if name in BY_LAYER or n == 1]
 
     # What is legal
 

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from typing import get_args
 
 from megapar.config.options import Config
 from megapar.errors import ConfigError
 from megapar.plan.memory import RankReport, fullest_rank
 from megapar.plan.parts import Parts
+from megapar.recompute import Mode
 
 UNEVEN_EXPERTS = 0.5
 """A plan gives each expert an even share of the tokens. So much more of what experts keep is held in reserve."""
@@ -118,7 +120,7 @@ def _changes_of_options(config: Config) -> Iterator[Change]:
     while size > 1:
         size //= 2
         yield "train", "micro_batch_size", size
-    modes = ["none", "selective", "light", "full"]
+    modes = get_args(Mode)
     for mode in modes[modes.index(train.recompute) + 1 :]:
         yield "train", "recompute", mode
 

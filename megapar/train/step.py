@@ -17,6 +17,7 @@ from megapar.optimizer.clip import clip_coefficient, reduce_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.stage_set import AddedLoss
 from megapar.tally import counting_modules, end_step, tables
+from megapar.train.references import with_references
 from megapar.train.state import Position, QueuedStep, StepResult, TrainState, without_targets
 
 
@@ -80,30 +81,6 @@ def parts_of_losses(state: TrainState, loss_sums: Mapping[str, Tensor]) -> Tenso
     if parts:
         return torch.stack(parts)
     return torch.zeros(0, dtype=torch.float64, device=state.ctx.device)
-
-
-def with_references(
-    state: TrainState, batches: Sequence[MicroBatch], max_microbatches: int = 0
-) -> Sequence[MicroBatch]:
-    """The micro-batches, with the log-probabilities by the adapters' base if train.references asks for them.
-
-    It is a forward pass of all stages without dropout and gradients. `max_microbatches` is as in
-    `PipelineRuntime.step`.
-    """
-    if state.config.train.references != "adapters_off":
-        return batches
-    state.ctx.flight.enter("evaluate")
-    training = [stage.training for stage in state.stages.values()]
-    for stage in state.stages.values():
-        stage.eval()
-    asking = [replace(batch, asks_references=True) for batch in batches]
-    found = state.pipeline.evaluate(asking, max_microbatches)
-    for stage, was_training in zip(state.stages.values(), training, strict=True):
-        stage.train(was_training)
-    # They are found where they are needed: on the ranks of the last stage.
-    if not found:
-        return batches
-    return [replace(batch, references_bd=references) for batch, references in zip(batches, found, strict=True)]
 
 
 def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_stop: bool = False) -> QueuedStep:

@@ -44,6 +44,7 @@ WORDS: Mapping[str, Mapping[str, Any]] = {
     "recompute": {"train.recompute": "full"},
     "selective": {"train.recompute": "selective"},
     "light": {"train.recompute": "light"},
+    "all_but_attention": {"train.recompute": "all_but_attention"},
     "param_gather": {"optimizer.overlap_param_gather": True},
     "no_overlap": {"optimizer.overlap_grad_reduce": False},
     **{name: {"parallel.schedule": name} for name in SCHEDULES},
@@ -232,5 +233,5 @@ def drawn(seed: int, most_ranks: int, experts: bool) -> Iterator[Layout]:
             words.append(draw.choice(("zero0", "zero1", "zero2", "zero3")))
         if experts:
             words += draw.choice([[], ["ep2"], ["etp1"], ["ep2", "etp1"], ["ep4", "etp1"]])
-        words += draw.choice([[], [], ["recompute"], ["selective"], ["light"]])
+        words += draw.choice([[], [], ["recompute"], ["selective"], ["light"], ["all_but_attention"]])
         yield read(",".join(words))

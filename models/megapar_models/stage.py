@@ -172,7 +172,8 @@ class Stage(PipelineStage, Generic[M]):
             x_sbh = self.embed(context)
         with recompute.light(self.recompute_rule.mode == "light"):
             for number, layer in self.layers.items():
-                x_sbh = recompute.run(self.recompute_rule.layer(int(number)), layer, x_sbh, context)
+                again = self.recompute_rule.layer(int(number))
+                x_sbh = recompute.run(again, layer, x_sbh, context, keeps_attention=self.recompute_rule.keeps_attention)
         return x_sbh
 
     def embed(self, context: ForwardContext) -> Tensor:
