@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megapar.comm import host_meeting
 from megapar.comm.flight import AxisLog, Flight
+from megapar.comm.process_groups import ProcessGroups
 from megapar.comm.shared_memory import Host
 from megapar.comm.store import StoreUser, part_of
 from megapar.comm.transport import ALONE, PLANNED, Transport
@@ -204,46 +205,35 @@ def create(
     return ParallelContext(**_with_parts(axes), device=device, flight=flight, cores=cores, expert_load=EVEN)
 
 
-def _world_group() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None, "create needs an initialized world"
-    return world
-
-
 class _AxisMaker:
     """Makes the axes of a rank, each with what it needs to communicate. All ranks make the same axes in one order."""
 
     def __init__(self, rank: int, world_size: int, timeout: timedelta, flight: Flight, host: Host | None):
         self._rank = rank
-        self._timeout = timeout
         self._flight = flight
         self._host = host
         # Every rank knows whether this host has all of them. Then no axis needs a group.
         self._needs_groups = host is None or len(host.peers) + 1 < world_size
-        # Axes with the same ranks share one group: each group costs memory and connections.
-        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {tuple(range(world_size)): _world_group()}
+        self._groups = ProcessGroups(rank, world_size, timeout)
         self._axes = 0
 
     def make(self, name: str, groups: Groups) -> Axis:
         """The axis of this rank, given all groups of ranks in its direction."""
         self._axes += 1
-        # new_group is a collective over the world, so every rank makes the groups of all ranks in the same order.
-        for ranks in groups:
-            if self._needs_groups and len(ranks) > 1 and ranks not in self._groups:
-                # A new group does not inherit the timeout of the world.
-                self._groups[ranks] = dist.new_group(list(ranks), timeout=self._timeout)
+        if self._needs_groups:
+            self._groups.make(name, groups)
         members = next((ranks for ranks in groups if self._rank in ranks), (self._rank,))
         if len(members) == 1:
             return Axis(name, ranks=members)
         position = members.index(self._rank)
         log = self._flight.axis(name, members[0], len(members), position)
-        transport = self._transport(position, members, log)
+        transport = self._transport(name, position, members, log)
         return Axis(name, len(members), position, members, transport, log=log)
 
-    def _transport(self, position: int, members: tuple[int, ...], log: AxisLog) -> Transport:
+    def _transport(self, name: str, position: int, members: tuple[int, ...], log: AxisLog) -> Transport:
         if self._host is not None and self._host.peers.issuperset(set(members) - {self._rank}):
             # The number of the axis is the same on all ranks, and so names its messages.
             return SharedMemory(self._host, self._axes, position, members, log)
-        group = self._groups[members]
+        group = self._groups.of(name, members)
         kind = Gloo if dist.get_backend(group) == "gloo" else TorchDistributed
         return kind(group, position, members, log)

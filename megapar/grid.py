@@ -26,7 +26,7 @@ class Grid:
 
     `order` names the dense axes, the fastest first. `ep` and `etp` are sizes of the expert grid. An `ep` of 0 stands
     for a model without experts. ZeRO shards over groups of `shard_ranks` neighbors on the axes of gradients, 0 for all
-    ranks. `tied` are the pipeline ranks with a tied embedding, by default the first and the last.
+    ranks. `tied` are the pipeline ranks with copies of the embedding, by default the first and the last.
 
     Raises ValueError if `order` does not name each axis once.
     """

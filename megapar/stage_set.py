@@ -27,15 +27,13 @@ class Declared:
     """What every rank must know of a model, whichever stages it has.
 
     `num_targets` is how many of the tokens after each position the losses are of. `losses` are those besides the main
-    one. `tallies` are what modules count during a step (`megapar.tally`): rows and columns of each table, by name. With
-    `embeds_on_last_stage` the last stage embeds tokens too, as multi-token prediction does. `divided_by` is what the
-    main loss of a step is divided by. With pairs each sample is a pair of documents.
+    one. `tallies` are what modules count during a step (`megapar.tally`): rows and columns of each table, by name.
+    `divided_by` is what the main loss of a step is divided by. With pairs each sample is a pair of documents.
     """
 
     num_targets: int = 1
     losses: Sequence[AddedLoss] = ()
     tallies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
-    embeds_on_last_stage: bool = False
     divided_by: Literal["tokens", "pairs"] = "tokens"
 
 

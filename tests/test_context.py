@@ -1,6 +1,7 @@
 """The rank grid: arithmetic for thousands of ranks, and the groups made by `create` in torch's fake world."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 from itertools import product
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megapar import context
-from megapar.comm import collectives
+from megapar.comm import collectives, process_groups
 from megapar.comm.transport import ALONE
 from megapar.comm.transport_torch import TorchDistributed
 from megapar.context import Axis
@@ -153,11 +154,71 @@ def test_create_makes_each_group_once_and_as_computed(
         collectives.shutdown()
         histories.append(made)
     assert all(history == histories[0] for history in histories)
-    assert len(set(histories[0])) == len(histories[0])
+    # Those of gradients, and of layers.
+    assert max(Counter(histories[0]).values(), default=1) <= 2
     axes = (["tp"], ["cp"], ["dp"], ["pp"], ["dp", "cp"])
     needed = {group for names in axes for group in rank_groups(by_axis, names, order)}
     needed |= {(line[0], line[-1]) for line in rank_groups(by_axis, ["pp"], order)}
     assert set(histories[0]) == {group for group in needed if 1 < len(set(group)) < world}
+
+
+GRIDS = [
+    (Grid(tp=2, dp=2, pp=2), 3),  # tp, dp, pp; a tied embedding is on the ranks of pp
+    (Grid(tp=2, pp=4), 3),  # tp, pp, tied
+    (Grid(tp=2, pp=4, tied=()), 2),
+    (Grid(tp=2, dp=2, pp=3, tied=()), 3),
+    (Grid(dp=8, ep=8, tied=()), 1),  # gradients of dense layers share the group of all ranks with the world
+    (Grid(dp=8, ep=4, tied=()), 2),  # ep, expert_grad
+    (Grid(cp=8, tied=()), 1),
+    (Grid(cp=2, dp=4, tied=()), 2),  # cp, dp; grad has all ranks
+    (Grid(tp=8, tied=()), 0),
+    (Grid(dp=8, shard_ranks=4, tied=()), 2),
+]
+
+
+@pytest.mark.parametrize(("grid", "calls"), GRIDS, ids=lambda x: str(x) if type(x) is int else None)
+def test_one_split_makes_the_groups_of_an_axis(
+    grid: Grid, calls: int, fake_world: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NCCL does it: all ranks call with the same groups of disjoint ranks, in one order. A stand-in makes them."""
+    monkeypatch.setattr(process_groups, "can_split", lambda: True)
+    histories = []
+    for rank in range(8 if grid.world_size == 8 else 12):
+        made: list[list[list[int]]] = []
+
+        def split(
+            split_ranks: list[list[int]], timeout: object, made: list[list[list[int]]] = made, rank: int = rank
+        ) -> dist.ProcessGroup | None:
+            members = [member for ranks in split_ranks for member in ranks]
+            assert len(members) == len(set(members))
+            made.append(split_ranks)
+            own = [ranks for ranks in split_ranks if rank in ranks]
+            return dist.new_group(own[0]) if own else None
+
+        monkeypatch.setattr(dist, "split_group", split)
+        join_fake_world(rank, grid.world_size)
+        ctx = context.create(grid)
+        for axis in ctx.axes:
+            if axis.size > 1:
+                assert axis.transport.ranks == axis.ranks
+                assert tuple(dist.get_process_group_ranks(axis.transport.group)) == axis.ranks, axis.name
+        collectives.shutdown()
+        histories.append(made)
+    assert all(history == histories[0] for history in histories)
+    assert len(histories[0]) == calls
+
+
+@pytest.mark.parametrize(
+    "grid", [Grid(dp=8, ep=8), Grid(cp=8), Grid(cp=2, dp=4, ep=2), Grid(dp=8, ep=2, shard_ranks=2)], ids=str
+)
+def test_no_layer_queues_behind_sums_of_gradients(grid: Grid, fake_world: None) -> None:
+    """NCCL runs the operations of a group in order: an all-to-all would wait for the reduce-scatter before it."""
+    join_fake_world(3, 8)
+    ctx = context.create(grid)
+    of_layers = {axis.transport.group for axis in (ctx.tp, ctx.cp, ctx.pp, ctx.ep, ctx.etp) if axis.size > 1}
+    gradients = [ctx.grad, ctx.grad.shards, ctx.grad.copies, ctx.expert_grad]
+    assert of_layers
+    assert not of_layers & {axis.transport.group for axis in gradients if axis.size > 1}
 
 
 def test_one_process_needs_no_groups() -> None:

@@ -62,7 +62,7 @@ ALSO = {
 
 ONLY_CALLERS_OF_DISTRIBUTED = {
     "megapar/context.py",
-    *(f"megapar/comm/{name}.py" for name in ("collectives", "store", "transport_torch")),
+    *(f"megapar/comm/{name}.py" for name in ("collectives", "process_groups", "store", "transport_torch")),
 }
 # The export to torch's checkpoints is written by torch's own; the benchmark's contenders are its own ways to train.
 DISTRIBUTED_SUBMODULES: dict[str, tuple[str, ...]] = {

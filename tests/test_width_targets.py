@@ -1,11 +1,12 @@
 """A family predicting two tokens ahead: a second loss sharing embedding and head, and state of a whole step."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from megapar_models.factory import Factory
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
+from megapar_models.llama.family import LlamaModel
 from megapar_models.llama.model import LlamaStage
 from torch import Tensor, nn
 
@@ -36,10 +37,17 @@ class Rarity(nn.Module):
         torch.where(skip_update != 0, self.last_counts, counts, out=self.last_counts)
 
 
+@dataclass(frozen=True)
+class TwoAheadModel(LlamaModel):
+    @property
+    def embeds_on_last_stage(self) -> bool:
+        return True
+
+
 class TwoAheadStage(LlamaStage):
     @classmethod
     def declared(cls, model: ModelConfig) -> Declared:
-        return Declared(2, (AddedLoss("two_ahead"),), {"kind": (1, 4)}, embeds_on_last_stage=True)
+        return Declared(2, (AddedLoss("two_ahead"),), {"kind": (1, 4)})
 
     def __init__(self, model: ModelConfig, factory: Factory, layers: range, *, last: bool, **common: Any):
         super().__init__(model, factory, layers, last=last, **common)
@@ -53,9 +61,10 @@ class TwoAheadStage(LlamaStage):
         return add_loss(super().loss(x_sbh, batch), second, batch, "two_ahead")
 
 
-FAMILY = replace(LLAMA_FAMILY, name="two_ahead", stage=TwoAheadStage)
+FAMILY = replace(LLAMA_FAMILY, name="two_ahead", options=TwoAheadModel, stage=TwoAheadStage)
+MODEL = TwoAheadModel(**vars(replace(LLAMA, family=f"{__name__}:FAMILY")))
 
 
 @in_each_layout
 def test_a_second_token_ahead(sizes: dict[str, object]) -> None:
-    trains_as_one_process(replace(LLAMA, family=f"{__name__}:FAMILY"), sizes)
+    trains_as_one_process(MODEL, sizes)

@@ -115,6 +115,11 @@ class ModelConfig:
         return self.head_dim
 
     @property
+    def embeds_on_last_stage(self) -> bool:
+        """Whether the last stage embeds tokens too, as multi-token prediction does."""
+        return False
+
+    @property
     def num_experts(self) -> int:
         """Experts of a layer; 0 in a model without them."""
         if self.experts is None:

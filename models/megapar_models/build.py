@@ -66,7 +66,7 @@ def declared(config: Config) -> Declared:
 
 def _last_stage_uses_embedding(model: ModelConfig) -> bool:
     """Whether the last stage has the embedding's matrix too: as its head, or to embed tokens."""
-    return model.tie_word_embeddings or find(model.family).stage.declared(model).embeds_on_last_stage
+    return model.tie_word_embeddings or model.embeds_on_last_stage
 
 
 def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) -> Callable[..., Stage]:

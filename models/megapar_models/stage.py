@@ -42,7 +42,7 @@ class Stage(PipelineStage, Generic[M]):
 
     Families subclass it: as Stage[CLASS] if they have a class of options.
 
-    It has the embedding if `first`, or if `last` and the family embeds there too (`Declared.embeds_on_last_stage`). It
+    It has the embedding if `first`, or if `last` and the model embeds there too (`embeds_on_last_stage`). It
     has norm, head and loss if `last`. `factory` makes its modules. `tied_weight` is the parameter of the input
     embedding, given to the last stage if it uses the embedding and the first stage is on the same rank. Without it the
     last stage holds a copy, and the gradients of both are summed over `tied_over`, the axis of the pipeline ranks with
@@ -82,7 +82,7 @@ class Stage(PipelineStage, Generic[M]):
         self.objective = objective
         self.ends = self.ends_of(model)
         self.embedding = self.norm = self.head_bias = None
-        if first or (last and self.declared(model).embeds_on_last_stage):
+        if first or (last and model.embeds_on_last_stage):
             self.embedding = factory.embedding(
                 "embedding", model.vocab_size, model.hidden_size, tied_over=tied_over, weight=tied_weight
             )
