@@ -30,7 +30,19 @@ from megapar.train.data import open_loaders
 from megapar.train.state import TrainState
 from megapar.train.step import queue_step, train_step
 from megapar.train.trainer import assemble
-from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, STRADDLING
+from tests.support.distributed import run_ranks
+from tests.support.grid import (
+    GPT,
+    LENGTH,
+    LLAMA,
+    ONE_KV_HEAD,
+    SHARED,
+    SIGMOID,
+    STRADDLING,
+    Layout,
+    make_state,
+    micro_batches,
+)
 from tests.support.kernel_checks import DEVICE
 from tests.support.sweeps import slow_but
 
@@ -73,14 +85,19 @@ class Numbers:
     values = (2.0, 1.0, 24.0, 0.0)  # loss, gradient norm, tokens, votes
 
     def __init__(self, tensor: Tensor):
-        assert tensor.shape == (4,)
         assert tensor.is_meta
-        self._step = 1 + sum(event.startswith("queued") for event in self.events)
-        self.events.append(f"queued {self._step}")
+        self._numbers = torch.ones(tensor.shape, dtype=tensor.dtype)
+        self._of_step = tensor.dim() == 1  # otherwise what modules counted
+        if self._of_step:
+            for place, value in zip(self._numbers, self.values, strict=False):
+                place.fill_(value)
+            self._step = 1 + sum(event.startswith("queued") for event in self.events)
+            self.events.append(f"queued {self._step}")
 
     def wait(self) -> Tensor:
-        self.events.append(f"read {self._step}")
-        return torch.tensor(self.values)
+        if self._of_step:
+            self.events.append(f"read {self._step}")
+        return self._numbers
 
 
 @pytest.fixture
@@ -122,7 +139,9 @@ GPT_WITH_DROPOUT = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1)
 
 @pytest.mark.parametrize(("recompute", "packed"), slow_but([0, 3], product(["none", "full"], [False, True])), ids=str)
 @pytest.mark.parametrize(
-    "model", [LLAMA, STRADDLING, replace(LLAMA, qk_norm=True), GPT_WITH_DROPOUT], ids=["llama", "gqa", "qk_norm", "gpt"]
+    "model",
+    [LLAMA, STRADDLING, replace(LLAMA, qk_norm=True), GPT_WITH_DROPOUT, SHARED, SIGMOID],
+    ids=["llama", "gqa", "qk_norm", "gpt", "mixtral", "sigmoid"],
 )
 def test_a_step_never_waits_for_the_device(model: ModelConfig, recompute: str, packed: bool, events: list[str]) -> None:
     """Two steps, the second queued before a number of the first is read."""
@@ -232,6 +251,64 @@ def test_context_parallel_ranks_never_wait_for_the_device(model: ModelConfig, fo
         loss = stage(None, batch)
         loss.backward()
     assert loss.is_meta
+
+
+class Seen(TorchDispatchMode):
+    """Notes in `events` when rows of tokens are copied, and when a tensor of experts is multiplied."""
+
+    def __init__(self, events: list[str], rows: int):
+        super().__init__()
+        self.events = events
+        self.rows = rows
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        out = func(*args, **(kwargs or {}))
+        if name == "index_select" and len(out) == self.rows and out.dtype.is_floating_point:
+            self.events.append("copied rows")
+        return out
+
+
+def events_of_mixture(config: Config, rows: int) -> list[str]:
+    """What happens in a training step of two layers with experts, as far as it decides when the host waits."""
+    noted: list[str] = []
+
+    class Counts(device.HostCopy):
+        def __init__(self, tensor: Tensor):
+            super().__init__(tensor)
+            noted.append("copy begins")
+
+        def wait(self) -> Tensor:
+            noted.append("host waits")
+            return super().wait()
+
+    state = make_state(config)
+    batches = micro_batches(config, state.ctx, 0)[:1]
+    device.HostCopy, real = Counts, device.HostCopy  # type: ignore[misc]
+    try:
+        (stage,) = state.stages.values()
+        with Seen(noted, rows):
+            loss = stage(None, replace(batches[0], grad_scale=torch.ones(())))
+            noted.append("backward")
+            loss.backward()
+    finally:
+        device.HostCopy = real  # type: ignore[misc]
+    return noted
+
+
+@pytest.mark.parametrize("layout", [Layout(SHARED, recompute="full"), Layout(SHARED, dp=2, ep=2)], ids=["full", "ep2"])
+def test_a_layer_with_experts_waits_once_behind_the_copies_of_rows(layout: Layout) -> None:
+    """The copy of counts begins, rows are copied, then the host waits: a GPU has work meanwhile. Backward never waits,
+    nor does a recomputed forward pass."""
+    rows = LENGTH * layout.micro_batch_size * SHARED.moe.num_experts_per_tok
+    for noted in run_ranks(layout.world, events_of_mixture, layout.config(), rows):
+        forward = noted[: noted.index("backward")]
+        begins = [index for index, event in enumerate(forward) if event == "copy begins"]
+        assert len(begins) == SHARED.num_hidden_layers
+        for begin in begins:
+            assert forward[begin : begin + 3] == ["copy begins", "copied rows", "host waits"]
+        assert forward.count("host waits") == SHARED.num_hidden_layers
+        assert "host waits" not in noted[len(forward) :]
 
 
 def test_heads_that_straddle_ranks_wait_for_nothing() -> None:

@@ -22,15 +22,16 @@ Shapes: t tokens of this rank, k experts of a token, h hidden; E experts of the 
 p positions of ep, q positions of etp.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar import recompute
+from megapar import device, recompute
 from megapar.comm import collectives
 from megapar.comm.exchange import ArrivingRows, exchange_rows, start_exchange
 from megapar.context import Axis
@@ -43,6 +44,7 @@ from megapar.params import cut
 class Dispatch:
     """Where each row goes, there and back. `plan_dispatch` makes it from the experts that tokens chose.
 
+    Numbers of rows are on their way to the host. The first use of one waits for them, so a GPU should have work then.
     A recomputed forward pass uses the Dispatch of the first forward pass again. So it communicates no counts, and
     copies nothing to the host.
     """
@@ -55,18 +57,61 @@ class Dispatch:
     """int64 [t k]: the token of each row. Rows are sorted by expert, and the rows of one expert by token."""
     row_of_choice: Tensor
     """int64 [t, k]: for each choice of each token, its index among these rows."""
-    sent_rows: tuple[int, ...]
-    """The number of rows sent by this rank to each position of ep."""
-    received_rows: tuple[int, ...]
-    """The number of rows received by this rank from each position of ep."""
-    brought_rows: tuple[int, ...]
-    """The number of rows received over ep by each position of etp."""
-    rows_of_expert: tuple[int, ...]
-    """The number of rows of each expert of this rank."""
-    expert_order: Tensor | None
-    """int64 [rows]: the indices of the arrived rows in the order of experts. None if rows arrive in this order."""
-    arrival_order: Tensor | None
-    """int64 [rows]: the inverse permutation. It brings rows back into their order of arrival."""
+    num_experts: int
+    arriving_qpe: Tensor
+    """int64 [q, p, e], on the device: the rows for this rank's e-th expert received by position q of etp from position
+    p of ep."""
+    numbers: Callable[[], Tensor]
+    """Waits for the numbers on the host: int64 [E], the rows sent by this rank to each expert, then `arriving_qpe`."""
+
+    @cached_property
+    def _on_host(self) -> tuple[Tensor, Tensor]:
+        sent_e, arriving = self.numbers().split([self.num_experts, self.arriving_qpe.numel()])
+        return sent_e, arriving.view(self.arriving_qpe.shape)
+
+    @cached_property
+    def sent_rows(self) -> tuple[int, ...]:
+        """The number of rows sent by this rank to each position of ep."""
+        sent_e, _ = self._on_host
+        experts = [experts_of(self.num_experts, replace(self.ep, rank=position)) for position in range(self.ep.size)]
+        return tuple(int(sent_e[numbers.start : numbers.stop].sum()) for numbers in experts)
+
+    @cached_property
+    def received_rows(self) -> tuple[int, ...]:
+        """The number of rows received by this rank from each position of ep."""
+        return tuple(self._on_host[1][self.etp.rank].sum(1).tolist())
+
+    @cached_property
+    def brought_rows(self) -> tuple[int, ...]:
+        """The number of rows received over ep by each position of etp."""
+        return tuple(self._on_host[1].sum((1, 2)).tolist())
+
+    @cached_property
+    def rows_of_expert(self) -> tuple[int, ...]:
+        """The number of rows of each expert of this rank."""
+        return tuple(self._on_host[1].sum((0, 1)).tolist())
+
+    @cached_property
+    def expert_order(self) -> Tensor | None:
+        """int64 [rows]: the indices of the arrived rows in the order of experts. None if rows arrive in this order.
+
+        Rows of one expert stay in their order of arrival.
+        """
+        arriving_qpe = self.arriving_qpe
+        etp_size, ep_size, experts = arriving_qpe.shape
+        if etp_size * ep_size == 1 or experts <= 1:
+            return None
+        expert_qpe = torch.arange(experts, device=arriving_qpe.device).expand(arriving_qpe.shape)
+        # The sum is given, because repeat_interleave would otherwise wait for the GPU to read it.
+        expert_of_row = torch.repeat_interleave(
+            expert_qpe.reshape(-1), arriving_qpe.reshape(-1), output_size=sum(self.brought_rows)
+        )
+        return torch.argsort(expert_of_row, stable=True)
+
+    @cached_property
+    def arrival_order(self) -> Tensor | None:
+        """int64 [rows]: the inverse permutation. It brings rows back into their order of arrival."""
+        return None if self.expert_order is None else _inverse(self.expert_order)
 
     @property
     def rows(self) -> int:
@@ -85,39 +130,36 @@ def plan_dispatch(
 ) -> Dispatch:
     """Plan where the rows of this rank's tokens go. `indices_tk` are their experts. A collective over ep and over etp.
 
-    Only numbers of rows are communicated: int64 [E] over ep, and int64 [p, e] over etp. They are copied to the host
-    once, because the sizes of messages must be known there. On the meta device they have no values: `load` says them
+    Only numbers of rows are communicated: int64 [E] over ep, and int64 [p, e] over etp. One copy brings them to the
+    host, because the sizes of messages must be known there. On the meta device they have no values: `load` says them
     for the `layer`.
     """
     top_k = indices_tk.shape[1]
     chosen = indices_tk.reshape(-1)
-    choice_of_row = torch.argsort(chosen, stable=True)
     sent_e, arriving_qpe = _count_rows(chosen, num_experts, ep, etp)
     if chosen.is_meta:
         chosen_qpe = load.chosen(layer, chosen.numel(), num_experts, ep.size, etp.size)
-        host_sent_e = chosen_qpe[etp.rank, ep.rank]
-        host_arriving_qpe = chosen_qpe[..., slice(*cut(num_experts, ep))]
+        of_experts = chosen_qpe[..., slice(*cut(num_experts, ep))]
+        counted = torch.cat([chosen_qpe[etp.rank, ep.rank], of_experts.reshape(-1)])
+        numbers: Callable[[], Tensor] = partial(_same, counted)
     else:
-        host_sent_e, host_arriving_qpe = _on_host(sent_e, arriving_qpe)
-    sent_rows = []
-    for position in range(ep.size):
-        experts = experts_of(num_experts, replace(ep, rank=position))
-        sent_rows.append(int(host_sent_e[experts.start : experts.stop].sum()))
-    brought_rows = host_arriving_qpe.sum((1, 2)).tolist()
-    expert_order = _order_by_expert(arriving_qpe, sum(brought_rows))
+        # Begun here and waited for behind the copies of rows: a GPU would be idle while the host gets it.
+        numbers = device.HostCopy(torch.cat([sent_e, arriving_qpe.reshape(-1)])).wait
+    choice_of_row = torch.argsort(chosen, stable=True)
     return Dispatch(
         ep,
         etp,
         indices_tk=indices_tk,
         token_of_row=choice_of_row // top_k,
         row_of_choice=_inverse(choice_of_row).view(indices_tk.shape),
-        sent_rows=tuple(sent_rows),
-        received_rows=tuple(host_arriving_qpe[etp.rank].sum(1).tolist()),
-        brought_rows=tuple(brought_rows),
-        rows_of_expert=tuple(host_arriving_qpe.sum((0, 1)).tolist()),
-        expert_order=expert_order,
-        arrival_order=None if expert_order is None else _inverse(expert_order),
+        num_experts=num_experts,
+        arriving_qpe=arriving_qpe,
+        numbers=numbers,
     )
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[Tensor, Tensor]:
@@ -135,27 +177,6 @@ def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[
     return sent_e, collectives.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
 
 
-def _on_host(sent_e: Tensor, arriving_qpe: Tensor) -> tuple[Tensor, Tensor]:
-    """Both tensors in host memory. One copy brings both, because each copy waits for the GPU."""
-    both = torch.cat([sent_e, arriving_qpe.reshape(-1)]).cpu()
-    host_sent_e, host_arriving = both.split([sent_e.numel(), arriving_qpe.numel()])
-    return host_sent_e, host_arriving.view(arriving_qpe.shape)
-
-
-def _order_by_expert(arriving_qpe: Tensor, rows: int) -> Tensor | None:
-    """The permutation that sorts arrived rows by expert, on the device of the counts. None if they arrive sorted.
-
-    `rows` is the sum of `arriving_qpe`. Rows of one expert stay in their order of arrival.
-    """
-    etp_size, ep_size, experts = arriving_qpe.shape
-    if etp_size * ep_size == 1 or experts <= 1:
-        return None
-    expert_qpe = torch.arange(experts, device=arriving_qpe.device).expand(arriving_qpe.shape)
-    # The sum is given, because repeat_interleave would otherwise wait for the GPU to read it.
-    expert_of_row = torch.repeat_interleave(expert_qpe.reshape(-1), arriving_qpe.reshape(-1), output_size=rows)
-    return torch.argsort(expert_of_row, stable=True)
-
-
 def _inverse(permutation: Tensor) -> Tensor:
     indices = torch.arange(permutation.numel(), device=permutation.device)
     return torch.empty_like(permutation).scatter_(0, permutation, indices)
@@ -163,7 +184,7 @@ def _inverse(permutation: Tensor) -> Tensor:
 
 def send(x_th: Tensor, plan: Dispatch) -> ArrivingRows:
     """Start to send each token's rows to the ranks of its experts. What runs before `receive` overlaps the transfer."""
-    rows = _CopyRows.apply(x_th, plan.token_of_row, plan.row_of_choice)
+    rows = _CopyRows.apply(x_th, plan.token_of_row, plan.row_of_choice)  # before the numbers of rows are waited for
     # The experts keep them if they do not travel.
     recompute.remade_as(rows, _rows_of_tokens, x_th, plan.token_of_row)
     return start_exchange(rows, plan.sent_rows, plan.received_rows, plan.ep)
