@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from megapar_kernels import activations, adamw, cross_entropy, dropout, norms, rope, softmax
+from megapar_kernels import activations, adamw, cross_entropy, dropout, norms, rope, softmax, token_rows
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -115,6 +115,34 @@ def _all_sizes() -> Iterator[Shipped]:
     yield from _softmax()
     yield from _norms()
     yield from _adamw()
+    yield from _token_rows()
+
+
+def _token_rows() -> Iterator[Shipped]:
+    forward, backward = token_rows._sum_kernel, token_rows._spread_kernel
+    indices, sizes = {"row_of_choice_ptr": "*i64"}, {"columns": "i32"}
+    for columns, choices in itertools.product((256, 2048, 4096), (1, 2, 8)):
+        tokens, block, warps = token_rows.sum_config(columns)
+        constants: dict[str, Any] = {"CHOICES": choices, "TOKENS": tokens, "BLOCK": block}
+        types = {"rows_ptr": "*bf16", "weights_ptr": "*fp32", **indices, "y_ptr": "*bf16", "tokens": "i32", **sizes}
+        large = columns >= LARGE
+        yield Shipped(
+            "token_rows", f"weighted sum of {choices}, {columns}", forward, types, constants, warps,
+            aligned=("columns",), elements=tokens * block, traffic=2 * choices + 2 if large else 0,
+        )  # fmt: skip
+        types.pop("weights_ptr")
+        yield Shipped(
+            "token_rows", f"sum of {choices}, {columns}", forward, types, {**constants, "weights_ptr": None}, warps,
+            aligned=("columns",), elements=tokens * block, traffic=2 * choices + 2 if large else 0,
+        )  # fmt: skip
+        most, block, warps = token_rows.spread_config(columns, choices)
+        pointers = dict.fromkeys(("grad_ptr", "rows_ptr", "grad_rows_ptr"), "*bf16")
+        pointers |= dict.fromkeys(("weights_ptr", "grad_weights_ptr"), "*fp32")
+        yield Shipped(
+            "token_rows", f"backward of {choices}, {columns}", backward, {**pointers, **indices, **sizes},
+            {"CHOICES": choices, "MOST": most, "BLOCK": block}, warps, aligned=("columns",),
+            elements=most * block, traffic=4 if large else 0, has_tail=False,
+        )  # fmt: skip
 
 
 def _cross_entropy() -> Iterator[Shipped]:

@@ -210,6 +210,7 @@ def test_layouts_of_step_times_can_run(flags: str) -> None:
     assert validate(config, 2 if "parallel" in flags else 1).train.global_batch_size == 8
 
 
+@pytest.mark.slow
 def test_generation_is_measured_beside_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
     file = tmp_path / "out.json"

@@ -297,6 +297,7 @@ done
 """
 
 
+@pytest.mark.slow
 def test_bash_completes_commands_flags_and_choices(installed: Path, tmp_path: Path) -> None:
     """The script asks every command of the installation for its flags, so each of them is imported here."""
     script = tmp_path / "completion"

@@ -42,6 +42,7 @@ from megapar.config.options import (
 from megapar.errors import ConfigError
 from megapar.train.report import length_of_run, warnings
 from tests.support.options import load
+from tests.support.sweeps import slow_but
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts" / "configs"
 WORLD_SIZES = {
@@ -123,7 +124,7 @@ def test_a_partition_that_does_not_fit_is_refused_with_one_that_does(layers, par
     validate(replace(config, parallel=replace(config.parallel, partition=fits)), 4)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(range(0, len(FAMILIES), 3), FAMILIES))
 def test_an_option_of_other_families_is_refused(family):
     """No list says what a family ignores, so nobody can forget a new option in it."""
     read = option_types(FAMILIES[family].options)
@@ -792,7 +793,7 @@ def test_shipped_configs_run_at_their_world_size_without_a_warning(name):
     assert warnings(validate(config, WORLD_SIZES[name])) == []
 
 
-@pytest.mark.parametrize("path", presets().values(), ids=presets())
+@pytest.mark.parametrize("path", slow_but(range(0, len(presets()), 3), presets().values()), ids=presets())
 def test_shipped_models_are_sound_and_only_models(path):
     assert set(tomllib.loads(path.read_text())) == {"model"}
     validate(load(["--config", str(path)]).config, 1)

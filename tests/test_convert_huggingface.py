@@ -527,6 +527,7 @@ def stacked(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_conversion_needs_no_more_than_two_of_the_largest_tensor(tmp_path: Path) -> None:
     """And 24 MiB, most of it for modules imported on the way and the allocator's leftovers. Of a file of stacked
     experts the largest tensor is a matrix of one expert."""

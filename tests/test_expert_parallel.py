@@ -19,6 +19,7 @@ from megapar.comm.exchange import ArrivingRows
 from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext, single
 from megapar.expert_parallel import dispatch, route
+from megapar.expert_parallel.balance import Float32Products
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.grid import Grid, expert_rank_groups
@@ -29,6 +30,7 @@ from megapar.sharding import Sharding
 from megapar.verify import logical
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
+from tests.support.kernel_checks import DEVICE
 from tests.support.mixtures import HIDDEN, Case, Mixture, plain_mixture, small_mixture
 
 SOFTMAX = RouterRule(top_k=2)
@@ -578,3 +580,20 @@ def test_experts_in_16_bits_sum_gradients_in_fp32() -> None:
     for name, gradient in logical.assemble([logical.held([mixture], single(), logical.main_gradients)]).items():
         assert gradient.dtype == torch.float32
         assert (gradient - weights[name].grad).norm() < 0.02 * weights[name].grad.norm(), name
+
+
+# The product of a router
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_logits_of_a_router_are_not_rounded_to_the_dtype_of_its_input(dtype: torch.dtype, with_bias: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, weight, bias = (torch.randn(shape, generator=generator).to(dtype) for shape in ((7, 3, 96), (10, 96), (10,)))
+    y = Float32Products().forward(x.to(DEVICE), weight.to(DEVICE), bias.to(DEVICE) if with_bias else None).cpu()
+    expected = x.double() @ weight.double().t() + (bias.double() if with_bias else 0)
+    assert y.dtype == torch.float32
+    assert (y - expected).norm() < 2e-6 * expected.norm()
+    on_meta = Float32Products().forward(*(tensor.to("meta") for tensor in (x, weight, bias)))
+    assert (on_meta.dtype, on_meta.shape) == (torch.float32, y.shape)

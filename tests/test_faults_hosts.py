@@ -62,7 +62,14 @@ def start(folder: Path, plant: Callable[[], None]) -> list[Program]:
 
 
 CASES = [
-    pytest.param(on_one_host, 0, signal.SIGSTOP, "did not arrive: its process is stopped", id="stopped, one host"),
+    pytest.param(
+        on_one_host,
+        0,
+        signal.SIGSTOP,
+        "did not arrive: its process is stopped",
+        id="stopped, one host",
+        marks=pytest.mark.slow,
+    ),
     pytest.param(on_one_host, 1, signal.SIGKILL, "did not arrive: its process has ended", id="killed, one host"),
     pytest.param(on_two_hosts, 1, signal.SIGSTOP, "did not arrive: ", id="stopped, two hosts"),
     pytest.param(on_two_hosts, 1, signal.SIGINT, "it ended with Interrupted", id="interrupted, two hosts"),

@@ -33,7 +33,7 @@ FEW = (
     *("adamw square sum", "softmax causal 4096 forward", "softmax masked 256 backward"),
     *("cross_entropy gradient bf16 256, blocks = 1", "cross_entropy statistics bf16 131072", "dropout forward 4096"),
     *("norms add_rms_norm forward 4096 bf16", "norms add_layer_norm backward wide", "rope half 4 heads of 128"),
-    "softmax masked 4096 forward",
+    *("softmax masked 4096 forward", "token_rows weighted sum of 8, 4096", "token_rows backward of 8, 4096"),
 )
 
 Table = dict[str, dict[str, dict[str, Any]]]

@@ -4,6 +4,7 @@ import re
 import tomllib
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from megapar.verify import logical
 from tests.support import close, reference_models, tiny_models
 from tests.support.flat import flatten
 from tests.support.options import load
+from tests.support.sweeps import one_of_each, slow_but
 
 # Wavelengths of head_dim 12 and theta 1e4 are 6, 29, 135, ... positions: kept, blended and stretched ones.
 LLAMA3 = RopeScaling("llama3", factor=8.0, original_max_position_embeddings=32)
@@ -146,7 +148,15 @@ def test_bf16_gradients_equal_plain_pytorch_to_bf16_rounding(name: str) -> None:
         assert not torch.equal(exact, exact.bfloat16().float()), f"{projection}: rounded to bf16 before it was added"
 
 
-@pytest.mark.parametrize("name", presets())
+def family_of(preset: Path) -> str:
+    return str(tomllib.loads(preset.read_text())["model"]["family"])
+
+
+OF_FAMILIES = slow_but(one_of_each(map(family_of, presets().values())), presets())
+MIXTURES = {name: path for name, path in presets().items() if "[model.moe]" in path.read_text()}
+
+
+@pytest.mark.parametrize("name", OF_FAMILIES)
 def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     """The first line of a preset states the number published by its source."""
     first_line = presets()[name].read_text().splitlines()[0]
@@ -155,7 +165,7 @@ def test_presets_have_the_published_number_of_parameters(name: str) -> None:
     assert WholeModel(preset(name)).parameters() == int(published[1].replace(",", ""))
 
 
-@pytest.mark.parametrize("name", [name for name, path in presets().items() if "[model.moe]" in path.read_text()])
+@pytest.mark.parametrize("name", slow_but(one_of_each(map(family_of, MIXTURES.values())), MIXTURES))
 def test_presets_of_mixtures_have_the_published_number_of_active_parameters(name: str) -> None:
     """The first line of a preset states it, as its source does: cut or rounded after the last digit."""
     published = re.search(r", (\d+)(\.\d)?B active", presets()[name].read_text().splitlines()[0])
@@ -171,7 +181,7 @@ def test_parameters_of_mistrals_first_version() -> None:
 
 def test_every_family_has_presets() -> None:
     assert len(presets()) > 14
-    named = {path: tomllib.loads(path.read_text())["model"]["family"] for path in presets().values()}
+    named = {path: family_of(path) for path in presets().values()}
     assert {*named.values()} == FAMILIES.keys()
     assert all(path.parents[1].name == family for path, family in named.items())
 

@@ -74,7 +74,7 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
         assert re.search(rf"{name} +│ {size / 2**20:,.2f} ", table), name
     assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity" in line
     assert line.endswith(
-        "try train.recompute full (now selective), larger parallel.tp (now 1) or larger parallel.pp (now 2)"
+        "try train.recompute light or full (now selective), larger parallel.tp (now 1) or larger parallel.pp (now 2)"
     )
     facts = json.loads((tmp_path / "run/error.json").read_text())
     assert (facts["class"], facts["exit_code"], facts["rank"]) == ("OutOfMemoryError", 8, 1)

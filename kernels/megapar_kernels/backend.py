@@ -21,6 +21,7 @@ class Kernels:
     dropout: Implementation = "torch"
     softmax: Implementation = "torch"
     cross_entropy: Implementation = "torch"
+    token_rows: Implementation = "torch"
     adamw: Implementation = "torch"
     weight_gradient: Implementation = "torch"
     attention: Literal["torch", "cudnn"] = "torch"
@@ -44,6 +45,7 @@ FUSED = Kernels(
     dropout="triton",
     softmax="triton",
     cross_entropy="triton",
+    token_rows="triton",
     adamw="triton",
     weight_gradient="torch",
 )

@@ -77,6 +77,11 @@ class Float32Products(MatrixProducts):
     """
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if x.dtype == weight.dtype and x.element_size() == 2 and not x.is_cpu:
+            # Products of 16-bit numbers are exact in fp32, and tensor cores add them in fp32: the same but for the
+            # order of sums, and several times as fast. On the meta device too, which stands for a GPU.
+            y = torch.mm(x.flatten(0, -2), weight.t(), out_dtype=torch.float32).unflatten(0, x.shape[:-1])
+            return y if bias is None else y.add_(bias)
         return F.linear(x.float(), weight.float(), None if bias is None else bias.float())
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:

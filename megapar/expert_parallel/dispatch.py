@@ -28,6 +28,8 @@ from functools import cached_property, partial
 from typing import Any
 
 import torch
+from megapar_kernels.dispatch import Implementation
+from megapar_kernels.token_rows import rows_of_tokens, weighted_sum
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -182,11 +184,11 @@ def _inverse(permutation: Tensor) -> Tensor:
     return torch.empty_like(permutation).scatter_(0, permutation, indices)
 
 
-def send(x_th: Tensor, plan: Dispatch) -> ArrivingRows:
+def send(x_th: Tensor, plan: Dispatch, impl: Implementation = "torch") -> ArrivingRows:
     """Start to send each token's rows to the ranks of its experts. What runs before `receive` overlaps the transfer."""
-    rows = _CopyRows.apply(x_th, plan.token_of_row, plan.row_of_choice)  # before the numbers of rows are waited for
-    # The experts keep them if they do not travel.
-    recompute.remade_as(rows, _rows_of_tokens, x_th, plan.token_of_row)
+    # Before the numbers of rows are waited for. The experts keep the rows if they do not travel.
+    copied = partial(rows_of_tokens, impl=impl)
+    rows = recompute.remade(copied, x_th, plan.token_of_row, plan.row_of_choice)
     return start_exchange(rows, plan.sent_rows, plan.received_rows, plan.ep)
 
 
@@ -196,7 +198,7 @@ def receive(arriving: ArrivingRows, plan: Dispatch) -> Tensor:
     return _reorder(rows, plan.expert_order, inverse=plan.arrival_order)
 
 
-def combine(rows: Tensor, weights_tk: Tensor, plan: Dispatch) -> Tensor:
+def combine(rows: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch") -> Tensor:
     """Send the experts' results [rows, h] back, and sum them by token, multiplied by `weights_tk`: [t, h].
 
     With etp above 1, each rank of etp has a part of each result, and their sum is the result. Sums over the experts of
@@ -205,7 +207,7 @@ def combine(rows: Tensor, weights_tk: Tensor, plan: Dispatch) -> Tensor:
     rows = _reorder(rows, plan.arrival_order, inverse=plan.expert_order)
     rows = _sum_rows(rows, plan.brought_rows, plan.etp)
     rows = exchange_rows(rows, plan.received_rows, plan.sent_rows, plan.ep)
-    return _WeightedSum.apply(rows, weights_tk, plan.token_of_row, plan.row_of_choice)
+    return weighted_sum(rows, weights_tk, plan.token_of_row, plan.row_of_choice, impl)
 
 
 def _gather_rows(rows: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
@@ -224,69 +226,6 @@ def _sum_rows(parts: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
     own_rows = brought_rows[etp.rank]
     arrived = exchange_rows(parts, brought_rows, [own_rows] * etp.size, etp)
     return arrived.view(etp.size, own_rows, parts.shape[1]).sum(0)
-
-
-def _rows_of_tokens(x_th: Tensor, token_of_row: Tensor) -> Tensor:
-    return x_th.index_select(0, token_of_row)
-
-
-class _CopyRows(torch.autograd.Function):
-    """Copies the hidden states of tokens, [t, h], into the rows of their choices, [t k, h], sorted by expert."""
-
-    @staticmethod
-    def forward(ctx: Any, x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of_choice)
-        return _rows_of_tokens(x_th, token_of_row)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (row_of_choice,) = ctx.saved_tensors
-        # Not index_add, which sums in any order on a GPU. Here a token's gradients are summed in the order of its
-        # choices, so that the result is always the same.
-        first_rows, *other_rows = row_of_choice.unbind(1)
-        total = grad.index_select(0, first_rows).to(_sum_dtype(grad))
-        for rows in other_rows:
-            total += grad.index_select(0, rows)
-        return total.to(grad.dtype), None, None
-
-
-class _WeightedSum(torch.autograd.Function):
-    """Sums each token's rows, multiplied by the weights of its choices: [t, h] from [t k, h], sorted by expert."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weights_tk: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
-        ctx.save_for_backward(rows, weights_tk, token_of_row, row_of_choice)
-        first_rows, *other_rows = row_of_choice.unbind(1)
-        first_weight, *other_weights = weights_tk.to(_sum_dtype(rows)).split(1, dim=1)
-        total = rows.index_select(0, first_rows) * first_weight
-        for indices, weight in zip(other_rows, other_weights, strict=True):
-            total.addcmul_(rows.index_select(0, indices), weight)
-        return total.to(rows.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weights_tk, token_of_row, row_of_choice = ctx.saved_tensors
-        grad_rows = torch.empty_like(rows)
-        # The weight of each row, and its gradient, in the order of rows: [t k, 1].
-        weights = weights_tk.new_empty(rows.shape[0], 1)
-        weights.index_copy_(0, row_of_choice.view(-1), weights_tk.reshape(-1, 1))
-        grad_weights = torch.empty_like(weights)
-        # t rows at a time. All t k rows at once would take k times the memory for the products in fp32.
-        chunks = zip(
-            token_of_row.split(len(grad)),
-            rows.split(len(grad)),
-            weights.split(len(grad)),
-            grad_rows.split(len(grad)),
-            grad_weights.split(len(grad)),
-            strict=True,
-        )
-        for tokens, row_chunk, weight_chunk, grad_row_chunk, grad_weight_chunk in chunks:
-            grad_sum = grad.index_select(0, tokens).to(_sum_dtype(grad))
-            grad_weight_chunk.copy_((row_chunk * grad_sum).sum(-1, keepdim=True))
-            grad_row_chunk.copy_(grad_sum * weight_chunk)
-        return grad_rows, grad_weights[row_of_choice, 0], None, None
 
 
 class _Reorder(torch.autograd.Function):
@@ -309,8 +248,3 @@ def _reorder(rows: Tensor, order: Tensor | None, inverse: Tensor | None) -> Tens
     if order is None:
         return rows
     return _Reorder.apply(rows, order, inverse)
-
-
-def _sum_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of sums over choices: fp32, or fp64 for fp64."""
-    return torch.promote_types(x.dtype, torch.float32)

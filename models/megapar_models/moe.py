@@ -61,6 +61,7 @@ class MixtureOfExperts(nn.Module):
         self.number = number
         self.num_experts = moe.num_experts
         self.sharding = factory.sharding
+        self.impl = factory.kernels.token_rows
         self.router = Router(
             f"{name}.router",
             model.hidden_size,
@@ -91,13 +92,13 @@ class MixtureOfExperts(nn.Module):
         """Map [s or s/tp, b, h] to the same shape."""
         own_sbh = _tokens_of_rank(self._copied(x_sbh), self.sharding)
         routing, dispatch = self._route(own_sbh, context)
-        arriving = send(own_sbh.flatten(0, 1), dispatch)
+        arriving = send(own_sbh.flatten(0, 1), dispatch, self.impl)
         # The shared expert runs while the rows travel.
         shared_sbh = None
         if self.shared is not None:
             shared_sbh = self.shared(x_sbh, context)
         results = self.experts(receive(arriving, dispatch), dispatch.rows_of_expert)
-        y_sbh = combine(results, routing.weights, dispatch).view(own_sbh.shape)
+        y_sbh = combine(results, routing.weights, dispatch, self.impl).view(own_sbh.shape)
         if self.training and self.router.balance.has_loss:
             y_sbh = self._with_losses(y_sbh, routing, context)
         y_sbh = _tokens_of_all(y_sbh, x_sbh.shape[0], self.sharding)

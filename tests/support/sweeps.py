@@ -19,3 +19,11 @@ def slow_but(numbers: Iterable[int], cases: Iterable[Any]) -> list[Any]:
             marked.append(pytest.param(*values, marks=pytest.mark.slow))
     assert in_lanes <= set(range(len(marked))), f"there are only {len(marked)} cases"
     return marked
+
+
+def one_of_each(groups: Iterable[Any]) -> list[int]:
+    """The place of the first case of each group, for `slow_but`. `groups` says the group of each case."""
+    found: dict[Any, int] = {}
+    for number, group in enumerate(groups):
+        found.setdefault(group, number)
+    return sorted(found.values())
