@@ -25,6 +25,7 @@ from benchmarks import (
     handoff,
     layouts,
     packing,
+    recompute,
     schedules,
     step_times,
 )
@@ -260,3 +261,16 @@ def test_packs_are_compared_with_those_of_trl() -> None:
     assert [row["packs"] for row in (ours, bfd, wrapped)] == [3, 3, 3]
     assert ours["fullness"] == 20 / 24
     assert wrapped["cut"] == 2, "5 tokens from the 7th on, and 3 from the 16th"
+
+
+def test_modes_of_recompute_are_measured_beside_their_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Losses are compared, and kept bytes with the plan; where they differ it fails."""
+    file = tmp_path / "recompute.json"
+    options = recompute.Options(lengths=(16,), tokens=32, layers=1, hidden_size=128, rounds=1, json=file)
+    recompute.main(options)
+    rows = json.loads(file.read_text())["rows"]
+    kept = {row["mode"]: row["kept_bytes"] for row in rows}
+    assert kept["full"] < kept["all_but_attention"] < kept["light"] < kept["none"]
+    monkeypatch.setattr(recompute, "kept_bytes", lambda state, batch: 7)
+    with pytest.raises(BenchmarkError, match="7 bytes are kept, and "):
+        recompute.main(options)

@@ -188,8 +188,8 @@ _TO_NUMBER = torch.ops.aten._local_scalar_dense.default  # what item() calls
 _TO_DEVICE = torch.ops.aten._to_copy.default
 
 
-def _product(a: Tensor, b: Tensor) -> int:
-    """The FLOPs of a product of matrices, or of a batch of them."""
+def _product(a: Tensor, b: Tensor, *_: object) -> int:
+    """The FLOPs of a product of matrices, or of a batch of them. Behind them may be the dtype of the result."""
     return 2 * a.numel() * b.shape[-1]
 
 

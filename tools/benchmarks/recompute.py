@@ -1,0 +1,138 @@
+"""What each train.recompute costs and saves: CPU time of a step in turns, and bytes kept beside their plan.
+
+All modes train the same Llama on the same batches. The benchmark fails if a loss differs in one bit.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from megapar_models.build import StageBuilder, build_stages
+from megapar_models.llama.family import LlamaModel
+from megapar_models.registry import validate
+
+from benchmarks.counting import cost, in_turn, ratio
+from benchmarks.ranks import BenchmarkError
+from benchmarks.report import Report, table
+from megapar import context
+from megapar.batch import MicroBatch
+from megapar.config.options import Config, ParallelConfig, TrainConfig
+from megapar.plan.memory import reports
+from megapar.plan.parts import Parts
+from megapar.random import initialize
+from megapar.recompute import Mode
+from megapar.train.kept import KeptBytes
+from megapar.train.provenance import provenance
+from megapar.train.state import TrainState
+from megapar.train.step import train_step
+from megapar.train.trainer import assemble
+
+VOCABULARY = 4096
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure the modes of train.recompute on this machine."""
+
+    lengths: tuple[int, ...] = (256, 2048)
+    """Tokens of a sample. In long samples attention takes most of the time."""
+    tokens: int = 2048
+    """Tokens of a step, in samples of one micro-batch."""
+    layers: int = 8
+    """Layers of the Llama."""
+    hidden_size: int = 256
+    """Its width, a multiple of 128: two query heads of 64 share a key/value head."""
+    rounds: int = 5
+    """Rounds that count, after one that warms up."""
+    json: Path | None = None
+    """Write all numbers to this file."""
+
+
+def make_config(options: Options, length: int, mode: Any) -> Config:
+    """One process, fp32."""
+    width = options.hidden_size
+    model = LlamaModel(
+        hidden_size=width,
+        intermediate_size=11 * width // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=length,
+    )
+    samples = options.tokens // length
+    train = TrainConfig(recompute=mode, seq_length=length, global_batch_size=samples, micro_batch_size=samples)
+    return validate(Config(model=model, parallel=ParallelConfig(dp=1), train=train), 1)
+
+
+def make_state(config: Config) -> TrainState:
+    """A state with the same weights in each mode."""
+    ctx = context.single()
+    stages = build_stages(config, ctx)
+    initialize(stages.values(), config.train.seed)
+    return assemble(config, ctx, stages)
+
+
+def make_batch(config: Config) -> MicroBatch:
+    """A micro-batch of random tokens."""
+    samples, length = config.train.micro_batch_size, config.train.seq_length
+    tokens_bs = torch.randint(VOCABULARY, (samples, length + 1), generator=torch.Generator().manual_seed(1))
+    inputs_bs, targets_bs = tokens_bs[:, :-1].clone(), tokens_bs[:, 1:].clone()
+    return MicroBatch.of_samples(inputs_bs, targets_bs, torch.ones(samples, length), torch.arange(samples))
+
+
+def kept_bytes(state: TrainState, batch: MicroBatch) -> int:
+    """The bytes that a forward pass keeps for its backward pass."""
+    kept = KeptBytes(state.stages)
+    with kept.counting():
+        loss = state.stages[0](None, batch)
+    loss.backward()
+    state.grads.zero()
+    return kept.peak
+
+
+def measure(options: Options, length: int, modes: Sequence[str]) -> list[dict[str, Any]]:
+    """The modes with samples of one length. Raises BenchmarkError if losses or planned bytes differ."""
+    configs = {mode: make_config(options, length, mode) for mode in modes}
+    states = {mode: make_state(config) for mode, config in configs.items()}
+    batch = make_batch(configs["none"])
+    kept = {mode: kept_bytes(state, batch) for mode, state in states.items()}
+    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
+    for number in range(options.rounds + 1):
+        losses = {}
+        for mode in in_turn(modes, number):
+            one, result = cost(partial(train_step, states[mode], [batch]))
+            seconds[mode].append(one.cpu)
+            losses[mode] = result.loss
+        if len(set(losses.values())) > 1:
+            raise BenchmarkError(f"losses differ: {losses}")
+    rows = []
+    for mode in modes:
+        (planned,) = reports(configs[mode], Parts(StageBuilder()))
+        if planned.activations != kept[mode]:
+            raise BenchmarkError(f"{mode}: {kept[mode]:,} bytes are kept, and {planned.activations:,} planned")
+        time = ratio(seconds[mode][1:], seconds["none"][1:])
+        rows.append({"length": length, "mode": mode, "time": time, "kept_bytes": kept[mode]})
+    return rows
+
+
+def main(options: Options) -> None:
+    """Measure, print the table, write the JSON file."""
+    torch.set_num_threads(1)
+    circumstances = provenance(torch.device("cpu"))
+    modes = get_args(Mode)
+    rows: list[dict[str, Any]] = []
+    for length in options.lengths:
+        rows += measure(options, length, modes)
+    lines = []
+    for row in rows:
+        time = row["time"]
+        none = next(x["kept_bytes"] for x in rows if (x["length"], x["mode"]) == (row["length"], "none"))
+        shown = (f"{time['median']:.2f}x", f"{time['min']:.2f}-{time['max']:.2f}")
+        kept = (f"{row['kept_bytes'] / 2**20:.1f}", f"{row['kept_bytes'] / none:.2f}x")
+        lines.append((row["length"], row["mode"], *shown, *kept))
+    numbers = ["CPU time", "range", "kept MiB", "of none"]
+    Report(options, circumstances).finish({"rows": rows}, table(lines, ["length", "recompute"], numbers))
