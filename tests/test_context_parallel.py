@@ -249,7 +249,7 @@ def test_a_block_on_a_gpu_has_its_shapes(causal: bool, v_width: int) -> None:
         q = torch.empty(2, 4, 6, 16, device="cuda", dtype=torch.bfloat16)
         k = torch.empty(2, 2, 9, 16, device="cuda", dtype=torch.bfloat16)
         v = torch.empty(2, 2, 9, v_width, device="cuda", dtype=torch.bfloat16)
-        assert takes_earlier_keys(q)
+        assert takes_earlier_keys(q, k, v)
         out, lse = attention_block(q, k, v, causal=causal)
         assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 6, v_width), q.shape[:3], torch.float32)
         gradients = attention_block_backward(out, q, k, v, out, lse, causal=causal)

@@ -6,7 +6,7 @@ Shapes: s positions, b samples, n heads, d width of a query and a key, e width o
 import math
 from contextlib import nullcontext
 from inspect import signature
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megapar_kernels.block_attention import ScoreRule, attention_block, attention_block_backward
+from megapar_kernels.block_attention import (
+    FusedAttention,
+    ScoreRule,
+    attention_block,
+    attention_block_backward,
+)
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
 
@@ -35,24 +40,25 @@ class _UnlikeWidths(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, impl: FusedAttention) -> Tensor:
         ctx.rule = ScoreRule(scale)
-        out, lse = attention_block(q, k, v, causal=True, rule=ctx.rule)
+        ctx.impl = impl
+        out, lse = attention_block(q, k, v, causal=True, rule=ctx.rule, impl=impl)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
-        grad_q, grad_k, grad_v = attention_block_backward(grad_out, q, k, v, out, lse, causal=True, rule=ctx.rule)
-        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None
+        grad_q, grad_k, grad_v = attention_block_backward(
+            grad_out, q, k, v, out, lse, causal=True, rule=ctx.rule, impl=ctx.impl
+        )
+        return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
-def sdpa(
-    q: Tensor, k: Tensor, v: Tensor, impl: Literal["torch", "cudnn"] = "torch", scale: float | None = None
-) -> Tensor:
+def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "torch", scale: float | None = None) -> Tensor:
     """torch's causal scaled_dot_product_attention of [b, n, s, d]. `impl` is the backend torch tries first.
 
     `scale` is the factor of scores; None is 1 / sqrt(d).
@@ -60,7 +66,7 @@ def sdpa(
     If the widths d and e differ, `attention_block` computes it.
     """
     if q.shape[-1] != v.shape[-1]:
-        return _UnlikeWidths.apply(q, k, v, scale)
+        return _UnlikeWidths.apply(q, k, v, scale, impl)
     with sdpa_kernel(CUDNN_FIRST, set_priority=True) if impl == "cudnn" else nullcontext():
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
@@ -70,7 +76,7 @@ def causal_attention(
     q_sbnd: Tensor,
     k_sbnd: Tensor,
     v_sbnd: Tensor,
-    impl: Literal["torch", "cudnn"] = "torch",
+    impl: FusedAttention = "torch",
     scale: float | None = None,
 ) -> Tensor:
     """softmax(scale * q k^T, causal) v as [s, b, n * e]. `scale` None is 1 / sqrt(d).

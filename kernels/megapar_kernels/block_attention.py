@@ -11,12 +11,16 @@ and values may have fewer heads than queries. Then each of their heads serves a 
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
+
+FusedAttention = Literal["torch", "cudnn"]
+"""Which of torch's fused operations for GPUs comes first: FlashAttention 2 ("torch"), or cuDNN's."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,16 @@ def _flash_serves(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and q.dtype in _FLASH_DTYPES and width % 8 == 0 and width <= 256
 
 
+def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention) -> bool:
+    """Whether `impl` asks for cuDNN, and it takes the dtype, the widths and the lengths of a block.
+
+    The widths of `q` and `v` may differ. Torch's SDPA refuses single keys with cuDNN, and some versions single queries.
+    """
+    widths = q.shape[-1], v.shape[-1]
+    fits = all(width % 8 == 0 and width <= 128 for width in widths) and min(q.shape[2], k.shape[2]) > 1
+    return impl == "cudnn" and q.is_cuda and q.dtype in _FLASH_DTYPES and fits
+
+
 def _padded(x: Tensor, width: int) -> Tensor:
     """`x` with columns of zeros up to `width`.
 
@@ -66,12 +80,13 @@ def _cut(x: Tensor, width: int) -> Tensor:
     return x.narrow(-1, 0, width).clone()
 
 
-def takes_earlier_keys(q: Tensor) -> bool:
+def takes_earlier_keys(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "torch") -> bool:
     """Whether a causal block of `q` may have more keys than queries. If not, earlier keys need a block of their own.
 
-    The operation of torch for CPUs aligns a causal mask at the first key. FlashAttention 2 aligns it at the last one.
+    cuDNN, and the operation of torch for CPUs, align a causal mask at the first key. FlashAttention 2 aligns it at the
+    last one.
     """
-    return q.is_cuda
+    return q.is_cuda and not _cudnn_serves(q, k, v, impl)
 
 
 def attention_block(
@@ -83,6 +98,7 @@ def attention_block(
     keep: Tensor | None = None,
     p: float = 0.0,
     rule: ScoreRule = PLAIN_SCORES,
+    impl: FusedAttention = "torch",
 ) -> tuple[Tensor, Tensor]:
     """softmax(scores) v of a block, [b, n, q, e], and the lse of its scores (`rule`) in fp32 (fp64 for fp64).
 
@@ -92,6 +108,12 @@ def attention_block(
     """
     if keep is not None or rule.cap:
         return reference(q, k, v, causal=causal, keep=keep, p=p, rule=rule)
+    if _cudnn_serves(q, k, v, impl):
+        _check_square(q, k, causal)
+        out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q, k, v, None, True, 0.0, causal, scale=rule.factor(q)
+        )
+        return out, lse.view(q.shape[:3])  # it is [b, n, q, 1]
     flash = _flash_serves(q, v)
     if q.is_cuda and not flash:  # wide numbers, or heads of an odd width: scores in memory
         return reference(q, k, v, causal=causal, rule=rule)
@@ -118,10 +140,23 @@ def attention_block_backward(
     keep: Tensor | None = None,
     p: float = 0.0,
     rule: ScoreRule = PLAIN_SCORES,
+    impl: FusedAttention = "torch",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of a block. `out` and `lse` are the merged results of all blocks of these queries."""
     if keep is not None or rule.cap:
         return reference_backward(grad_out, q, k, v, out, lse, causal=causal, keep=keep, p=p, rule=rule)
+    if _cudnn_serves(q, k, v, impl):
+        _check_square(q, k, causal)
+        if grad_out.stride() != out.stride():
+            # cuDNN's plans know the strides of both. Some versions of torch look up a plan without them.
+            grad_out = torch.empty_strided(out.shape, out.stride(), dtype=out.dtype, device=out.device).copy_(grad_out)
+        # Without dropout the states of the random generator are not read.
+        unused = torch.empty((), dtype=torch.int64, device=q.device)
+        grads: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+            grad_out, q, k, v, out, lse.contiguous().unsqueeze(-1), unused, unused, None, None, None,
+            q.shape[2], k.shape[2], 0.0, causal, scale=rule.factor(q),
+        )  # fmt: skip
+        return grads
     flash = _flash_serves(q, v)
     if q.is_cuda and not flash:
         return reference_backward(grad_out, q, k, v, out, lse, causal=causal, rule=rule)

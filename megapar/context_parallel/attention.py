@@ -108,7 +108,11 @@ class CoreAttention(nn.Module):
         self, batch: MicroBatch, dropout: AttentionDropout | None, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
     ) -> Tensor:
         attention = ring_attention if self.form == "ring" else gather_attention
-        return attention(q, k, v, self.cp, batch.starts_on_host, dropout, self.rule, *sinks_n)
+        starts = batch.starts_on_host
+        # cuDNN compiles a plan for each new shape. The blocks of documents have new shapes in each step.
+        impl = self.kernels.attention if starts is None else "torch"
+        sinks = sinks_n[0] if sinks_n else None
+        return attention(q, k, v, self.cp, starts, dropout, self.rule, sinks, impl)
 
     def flops_per_token(self, seq_length: int) -> int:
         """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""

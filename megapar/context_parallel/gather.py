@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, wide
+from megapar_kernels.block_attention import PLAIN_SCORES, FusedAttention, ScoreRule, wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -33,6 +33,7 @@ class _GatherAttention(torch.autograd.Function):
         dropout: AttentionDropout | None,
         rule: ScoreRule,
         sinks_n: Tensor | None,
+        impl: FusedAttention,
     ) -> Tensor:
         length = q.shape[2] * cp.size
         ctx.cp = cp
@@ -40,11 +41,12 @@ class _GatherAttention(torch.autograd.Function):
         ctx.dropped = Dropped(dropout, [(0, length)])
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
-        result = Result(q, v.shape[-1], rule)
+        result = Result(q, v.shape[-1], rule, impl)
         result.add(q, *_gathered(kv, cp), ctx.blocks, ctx.dropped)
         result.add_sinks(sinks_n)
         out = result.out.to(q.dtype)
         ctx.rule = rule
+        ctx.impl = impl
         ctx.save_for_backward(q, kv.flat, out, result.lse, sinks_n)
         return out
 
@@ -56,7 +58,7 @@ class _GatherAttention(torch.autograd.Function):
         k, v = _gathered(kv, ctx.cp)
         grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
         grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
-        gradient = Gradient(grad_out, q, out, lse, ctx.rule)
+        gradient = Gradient(grad_out, q, out, lse, ctx.rule, ctx.impl)
         gradient.add(k, v, ctx.blocks, ctx.dropped, grad_k, grad_v)
         # Summed over ranks in the wide dtype, because the rounding of 16-bit sums would grow with the number of ranks.
         parts = grad_k.new_empty(ctx.cp.size * flat.numel())
@@ -64,7 +66,7 @@ class _GatherAttention(torch.autograd.Function):
         write_parts(k_parts, grad_k)
         write_parts(v_parts, grad_v)
         grad_kv = kv.with_flat(collectives.reduce_scatter(parts, ctx.cp).to(flat.dtype))
-        return gradient.q.to(q.dtype), grad_kv.k, grad_kv.v, None, None, None, None, gradient.of_sinks(sinks_n)
+        return gradient.q.to(q.dtype), grad_kv.k, grad_kv.v, None, None, None, None, gradient.of_sinks(sinks_n), None
 
 
 def _gathered(kv: KeysValues, cp: Axis) -> tuple[Tensor, Tensor]:
@@ -82,10 +84,12 @@ def gather_attention(
     dropout: AttentionDropout | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     sinks_n: Tensor | None = None,
+    impl: FusedAttention = "torch",
 ) -> Tensor:
     """Causal attention [b, n, s, e] of this rank's queries `q` [b, n, s, d] to the keys and values of all cp ranks.
 
     `k` [b, h, s, d] and `v` [b, h, s, e] are those of this rank. The s positions are those of `deal.chunks` for this
-    rank. `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). A collective over `cp`.
+    rank. `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). `impl` is the fused operation
+    for blocks. A collective over `cp`.
     """
-    return _GatherAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n)
+    return _GatherAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, impl)

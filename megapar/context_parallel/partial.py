@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from megapar_kernels.block_attention import (
     PLAIN_SCORES,
+    FusedAttention,
     ScoreRule,
     add_sinks,
     attention_block,
@@ -48,11 +49,12 @@ class Result:
     """The merged result of the blocks so far: `out` [b, n, s, e], and the logsumexp of the scores, `lse` [b, n, s].
 
     In memory `out` is [s, b, n, e], because the layer after attention reads it in this order. `v_width` is e. `rule`
-    says the scores.
+    says the scores, and `impl` which fused operation computes a block.
     """
 
-    def __init__(self, q: Tensor, v_width: int, rule: ScoreRule = PLAIN_SCORES):
+    def __init__(self, q: Tensor, v_width: int, rule: ScoreRule = PLAIN_SCORES, impl: FusedAttention = "torch"):
         self._rule = rule
+        self._impl = impl
         b, n, s, _ = q.shape
         dtype = wide(q.dtype)
         self.out = torch.empty(s, b, n, v_width, dtype=dtype, device=q.device).permute(1, 2, 0, 3)
@@ -63,8 +65,7 @@ class Result:
 
         For each query, the block with its own position must come first: `out` and `lse` are not initialized.
         """
-        # torch's operation for CPUs takes no causal block with more keys than queries.
-        if not takes_earlier_keys(q):
+        if not takes_earlier_keys(q, k, v, self._impl):
             blocks = square(blocks)
         for block in blocks:
             samples, queries, keys, causal = block
@@ -76,6 +77,7 @@ class Result:
                 keep=dropped.keep(block),
                 p=dropped.p,
                 rule=self._rule,
+                impl=self._impl,
             )
             out_rows = self.out[samples, :, queries]
             lse_rows = self.lse[samples, :, queries]
@@ -98,8 +100,17 @@ class Gradient:
     Both contain the sinks, if there are any.
     """
 
-    def __init__(self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, rule: ScoreRule = PLAIN_SCORES):
+    def __init__(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        rule: ScoreRule = PLAIN_SCORES,
+        impl: FusedAttention = "torch",
+    ):
         self._rule = rule
+        self._impl = impl
         self._grad_out = grad_out
         self._q = q
         self._out = out
@@ -110,7 +121,7 @@ class Gradient:
         self, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped, grad_k: Tensor, grad_v: Tensor
     ) -> None:
         """Add the gradients of `blocks` to `self.q`, and to `grad_k` [b, h, k, d] and `grad_v` [b, h, k, e]."""
-        if not takes_earlier_keys(self._q):
+        if not takes_earlier_keys(self._q, k, v, self._impl):
             blocks = square(blocks)
         for block in blocks:
             samples, queries, keys, causal = block
@@ -125,6 +136,7 @@ class Gradient:
                 keep=dropped.keep(block),
                 p=dropped.p,
                 rule=self._rule,
+                impl=self._impl,
             )
             self.q[samples, :, queries] += block_grad_q
             grad_k[samples, :, keys] += block_grad_k

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, wide
+from megapar_kernels.block_attention import PLAIN_SCORES, FusedAttention, ScoreRule, wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -103,12 +103,13 @@ class _RingAttention(torch.autograd.Function):
         dropout: AttentionDropout | None,
         rule: ScoreRule,
         sinks_n: Tensor | None,
+        impl: FusedAttention,
     ) -> Tensor:
         ring_round = _Round(q.shape[2] * cp.size, cp, starts, dropout)
         ctx.ring_round = ring_round
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
-        result = Result(q, v.shape[-1], rule)
+        result = Result(q, v.shape[-1], rule, impl)
         held: KeysValues | None = kv
         for step in range(cp.size):
             arriving, pending = ring_round.pass_keys(held, kv, step)
@@ -119,6 +120,7 @@ class _RingAttention(torch.autograd.Function):
         result.add_sinks(sinks_n)
         out = result.out.to(q.dtype)
         ctx.rule = rule
+        ctx.impl = impl
         ctx.save_for_backward(q, kv.flat, out, result.lse, sinks_n)
         return out
 
@@ -128,7 +130,7 @@ class _RingAttention(torch.autograd.Function):
         q, flat, out, lse, sinks_n = ctx.saved_tensors
         kv = KeysValues.of(flat, *ctx.shapes)
         ring_round: _Round = ctx.ring_round
-        gradient = Gradient(grad_out, q, out, lse, ctx.rule)
+        gradient = Gradient(grad_out, q, out, lse, ctx.rule, ctx.impl)
         # The gradients of this rank's own keys from its own queries (step 0). They do not travel.
         own_grad_kv = kv.zeros(wide(flat.dtype))
         held: KeysValues | None = kv
@@ -156,7 +158,7 @@ class _RingAttention(torch.autograd.Function):
         if arrived_grad is not None:
             own_grad_kv.flat.add_(arrived_grad.flat)
         rounded = kv.with_flat(own_grad_kv.flat.to(flat.dtype))
-        return gradient.q.to(q.dtype), rounded.k, rounded.v, None, None, None, None, gradient.of_sinks(sinks_n)
+        return gradient.q.to(q.dtype), rounded.k, rounded.v, None, None, None, None, gradient.of_sinks(sinks_n), None
 
 
 def _sum(arrived: KeysValues | None, own_block: KeysValues | None) -> KeysValues | None:
@@ -178,6 +180,7 @@ def ring_attention(
     dropout: AttentionDropout | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     sinks_n: Tensor | None = None,
+    impl: FusedAttention = "torch",
 ) -> Tensor:
     """The same attention as `gather.gather_attention`, computed in a ring. The results differ by rounding alone."""
-    return _RingAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n)
+    return _RingAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, impl)
