@@ -31,24 +31,13 @@ from megapar.context_parallel.order import parts_of, whole_of
 from megapar.context_parallel.partial import Dropped, Gradient, Result
 from megapar.grid import Grid
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
+from tests.support.attention_blocks import brute_mask, packed
 from tests.support.distributed import run_ranks
 
 FORMS = ("gather", "ring", "ulysses")
 
 
 # Who holds which positions
-
-
-@st.composite
-def packed(draw: st.DrawFn, samples: int = 2) -> tuple[int, int, tuple[int, ...]]:
-    """cp, the length of a sample, and `MicroBatch.starts` of samples of it."""
-    cp = draw(st.integers(1, 5))
-    length = 2 * cp * draw(st.integers(1, 4))
-    starts: set[int] = set()
-    for sample in range(samples):
-        inner = draw(st.sets(st.integers(1, length - 1), max_size=5))
-        starts |= {sample * length} | {sample * length + position for position in inner}
-    return cp, length, (*sorted(starts), samples * length)
 
 
 @settings(max_examples=60, deadline=None)
@@ -78,14 +67,6 @@ def test_parts_and_whole_are_inverse(cp: int, size: int) -> None:
     for rank in range(cp):
         assert torch.equal(parts[rank], whole[:, :, deal.positions(2 * cp * size, cp, rank)])
     assert torch.equal(whole_of(parts), whole)
-
-
-def brute_mask(length: int, starts: tuple[int, ...], queries: list[int], keys: list[int]) -> Tensor:
-    """[samples, queries, keys]: whether a query attends a key."""
-    samples = starts[-1] // length
-    document = torch.searchsorted(torch.tensor(starts), torch.arange(samples * length), right=True).view(-1, length)
-    causal = torch.tensor(queries)[:, None] >= torch.tensor(keys)[None, :]
-    return causal & (document[:, queries, None] == document[:, None, keys])
 
 
 def mask_of(blocks: list[deal.Block], samples: int, queries: int, keys: int) -> Tensor:

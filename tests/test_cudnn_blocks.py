@@ -9,21 +9,18 @@ from megapar_kernels import block_attention
 from megapar_kernels.backend import Kernels
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context
-from megapar.batch import MicroBatch
 from megapar.context import Axis
 from megapar.context_parallel import deal
-from megapar.context_parallel.attention import CoreAttention
 from megapar.grid import Grid
+from tests.support.attention_blocks import LENGTH, PACKED, WIDTH, Calls, attend
 from tests.support.distributed import run_ranks
 from tests.support.kernel_checks import relative_error
 
 aten = torch.ops.aten
 FORWARD = "_scaled_dot_product_cudnn_attention"
 CUDNN = Kernels(attention="cudnn")
-LENGTH, SAMPLES, WIDTH = 24, 2, 6
 
 
 def on_a_gpu(shape: tuple[int, ...]) -> Tensor:
@@ -71,21 +68,6 @@ def test_flash_attention_has_the_other_blocks(
         block_attention.attention_block_backward(out, q, k, v, out, lse, causal=False, impl=impl)
     flash = "_scaled_dot_product_flash_attention"
     assert calls.of("attention") == [flash, f"{flash}_backward"]
-
-
-class Calls(TorchDispatchMode):
-    """The names of the operations that run, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(func.overloadpacket.__name__)
-        return func(*args, **(kwargs or {}))
-
-    def of(self, part: str) -> list[str]:
-        return [name for name in self.names if part in name]
 
 
 # The stand-in
@@ -148,31 +130,6 @@ def test_a_gradient_of_other_strides_is_copied(monkeypatch: pytest.MonkeyPatch) 
 # On real ranks
 
 
-def tensors(heads: int, kv_heads: int, v_width: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(heads + kv_heads)
-    shapes = [(heads, WIDTH), (kv_heads, WIDTH), (kv_heads, v_width), (heads, v_width)]
-    return [torch.randn(LENGTH, SAMPLES, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
-
-
-def attend(
-    cp: Axis, form: Any, heads: int, kv_heads: int, v_width: int, starts: tuple[int, ...] | None, kernels: Kernels
-) -> tuple[list[Tensor], list[str]]:
-    """This rank's output and gradients, and the operations of attention that ran."""
-    held = torch.tensor(deal.positions(LENGTH, cp.size, cp.rank))
-    tokens = torch.zeros(SAMPLES, LENGTH, dtype=torch.long)
-    bounds = None if starts is None else torch.tensor(starts, dtype=torch.int32)
-    batch = MicroBatch.of_samples(tokens, tokens, torch.ones(SAMPLES, LENGTH), torch.arange(SAMPLES), bounds)
-    kv_of = [head * kv_heads // heads for head in range(heads)]
-    core = CoreAttention(cp, form, kv_of, kernels, torch.device("cpu"), WIDTH, v_width)
-    *qkv, grad = (x[held] for x in tensors(heads, kv_heads, v_width))
-    leaves = [x.requires_grad_() for x in qkv]
-    with Calls() as calls:
-        y = core(*leaves, batch.columns(held), None)
-        gradients = torch.autograd.grad(y, leaves, grad.flatten(2))
-    return [y.detach(), *gradients], calls.of("_attention")
-
-
-PACKED = (0, 1, 4, 11, 24, 29, 47, 48)
 CASES = [
     (4, 4, WIDTH, None),
     (4, 2, WIDTH, None),

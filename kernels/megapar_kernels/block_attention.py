@@ -89,6 +89,69 @@ def takes_earlier_keys(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "
     return q.is_cuda and not _cudnn_serves(q, k, v, impl)
 
 
+def takes_documents(q: Tensor, v: Tensor, rule: ScoreRule = PLAIN_SCORES) -> bool:
+    """Whether `attention_documents` takes these queries and values. It has no dropout."""
+    return _flash_serves(q, v) and not rule.cap
+
+
+@dataclass(frozen=True)
+class Documents:
+    """The bounds of documents among the queries and among the keys of one sample, as FlashAttention takes them.
+
+    Document i has the queries [queries[i], queries[i + 1]), and keys likewise. Both are int32 on the device. Its last
+    query attends all its keys, the one before it all but the last, and so on.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    most_queries: int  # of a document
+    most_keys: int
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    """[t, n, d] of one sample [1, n, t, d], a view."""
+    return x.squeeze(0).transpose(0, 1)
+
+
+def _of_a_sample(x: Tensor) -> Tensor:
+    """The inverse of `_in_a_row`."""
+    return x.transpose(0, 1).unsqueeze(0)
+
+
+def attention_documents(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, rule: ScoreRule = PLAIN_SCORES
+) -> tuple[Tensor, Tensor]:
+    """`attention_block`, causal within each of several documents of one sample, by one call of FlashAttention 2."""
+    width = max(q.shape[-1], v.shape[-1])
+    rows = (_in_a_row(_padded(x, width)) for x in (q, k, v))
+    bounds = documents.queries, documents.keys, documents.most_queries, documents.most_keys
+    out, lse_nt, *_ = torch.ops.aten._flash_attention_forward(*rows, *bounds, 0.0, True, False, scale=rule.factor(q))
+    return _cut(_of_a_sample(out), v.shape[-1]), lse_nt.unsqueeze(0)
+
+
+def attention_documents_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    documents: Documents,
+    rule: ScoreRule = PLAIN_SCORES,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v. `out` and `lse` are the merged results of all blocks of these queries."""
+    width = max(q.shape[-1], v.shape[-1])
+    rows = (_in_a_row(_padded(x, width)) for x in (grad_out, q, k, v, out))
+    bounds = documents.queries, documents.keys, documents.most_queries, documents.most_keys
+    # Without dropout the states of the random generator are not read.
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)
+    grads = torch.ops.aten._flash_attention_backward(
+        *rows, lse.squeeze(0).contiguous(), *bounds, 0.0, True, unused, unused, scale=rule.factor(q)
+    )
+    grad_q, grad_k, grad_v = (_of_a_sample(x) for x in grads)
+    return _cut(grad_q, q.shape[-1]), _cut(grad_k, k.shape[-1]), _cut(grad_v, v.shape[-1])
+
+
 def attention_block(
     q: Tensor,
     k: Tensor,

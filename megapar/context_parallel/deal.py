@@ -47,12 +47,16 @@ class Block(NamedTuple):
 
     If `causal`, only the last query attends all of the keys. The query before it attends all but the last key, and so
     on. Otherwise each query attends all of the keys.
+
+    With `documents` it stands for several causal blocks of one sample, one after another in queries and in keys. These
+    are their bounds among the rows of `queries` and of `keys`, from 0 on.
     """
 
     samples: slice
     queries: slice
     keys: slice
     causal: bool
+    documents: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
 def blocks(queries: Ranges, keys: Ranges, length: int, starts: Sequence[int] | None = None) -> list[Block]:
@@ -140,6 +144,36 @@ def square(found: Sequence[Block]) -> list[Block]:
         else:
             parts.append(block)
     return parts
+
+
+def together(found: Sequence[Block]) -> list[Block]:
+    """The same attention in fewer blocks: causal blocks of documents that follow one another become one.
+
+    The queries of a chunk are in one document after another, and so are their keys.
+    """
+    runs: list[list[Block]] = []
+    for block in found:
+        if runs and _follows(runs[-1][-1], block):
+            runs[-1].append(block)
+        else:
+            runs.append([block])
+    return [run[0] if len(run) == 1 else _one(run) for run in runs]
+
+
+def _follows(last: Block, block: Block) -> bool:
+    """Whether both are causal blocks of the same sample, and `block` begins where `last` ends."""
+    sample = block.samples.start is not None and block.samples == last.samples
+    causal = last.causal and block.causal
+    return sample and causal and last.queries.stop == block.queries.start and last.keys.stop == block.keys.start
+
+
+def _one(run: Sequence[Block]) -> Block:
+    """The block that stands for those of `run`."""
+    queries = slice(run[0].queries.start, run[-1].queries.stop)
+    keys = slice(run[0].keys.start, run[-1].keys.stop)
+    query_bounds = (0, *(block.queries.stop - queries.start for block in run))
+    key_bounds = (0, *(block.keys.stop - keys.start for block in run))
+    return Block(run[0].samples, queries, keys, True, (query_bounds, key_bounds))
 
 
 def attended_pairs(length: int, cp: int, rank: int, starts: Sequence[int] | None = None) -> int:

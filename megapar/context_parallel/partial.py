@@ -7,24 +7,30 @@ value.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from megapar_kernels.block_attention import (
     PLAIN_SCORES,
+    Documents,
     FusedAttention,
     ScoreRule,
     add_sinks,
     attention_block,
     attention_block_backward,
+    attention_documents,
+    attention_documents_backward,
     merge_block,
     sink_gradient,
+    takes_documents,
     takes_earlier_keys,
     wide,
 )
 from torch import Tensor
 
-from megapar.context_parallel.deal import Block, Ranges, square
+from megapar.context_parallel.deal import Block, Ranges, square, together
 from megapar.context_parallel.dropout import AttentionDropout
+from megapar.device import to_device
 
 
 class Dropped:
@@ -32,6 +38,7 @@ class Dropped:
 
     def __init__(self, dropout: AttentionDropout | None, keys: Ranges):
         self._dropout = dropout
+        self.any = dropout is not None
         self.p = 0.0
         if dropout is not None:
             self.p = dropout.p
@@ -43,6 +50,24 @@ class Dropped:
         if self._dropout is None:
             return None
         return self._dropout.keep(self._keys[block.keys], block.samples, block.queries)
+
+
+def _as_served(
+    blocks: Sequence[Block], q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, rule: ScoreRule, impl: FusedAttention
+) -> Sequence[Block]:
+    """The blocks as the operation that computes them takes them."""
+    if not takes_earlier_keys(q, k, v, impl):
+        return square(blocks)
+    if takes_documents(q, v, rule) and not dropped.any:
+        return together(blocks)
+    return blocks
+
+
+def _documents(queries: tuple[int, ...], keys: tuple[int, ...], device: torch.device) -> Documents:
+    """The bounds of documents on the device. The host does not wait for the copies."""
+    query_bounds, key_bounds = (to_device(torch.tensor(x, dtype=torch.int32), device) for x in (queries, keys))
+    most_queries, most_keys = (max(stop - start for start, stop in pairwise(x)) for x in (queries, keys))
+    return Documents(query_bounds, key_bounds, most_queries, most_keys)
 
 
 class Result:
@@ -65,20 +90,16 @@ class Result:
 
         For each query, the block with its own position must come first: `out` and `lse` are not initialized.
         """
-        if not takes_earlier_keys(q, k, v, self._impl):
-            blocks = square(blocks)
-        for block in blocks:
-            samples, queries, keys, causal = block
-            part, lse = attention_block(
-                q[samples, :, queries],
-                k[samples, :, keys],
-                v[samples, :, keys],
-                causal=causal,
-                keep=dropped.keep(block),
-                p=dropped.p,
-                rule=self._rule,
-                impl=self._impl,
-            )
+        for block in _as_served(blocks, q, k, v, dropped, self._rule, self._impl):
+            samples, queries, keys, causal, documents = block
+            rows = q[samples, :, queries], k[samples, :, keys], v[samples, :, keys]
+            if documents is not None:
+                part, lse = attention_documents(*rows, _documents(*documents, q.device), self._rule)
+            else:
+                keep = dropped.keep(block)
+                part, lse = attention_block(
+                    *rows, causal=causal, keep=keep, p=dropped.p, rule=self._rule, impl=self._impl
+                )
             out_rows = self.out[samples, :, queries]
             lse_rows = self.lse[samples, :, queries]
             # A query has exactly one causal block, the one with its own position. It comes first.
@@ -121,23 +142,18 @@ class Gradient:
         self, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped, grad_k: Tensor, grad_v: Tensor
     ) -> None:
         """Add the gradients of `blocks` to `self.q`, and to `grad_k` [b, h, k, d] and `grad_v` [b, h, k, e]."""
-        if not takes_earlier_keys(self._q, k, v, self._impl):
-            blocks = square(blocks)
-        for block in blocks:
-            samples, queries, keys, causal = block
-            block_grad_q, block_grad_k, block_grad_v = attention_block_backward(
-                self._grad_out[samples, :, queries],
-                self._q[samples, :, queries],
-                k[samples, :, keys],
-                v[samples, :, keys],
-                self._out[samples, :, queries],
-                self._lse[samples, :, queries],
-                causal=causal,
-                keep=dropped.keep(block),
-                p=dropped.p,
-                rule=self._rule,
-                impl=self._impl,
-            )
+        for block in _as_served(blocks, self._q, k, v, dropped, self._rule, self._impl):
+            samples, queries, keys, causal, documents = block
+            grad_out, q, out, lse = (x[samples, :, queries] for x in (self._grad_out, self._q, self._out, self._lse))
+            rows = grad_out, q, k[samples, :, keys], v[samples, :, keys], out, lse
+            if documents is not None:
+                bounds = _documents(*documents, q.device)
+                block_grad_q, block_grad_k, block_grad_v = attention_documents_backward(*rows, bounds, self._rule)
+            else:
+                keep = dropped.keep(block)
+                block_grad_q, block_grad_k, block_grad_v = attention_block_backward(
+                    *rows, causal=causal, keep=keep, p=dropped.p, rule=self._rule, impl=self._impl
+                )
             self.q[samples, :, queries] += block_grad_q
             grad_k[samples, :, keys] += block_grad_k
             grad_v[samples, :, keys] += block_grad_v
