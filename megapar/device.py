@@ -12,11 +12,12 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
+from megapar_kernels import tiled_attention
 from megapar_kernels.backend import Backend, Kernels, select
 
 from megapar.errors import ConfigError
@@ -354,13 +355,15 @@ def choose_kernels(name: Backend, device: torch.device) -> Kernels:
     Attention uses cuDNN on Hopper and Blackwell, unless deterministic kernels were asked for. Raises ConfigError if the
     backend does not work here.
     """
-    modern = device.type == "cuda" and torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    attention: Literal["cudnn", "torch"] = "cudnn" if modern and not deterministic else "torch"
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    modern = capability in ((9, 0), (10, 0)) and not torch.are_deterministic_algorithms_enabled()
+    attention: Literal["cudnn", "torch"] = "cudnn" if modern else "torch"
     try:
-        return select(name, device, attention)
+        kernels = select(name, device, attention)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    served = device.type != "cuda" or capability in tiled_attention.CAPABILITIES
+    return kernels if served else replace(kernels, masked_attention="torch")
 
 
 def prepare(device: torch.device, *, threads: int, cores: int = 1, deterministic: bool) -> None:

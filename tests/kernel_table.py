@@ -39,7 +39,17 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from megapar_kernels import activations, adamw, cross_entropy, dropout, norms, rope, softmax, token_rows
+from megapar_kernels import (
+    activations,
+    adamw,
+    cross_entropy,
+    dropout,
+    norms,
+    rope,
+    softmax,
+    tiled_attention,
+    token_rows,
+)
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -50,6 +60,7 @@ REGISTERS, MOST_WARPS = 65536, 64  # of one SM
 COUNTED = 90  # the architecture whose instructions are counted: an H200's
 INSTRUCTIONS_A_BYTE = 132 * 128 * 1.98e9 / 4.3e12  # that an H200 issues while it copies a byte
 LARGE = 4096  # columns from which on instructions are counted: in short rows a kernel's first instructions dominate
+PRODUCTS = {"HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma"}  # by the name of the instruction
 BATCH = 8  # kernels whose machine code one call of nvdisasm takes: its start takes longer than they do
 
 
@@ -98,6 +109,9 @@ class Resources:
     wide_stores: int
     instructions_per_element: float | None = None
     budget: float | None = None
+    matrix_products: str | None = (
+        None  # the instructions that multiply matrices: mma, wgmma (Hopper), tcgen05 (Blackwell)
+    )
 
 
 def shipped() -> Iterator[Shipped]:
@@ -115,6 +129,7 @@ def _all_sizes() -> Iterator[Shipped]:
     yield from _softmax()
     yield from _norms()
     yield from _adamw()
+    yield from _tiled_attention()
     yield from _token_rows()
 
 
@@ -311,6 +326,32 @@ def _softmax() -> Iterator[Shipped]:
         )  # fmt: skip
 
 
+def _tiled_attention() -> Iterator[Shipped]:
+    """With all that takes registers: documents, a window, a cap and sinks."""
+    kernels = [
+        ("forward", tiled_attention._forward_kernel, tiled_attention.forward_config),
+        ("queries", tiled_attention._queries_kernel, tiled_attention.queries_config),
+        ("keys and values", tiled_attention._keys_values_kernel, tiled_attention.keys_values_config),
+    ]
+    special = {**dict.fromkeys(("lse_ptr", "delta_ptr", "scale", "cap"), "fp32")}
+    special |= dict.fromkeys(("starts_ptr", "stops_ptr"), "i32")
+    for width, v_width in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256)):
+        for direction, kernel, config in kernels:
+            tiles = config(width, v_width)
+            main, rest, v_columns = tiled_attention.columns(width, v_width)
+            constants = {"WIDTH": width, "MAIN": main, "REST": rest, "V_WIDTH": v_width, "V_COLUMNS": v_columns}
+            constants |= {"CAUSAL": True, "CAPPED": True, "QUERIES": tiles.queries, "KEYS": tiles.keys}
+            types = {}
+            for name in kernel.arg_names:
+                if name not in constants:
+                    kind = special.get(name, "bf16" if name.endswith("_ptr") else "i32")
+                    types[name] = f"*{kind}" if name.endswith("_ptr") else kind
+            yield Shipped(
+                "tiled_attention", f"{direction} {width}/{v_width}", kernel, types, constants, tiles.warps,
+                tiles.stages, aligned=[name for name in types if "stride" in name],
+            )  # fmt: skip
+
+
 def _size_one() -> Iterator[Shipped]:
     """Kernels with the integer arguments that are 1 in practice, which the JIT then makes constants. For one
     architecture: what is looked for is whether they compile without spills."""
@@ -401,6 +442,7 @@ def resources(binary: Binary, code: Sequence[str]) -> Resources:
         wide_stores=len(re.findall(r"STG\.E\.(?:128|ENL2)", text)),
         instructions_per_element=round(instructions_per_element(item, code), 1) if counted else None,
         budget=round(INSTRUCTIONS_A_BYTE * item.traffic, 1) if counted else None,
+        matrix_products=next((kind for name, kind in PRODUCTS.items() if re.search(rf"\b{name}", text)), None),
     )
 
 

@@ -26,6 +26,8 @@ class Kernels:
     weight_gradient: Implementation = "torch"
     attention: Literal["torch", "cudnn"] = "torch"
     """The backend torch's SDPA tries first; "torch" leaves the choice to torch."""
+    masked_attention: Implementation = "torch"
+    """Attention with windows, caps of scores or sinks, for which torch has no fused operation."""
 
     def __str__(self) -> str:
         """Each implementation with its ops, or one name if all ops have the same implementation."""
@@ -48,6 +50,7 @@ FUSED = Kernels(
     token_rows="triton",
     adamw="triton",
     weight_gradient="torch",
+    masked_attention="triton",
 )
 # apex has no kernels for the other ops.
 APEX = replace(FUSED, norm="apex", adamw="apex", weight_gradient="apex")

@@ -1,7 +1,8 @@
-"""Causal attention with what torch's fused operations do not have: caps of scores and sinks, also within windows.
+"""Causal attention with what torch's fused operations do not have: caps of scores, sinks, and windows.
 
-Scores are held for a block of queries at a time, in forward and in backward. With a window a block reads its own keys
-alone, so the time grows with length * window. Kept for backward are q, k, v, the result, and the logsumexp of a row.
+`tiled_attention` computes it where it serves. Elsewhere torch's ops do: scores are held for a block of queries at a
+time, in forward and in backward. With a window a block reads its own keys alone, so the time grows with length *
+window. Kept for backward are q, k, v, the result, and the logsumexp of a row.
 
 Shapes: s positions, b samples, n heads, d width of a query and a key, e width of a value.
 """
@@ -14,6 +15,7 @@ from einops import rearrange
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar_kernels import tiled_attention
 from megapar_kernels.block_attention import (
     ScoreRule,
     add_sinks,
@@ -22,6 +24,8 @@ from megapar_kernels.block_attention import (
     sink_gradient,
     wide,
 )
+from megapar_kernels.dispatch import Implementation
+from megapar_kernels.tiled_attention import Attended, of_documents
 
 QUERIES = 256  # of a block
 
@@ -98,6 +102,40 @@ class _RuledAttention(torch.autograd.Function):
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, None
 
 
+class _TiledAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_n: Tensor | None,
+        documents_bs: Tensor | None,
+        rule: ScoreRule,
+        window: int,
+    ) -> Tensor:
+        starts = stops = None
+        if documents_bs is not None:
+            starts, stops = of_documents(documents_bs)
+        attended = Attended(window=window, starts=starts, stops=stops)
+        out, lse = tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, attended, sinks_n)
+        ctx.save_for_backward(q, k, v, sinks_n, starts, stops, out, lse)
+        ctx.rule = rule
+        ctx.window = window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, sinks_n, starts, stops, out, lse = ctx.saved_tensors
+        attended = Attended(window=ctx.window, starts=starts, stops=stops)
+        gradients = tiled_attention.backward(grad_out, q, k, v, out, lse, ctx.rule.factor(q), ctx.rule.cap, attended)
+        grad_sinks = None
+        if sinks_n is not None:
+            grad_sinks = sink_gradient(grad_out, out, lse, sinks_n)
+        return *gradients, grad_sinks, None, None, None
+
+
 def ruled_attention(
     q_sbnd: Tensor,
     k_sbnd: Tensor,
@@ -107,13 +145,17 @@ def ruled_attention(
     sinks_n: Tensor | None = None,
     documents_bs: Tensor | None = None,
     window: int = 0,
+    impl: Implementation = "torch",
 ) -> Tensor:
     """softmax(scores by `rule`, causal) v as [s, b, n * e], in fp32 and rounded once (in fp64 for fp64).
+
+    Our kernels round probabilities to the dtype of v before they multiply them.
 
     q may have a multiple of the heads of k and v. Then each head of k and v serves a run of consecutive heads of q.
     `sinks_n` is a further score of each head of q without a value. Positions of different `documents_bs` do not attend
     to each other. With a `window` a position reads that many keys at most, its own among them.
     """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    y = _RuledAttention.apply(q, k, v, sinks_n, documents_bs, rule, window)
+    function = _TiledAttention if tiled_attention.serves(impl, q, v) else _RuledAttention
+    y: Tensor = function.apply(q, k, v, sinks_n, documents_bs, rule, window)
     return rearrange(y, "b n s d -> s b (n d)")

@@ -11,6 +11,7 @@ from megapar_kernels.attention import (
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 from megapar_kernels.ruled_attention import ruled_attention
+from megapar_kernels.tiled_attention import serves
 from torch import Tensor
 
 from megapar.batch import MicroBatch
@@ -37,10 +38,13 @@ def whole_attention(
     cap or sinks takes no dropout.
     """
     documents = None
-    if rule.cap or sinks_n is not None:
+    impl = kernels.masked_attention
+    if rule.cap or sinks_n is not None or (window and serves(impl, q_sbnd, v_sbnd)):
         if batch.starts is not None:
             documents = batch.documents_bs()
-        return ruled_attention(q_sbnd, k_sbnd, v_sbnd, rule, sinks_n=sinks_n, documents_bs=documents, window=window)
+        return ruled_attention(
+            q_sbnd, k_sbnd, v_sbnd, rule, sinks_n=sinks_n, documents_bs=documents, window=window, impl=impl
+        )
     if window:
         return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts, window, rule.scale)
     if dropout is None:

@@ -1,0 +1,178 @@
+"""Attention in tiles by our kernels, interpreted: beside explicit scores in fp64, by relative norm."""
+
+from typing import Any
+
+import pytest
+import torch
+from megapar_kernels import tiled_attention
+from megapar_kernels.backend import Kernels
+from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, add_sinks, reference, reference_backward
+from megapar_kernels.tiled_attention import Attended, Tiles, of_documents
+from torch import Tensor
+
+from megapar.batch import MicroBatch
+from megapar.context_parallel.whole import whole_attention
+from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error, strided
+from tests.support.sweeps import slow_but
+
+pytestmark = [needs_triton, pytest.mark.gpu]
+
+ALL_BEFORE = Attended()
+# The result in bf16 takes one rounding, gradients those of probabilities and of their gradients, too.
+LIMITS = {torch.float32: (2e-6, 4e-6), torch.bfloat16: (4e-3, 8e-3), torch.float16: (6e-4, 1.2e-3)}
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that few numbers have several tiles, of other numbers of queries than of keys. On a GPU they stay."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(tiled_attention, "forward_config", lambda *_: Tiles(32, 16, 4, 1))
+        monkeypatch.setattr(tiled_attention, "queries_config", lambda *_: Tiles(16, 32, 4, 1))
+        monkeypatch.setattr(tiled_attention, "keys_values_config", lambda *_: Tiles(32, 16, 4, 1))
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Tensor:
+    """A tensor [b, n, s, d]: between guards, with gaps in its rows, or [s, b, n, d] in memory."""
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+    x = x.to(DEVICE)
+    if layout == "strided":
+        return strided(x)
+    if layout == "sbnd":
+        return x.permute(2, 0, 1, 3).contiguous().permute(1, 2, 0, 3)
+    return Guarded(x).tensor
+
+
+def mask(attended: Attended, b: int, queries: int, keys: int) -> Tensor:
+    """Whether a query attends a key, [b, 1, q, k], one by one."""
+    query = torch.arange(queries)[:, None] + keys - queries
+    key = torch.arange(keys)[None, :]
+    seen = torch.ones(b, 1, queries, keys, dtype=torch.bool)
+    if attended.causal:
+        seen &= key <= query
+        if attended.window:
+            seen &= key > query - attended.window
+    if attended.starts is not None:
+        seen &= key >= attended.starts.cpu()[:, None, :, None]
+    return seen.to(DEVICE)
+
+
+def check(
+    heads: tuple[int, int] = (2, 1),
+    sizes: tuple[int, int] = (50, 50),
+    widths: tuple[int, int] = (16, 16),
+    dtype: torch.dtype = torch.bfloat16,
+    rule: ScoreRule = PLAIN_SCORES,
+    attended: Attended = ALL_BEFORE,
+    sinks: bool = False,
+    layout: str = "guarded",
+    b: int = 2,
+) -> None:
+    shapes = [
+        (b, heads[0], sizes[0], widths[0]),
+        (b, heads[1], sizes[1], widths[0]),
+        (b, heads[1], sizes[1], widths[1]),
+    ]
+    q, k, v = (random(shape, dtype, layout) for shape in shapes)
+    grad = random((*shapes[0][:3], widths[1]), dtype, layout)
+    sinks_n = torch.linspace(-1, 2, heads[0], device=DEVICE) if sinks else None
+    seen = mask(attended, b, *sizes)
+    exact = [x.double() for x in (q, k, v)]
+    out, lse = reference(*exact, causal=False, rule=rule, seen=seen)
+    if sinks_n is not None:
+        add_sinks(out, lse, sinks_n.double())
+    expected = [out, *reference_backward(grad.double(), *exact, out, lse, causal=False, rule=rule, seen=seen)]
+    with poisoned():
+        found, found_lse = tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, attended, sinks_n)
+        gradients = tiled_attention.backward(grad, q, k, v, found, found_lse, rule.factor(q), rule.cap, attended)
+    attends = seen.any(-1).expand_as(lse)
+    if sinks_n is None:
+        assert torch.equal(found_lse == -torch.inf, ~attends)
+        assert not found[~attends].any()
+        found_lse, lse = found_lse[attends], lse[attends]
+    assert relative_error(found_lse, lse) < 1e-5
+    for number, (mine, right) in enumerate(zip((found, *gradients), expected, strict=True)):
+        assert mine.dtype == dtype
+        error = relative_error(mine, right)
+        assert error < LIMITS[dtype][number > 0], (("out", "q", "k", "v")[number], error)
+
+
+def documents(length: int, samples: list[list[int]]) -> Attended:
+    """Samples of documents that start at these positions."""
+    index = torch.zeros(len(samples), length, dtype=torch.long)
+    for row, starts in zip(index, samples, strict=True):
+        row[starts[1:]] = 1
+    starts, stops = of_documents(index.cumsum(1).to(DEVICE))
+    return Attended(starts=starts, stops=stops)
+
+
+PACKED = [[0, 1, 4, 17, 40], [0, 30]]
+WITH_WINDOW = Attended(window=7)
+CASES: dict[str, dict[str, Any]] = {
+    "one position": {"sizes": (1, 1)},
+    "odd": {"sizes": (17, 17), "dtype": torch.float16},
+    "long": {"sizes": (130, 130), "heads": (1, 1), "b": 1},
+    "window": {"attended": WITH_WINDOW, "dtype": torch.float32},
+    "window of two": {"attended": Attended(window=2)},
+    "window beyond": {"attended": Attended(window=500)},
+    "documents": {"attended": documents(50, PACKED)},
+    "cap": {"rule": ScoreRule(0.5, 2.0), "dtype": torch.float32},
+    "sinks": {"sinks": True, "heads": (4, 2), "dtype": torch.float32},
+    "scale": {"rule": ScoreRule(0.11)},
+    "latent": {"widths": (192, 128), "b": 1, "sizes": (40, 40)},
+    "width 64": {"widths": (64, 64), "sizes": (40, 40)},
+    "width 80": {"widths": (80, 80), "sizes": (40, 40), "layout": "strided"},
+    "width 6": {"widths": (6, 6)},
+    "width 128": {"widths": (128, 128), "b": 1, "sizes": (40, 40)},
+    "width 256": {"widths": (256, 256), "b": 1, "sizes": (20, 20)},
+    "groups": {"heads": (6, 2), "layout": "sbnd"},
+    "more keys": {"sizes": (20, 50)},
+    "more queries": {"sizes": (50, 20), "dtype": torch.float32},
+    "more keys in a window": {"sizes": (20, 50), "attended": WITH_WINDOW},
+    "not causal": {"sizes": (20, 50), "attended": Attended(causal=False)},
+    "fp32": {"dtype": torch.float32},
+    "all": {
+        "attended": Attended(window=9, starts=documents(50, PACKED).starts, stops=documents(50, PACKED).stops),
+        "rule": ScoreRule(0.3, 3.0),
+        "sinks": True,
+        "heads": (4, 2),
+        "widths": (24, 10),
+        "layout": "sbnd",
+    },
+}
+QUICK = ["odd", "more queries", "all"]
+names = list(CASES)
+
+
+@pytest.mark.parametrize("name", slow_but([names.index(name) for name in QUICK], names))
+def test_it_is_attention_with_explicit_scores(name: str) -> None:
+    check(**CASES[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["all", "latent"])
+def test_the_shipped_tiles_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    check(**{**CASES[name], "sizes": (150, 150), "attended": Attended(window=90)})
+
+
+@pytest.mark.parametrize("attention", ["cap and sinks", "window"])
+def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str) -> None:
+    """Also of the sinks. q, k and v are slices of a wider row, and the first sample has two documents."""
+    rule, window, with_sinks = (PLAIN_SCORES, 9, False) if attention == "window" else (ScoreRule(0.3, 3.0), 0, True)
+    tokens = torch.zeros(2, 20, dtype=torch.long)
+    starts = torch.tensor([0, 7, 20, 40], dtype=torch.int32)
+    batch = MicroBatch.of_samples(tokens, tokens, torch.ones(2, 20), torch.arange(2), starts).to(DEVICE)
+    outputs: dict[str, list[Tensor]] = {}
+    for impl in ("torch", "triton"):
+        kernels = Kernels(masked_attention=impl)  # type: ignore[arg-type]
+        qkv = random((20, 2, 8, 16), torch.bfloat16, "guarded").requires_grad_()
+        sinks = torch.linspace(-1, 2, 4, device=DEVICE, requires_grad=True) if with_sinks else None
+        q, k, v = qkv.split([4, 2, 2], dim=2)
+        y = whole_attention(q, k, v, batch, None, kernels, window, rule, sinks)
+        leaves = [x for x in (qkv, sinks) if x is not None]
+        grad = random(tuple(y.shape), torch.bfloat16, "guarded")
+        outputs[impl] = [y, *torch.autograd.grad(y, leaves, grad)]
+        assert ("_TiledAttention" in str(y.grad_fn.next_functions[0][0].next_functions)) == (impl == "triton")  # type: ignore[union-attr]
+    for mine, theirs in zip(outputs["triton"], outputs["torch"], strict=True):
+        assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
+        assert relative_error(mine, theirs) < 8e-3
