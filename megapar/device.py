@@ -18,8 +18,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from megapar_kernels import tiled_attention
-from megapar_kernels.backend import Backend, Kernels, select
+from megapar_kernels.backend import Kernels, select
 
+from megapar.config.options import KernelsConfig
 from megapar.errors import ConfigError
 
 
@@ -349,8 +350,8 @@ def backend(device: torch.device) -> str:
     return "gloo"
 
 
-def choose_kernels(name: Backend, device: torch.device) -> Kernels:
-    """Choose the implementation of each op for `kernels.backend` and this device.
+def choose_kernels(options: KernelsConfig, device: torch.device) -> Kernels:
+    """Choose the implementation of each op for the section `kernels` and this device.
 
     Attention uses cuDNN on Hopper and Blackwell, unless deterministic kernels were asked for. Raises ConfigError if the
     backend does not work here.
@@ -359,7 +360,7 @@ def choose_kernels(name: Backend, device: torch.device) -> Kernels:
     modern = capability in ((9, 0), (10, 0)) and not torch.are_deterministic_algorithms_enabled()
     attention: Literal["cudnn", "torch"] = "cudnn" if modern else "torch"
     try:
-        kernels = select(name, device, attention)
+        kernels = select(options.backend, device, attention, compiled=options.compile)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     served = device.type != "cuda" or capability in tiled_attention.CAPABILITIES

@@ -48,12 +48,14 @@ class Recompute:
         return self.mode == "all_but_attention"
 
 
-def preload(mode: str) -> None:
+def preload(mode: str, compiles: bool = False) -> None:
     """Import what torch's checkpoint imports at its first call, if `mode` uses it. It takes seconds.
+
+    torch.compile imports it too, if the run `compiles`.
 
     A launcher calls this before it forks its ranks, so not every rank spends that time. Light uses no checkpoint.
     """
-    if mode in ("selective", *BY_LAYER):
+    if compiles or mode in ("selective", *BY_LAYER):
         importlib.import_module("torch._dynamo")
 
 

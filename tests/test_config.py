@@ -712,7 +712,7 @@ optimizer: lr min_lr schedule warmup_steps decay_steps betas eps weight_decay cl
 data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every
 log: every tensorboard profile peak_tflops
-kernels: backend loss_chunk
+kernels: backend loss_chunk compile
 launch: nproc device timeout_seconds time_limit threads cpu_exchange
 adapter: rank alpha targets rslora dropout dora init_from
 top: run_dir dry_run gpu

@@ -18,6 +18,7 @@ from megapar_kernels.backend import FUSED, Kernels, select
 from megapar_kernels.norms import add_rms_norm, layer_norm, rms_norm
 from torch import Tensor
 
+from megapar.config.options import KernelsConfig
 from megapar.device import choose_kernels
 from megapar.errors import ConfigError
 from megapar.products import MatrixProducts
@@ -40,7 +41,7 @@ def test_a_backend_that_cannot_serve_is_refused_in_one_line(monkeypatch: pytest.
     monkeypatch.setattr(backend, "interpreting", lambda: False)
     monkeypatch.setattr(backend, "HAS_TRITON", True)
     with pytest.raises(ConfigError, match=r"^kernels.backend=triton: needs a GPU, .* choose auto or torch"):
-        choose_kernels("triton", CPU)
+        choose_kernels(KernelsConfig("triton"), CPU)
     with pytest.raises(ValueError, match=r"^kernels.backend=apex: apex is not installed; build it .*pip install"):
         select("apex", GPU)
 

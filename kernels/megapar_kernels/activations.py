@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels.dispatch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
+from megapar_kernels.one_graph import OneGraph
 
 __all__ = [
     *("bias_gelu", "clamped_swiglu", "geglu", "geglu_erf", "gelu", "gelu_erf", "reglu", "reglu_squared", "relu"),
@@ -241,17 +242,81 @@ class _TorchGated(torch.autograd.Function):
         return grad, None
 
 
+def _formula(x: Tensor, bias: Tensor | None, activation: Activation, gated: bool) -> Tensor:
+    """The activation of x + bias, in fp32 if x is narrower, rounded to x's dtype once."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    if bias is not None:
+        wide = wide + bias
+    if not gated:
+        return TORCH[activation](wide).to(x.dtype)
+    gate, up = wide.chunk(2, dim=-1)
+    return (TORCH[activation](gate) * up).to(x.dtype)
+
+
+def _backward_formula(
+    grad_y: Tensor, x: Tensor, bias: Tensor | None, activation: Activation, gated: bool
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of x and of the bias, which is summed in the wider dtype."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    grad = grad_y.to(wide.dtype)
+    if bias is not None:
+        wide = wide + bias
+    if gated:
+        gate, up = wide.chunk(2, dim=-1)
+        grad_x = torch.cat((_slope_times(grad * up, gate, activation), grad * TORCH[activation](gate)), dim=-1)
+    else:
+        grad_x = _slope_times(grad, wide, activation)
+    grad_bias = None if bias is None else grad_x.flatten(0, -2).sum(0).to(bias.dtype)
+    return grad_x.to(x.dtype), grad_bias
+
+
+def _slope_times(grad: Tensor, x: Tensor, activation: Activation) -> Tensor:
+    """grad times the activation's derivative at x."""
+    if activation == "silu":
+        return torch.ops.aten.silu_backward(grad, x)
+    if activation in ("gelu", "gelu_erf"):
+        approximate = "tanh" if activation == "gelu" else "none"
+        return torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+    if activation == "relu":
+        return grad * (x > 0)
+    return grad * 2.0 * F.relu(x)
+
+
+_forward_in_one_graph = OneGraph(_formula)
+_backward_in_one_graph = OneGraph(_backward_formula)
+
+
+class _Compiled(torch.autograd.Function):
+    """As `_Activation`, by a graph forward and one backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: Activation, gated: bool) -> Tensor:
+        ctx.save_for_backward(x, bias)
+        ctx.settings = activation, gated
+        return _forward_in_one_graph(x, bias, activation, gated)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        x, bias = ctx.saved_tensors
+        return *_backward_in_one_graph(grad_y, x, bias, *ctx.settings), None, None
+
+
 def _gated(gate_up: Tensor, activation: Activation, impl: Implementation) -> Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up: the last dimension of {tuple(gate_up.shape)} is odd; it holds both, 2 f wide")
     if fused(impl, gate_up):
         return _Activation.apply(gate_up, None, activation, True)
+    if impl == "inductor":
+        return _Compiled.apply(gate_up, None, activation, True)
     return _TorchGated.apply(gate_up, activation)
 
 
 def _plain(x: Tensor, activation: Activation, impl: Implementation) -> Tensor:
     if fused(impl, x):
         return _Activation.apply(x, None, activation, False)
+    if impl == "inductor":
+        return _Compiled.apply(x, None, activation, False)
     return TORCH[activation](x)
 
 
@@ -350,4 +415,6 @@ def bias_gelu(x: Tensor, bias: Tensor, impl: Implementation = "torch") -> Tensor
         raise ValueError(f"bias {tuple(bias.shape)} does not fit x {tuple(x.shape)}: it must be [{x.shape[-1]}]")
     if fused(impl, x):
         return _Activation.apply(x, bias, "gelu", False)
+    if impl == "inductor":
+        return _Compiled.apply(x, bias, "gelu", False)
     return TORCH["gelu"](x + bias).to(x.dtype)

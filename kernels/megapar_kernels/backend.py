@@ -29,6 +29,11 @@ class Kernels:
     masked_attention: Implementation = "torch"
     """Attention with windows, caps of scores or sinks, for which torch has no fused operation."""
 
+    @property
+    def activation_of_experts(self) -> Implementation:
+        """That of rows for experts. They vary in number, and torch.compile would compile for each number."""
+        return "torch" if self.activation == "inductor" else self.activation
+
     def __str__(self) -> str:
         """Each implementation with its ops, or one name if all ops have the same implementation."""
         ops: dict[str, list[str]] = {}
@@ -54,14 +59,20 @@ FUSED = Kernels(
 )
 # apex has no kernels for the other ops.
 APEX = replace(FUSED, norm="apex", adamw="apex", weight_gradient="apex")
+# The ops that torch.compile makes one pass of. Dropout, cross entropy and AdamW stay torch's.
+COMPILED = Kernels(norm="inductor", activation="inductor", rope="inductor")
 
 
-def select(backend: Backend, device: torch.device, attention: Literal["torch", "cudnn"] = "torch") -> Kernels:
-    """The implementations meant by `kernels.backend` on `device`.
+def select(
+    backend: Backend, device: torch.device, attention: Literal["torch", "cudnn"] = "torch", *, compiled: bool = False
+) -> Kernels:
+    """The implementations meant by `kernels.backend` and `kernels.compile` on `device`.
 
     auto means triton on a GPU if triton is installed, else torch. With apex, norms, AdamW and weight gradients are
     apex's, and the rest is triton. Raises ValueError with one line if a backend was asked for and cannot be used.
     """
+    if compiled:  # with a backend of auto or torch (`validate`)
+        return replace(COMPILED, attention="torch" if device.type == "meta" else attention)
     # On the meta device nothing is computed, so nothing needs to be installed. auto means torch there. The norms of
     # apex and triton keep the same for the backward pass, so triton stands for apex.
     if device.type == "meta":

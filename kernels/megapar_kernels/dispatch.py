@@ -41,7 +41,7 @@ __all__ = [
     "triton",
 ]
 
-Implementation = Literal["torch", "triton", "apex"]
+Implementation = Literal["torch", "triton", "apex", "inductor"]
 
 # For fewer elements a launch from Python costs more than the memory traffic that fusion saves. On an H100 Liger's fused
 # norm of 1024 columns takes four times as long as torch's.

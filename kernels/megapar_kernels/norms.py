@@ -11,7 +11,8 @@ of their weight takes a pass of its own (10 bytes). The same kernels compute bot
 they subtract the mean, as LayerNorm does.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from megapar_kernels.dispatch import (
     tl,
     triton,
 )
+from megapar_kernels.one_graph import OneGraph
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -44,7 +46,7 @@ GRADIENT_WARPS = 8
 
 
 def _closed_form(x: Tensor, weight: Tensor, impl: Implementation) -> bool:
-    """Whether `_Norm` computes the norm by torch's ops. Else autograd differentiates torch's own norm.
+    """Whether `_Norm` computes the norm by torch's ops one by one. Else autograd differentiates torch's own norm.
 
     On a CPU F.rms_norm is a chain of elementwise ops. autograd keeps one more tensor of x's size for them, and their
     backward takes three times as long as `_torch_backward`.
@@ -87,6 +89,52 @@ def _torch_backward(
     if grad_total is not None:
         grad_x += grad_total
     return grad_x, grads
+
+
+def _formula(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
+    """As `_forward`, to be compiled. The sum is None if there is no residual."""
+    total = None if residual is None else (x + residual).to(x.dtype)
+    wide = (x if total is None else total).to(torch.promote_types(x.dtype, torch.float32))
+    if bias is None:
+        mean = None
+        rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
+        return (wide * rstd * weight).to(x.dtype), total, mean, rstd
+    variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    rstd = (variance + eps).rsqrt()
+    return ((wide - mean) * rstd * weight + bias).to(x.dtype), total, mean, rstd
+
+
+def _backward_formula(
+    grad_y: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, list[Tensor]]:
+    """As `_backward`, to be compiled."""
+    wide = x.to(rstd.dtype)
+    normed = (wide if mean is None else wide - mean) * rstd
+    grad_wide = grad_y.to(rstd.dtype)
+    product = grad_wide * weight
+    grad_x = product - normed * (product * normed).mean(-1, keepdim=True)
+    if mean is not None:
+        grad_x = grad_x - product.mean(-1, keepdim=True)
+    grad_x = grad_x * rstd
+    if grad_total is not None:
+        grad_x = grad_x + grad_total
+    grads = [(grad_wide * normed).flatten(0, -2).sum(0)]
+    if mean is not None:
+        grads.append(grad_wide.flatten(0, -2).sum(0))
+    return grad_x.to(x.dtype), grads
+
+
+_formula_in_one_graph = OneGraph(_formula)
+
+
+def _compiled_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """As `_forward`, by one graph."""
+    y, total, mean, rstd = _formula_in_one_graph(x, residual, weight, bias, eps)
+    return y, x if total is None else total, mean, rstd
 
 
 def _torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -402,10 +450,20 @@ def _give(grad: Tensor, main_grad: MainGrad | None, dtype: torch.dtype) -> Tenso
     return None
 
 
+class _Passes(NamedTuple):
+    """Who computes a norm forward and backward: as `_forward` and `_backward`."""
+
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor]]
+    backward: Callable[..., tuple[Tensor, Any]]
+
+
+_KERNELS = _Passes(_forward, _backward)
+_TORCH = _Passes(_torch_forward, _torch_backward)
+_COMPILED = _Passes(_compiled_forward, OneGraph(_backward_formula))
+
+
 class _Norm(torch.autograd.Function):
     """(y, x + residual); y alone if there is no residual. Without a bias it is RMSNorm, with one LayerNorm.
-
-    `closed_form` says whether torch's ops compute it instead of the kernels (see `_closed_form`).
 
     The gradients of weight and bias are added to their main gradients if they have them (`dispatch.MainGrad`).
     """
@@ -418,15 +476,14 @@ class _Norm(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         eps: float,
-        closed_form: bool,
+        passes: _Passes,
     ) -> Tensor | tuple[Tensor, Tensor]:
         # Read here: a recomputation gives the backward pass copies of the parameters without attributes.
         ctx.main_grads = main_grad_of(weight), main_grad_of(bias)
         tensors = (None if t is None else t.contiguous() for t in (x, residual, weight, bias))
         x, residual, weight, bias = tensors  # type: ignore[assignment]
-        forward = _torch_forward if closed_form else _forward
-        y, total, mean, rstd = forward(x, residual, weight, bias, eps)
-        ctx.closed_form = closed_form
+        y, total, mean, rstd = passes.forward(x, residual, weight, bias, eps)
+        ctx.passes = passes
         ctx.set_materialize_grads(False)  # an output that is not used has gradient None, and not a tensor of zeros
         ctx.save_for_backward(total, weight, mean, rstd)
         return y if residual is None else (y, total)
@@ -441,8 +498,7 @@ class _Norm(torch.autograd.Function):
             return grad_total, grad_residual, None, None, None, None
         if grad_total is not None:
             grad_total = grad_total.contiguous()
-        backward = _torch_backward if ctx.closed_form else _backward
-        grad_x, grads = backward(grad_y.contiguous(), grad_total, total, weight, mean, rstd)
+        grad_x, grads = ctx.passes.backward(grad_y.contiguous(), grad_total, total, weight, mean, rstd)
         weight_main_grad, bias_main_grad = ctx.main_grads
         grad_weight = _give(grads[0], weight_main_grad, weight.dtype) if needs_weight else None
         grad_bias = _give(grads[1], bias_main_grad, weight.dtype) if needs_bias else None
@@ -450,10 +506,17 @@ class _Norm(torch.autograd.Function):
         return grad_x, grad_residual, grad_weight, grad_bias, None, None
 
 
+def _fused_passes(impl: Implementation, x: Tensor) -> _Passes | None:
+    """Who computes the norm of `x` in one pass over memory, or None."""
+    if impl == "inductor":
+        return _COMPILED
+    return _KERNELS if fused(impl, x) else None
+
+
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     _check(x, None, weight, bias)
-    if fused(impl, x):
-        return _Norm.apply(x, None, weight, bias, eps, False)
+    if passes := _fused_passes(impl, x):
+        return _Norm.apply(x, None, weight, bias, eps, passes)
     return _unfused_norm(x, weight, bias, eps, impl)
 
 
@@ -461,10 +524,10 @@ def _add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation
 ) -> tuple[Tensor, Tensor]:
     _check(x, residual, weight, bias)
-    if fused(impl, x):
-        return _Norm.apply(x, residual, weight, bias, eps, False)
+    if passes := _fused_passes(impl, x):
+        return _Norm.apply(x, residual, weight, bias, eps, passes)
     if impl == "torch" and x.dtype == residual.dtype and _closed_form(x, weight, impl):
-        return _Norm.apply(x, residual, weight, bias, eps, True)
+        return _Norm.apply(x, residual, weight, bias, eps, _TORCH)
     total = (x + residual).to(x.dtype)
     return _unfused_norm(total, weight, bias, eps, impl), total
 
@@ -472,7 +535,7 @@ def _add_norm(
 def _unfused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     if impl != "apex":
         if _closed_form(x, weight, impl):
-            return _Norm.apply(x, None, weight, bias, eps, True)
+            return _Norm.apply(x, None, weight, bias, eps, _TORCH)
         return _torch_norm(x, weight, bias, eps)
     if bias is None:
         return apex.rms_norm(x, weight, eps)

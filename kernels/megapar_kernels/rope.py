@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels.dispatch import Implementation, fused, launches, next_power_of_2, on_gpu, tl, triton
+from megapar_kernels.one_graph import OneGraph
 
 __all__ = ["rotate", "rotate_qk", "split_and_rotate_qkv"]
 
@@ -115,6 +116,15 @@ def _launch(
         )
 
 
+def _rotate_formula(q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
+    """Rotated copies of q and k, to be compiled."""
+    sin_sd = -sin_sd if inverse else sin_sd
+    return _reference(q, cos_sd, sin_sd).contiguous(), _reference(k, cos_sd, sin_sd).contiguous()
+
+
+_rotate_in_one_graph = OneGraph(_rotate_formula)
+
+
 def _rotate_contiguous(q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, inverse: bool) -> tuple[Tensor, Tensor]:
     """Rotated copies of q and k by the kernel, contiguous."""
     q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
@@ -124,18 +134,22 @@ def _rotate_contiguous(q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, inv
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, cos_sd: Tensor, sin_sd: Tensor, impl: Implementation
+    ) -> tuple[Tensor, Tensor]:
         cos_sd = cos_sd.contiguous()
         sin_sd = sin_sd.contiguous()
         # Not q and k: the gradient of a rotation does not depend on its input.
         ctx.save_for_backward(cos_sd, sin_sd)
-        return _rotate_contiguous(q, k, cos_sd, sin_sd, inverse=False)
+        ctx.rotate = _rotate_in_one_graph if impl == "inductor" else _rotate_contiguous
+        rotated: tuple[Tensor, Tensor] = ctx.rotate(q, k, cos_sd, sin_sd, False)
+        return rotated
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad_q: Tensor, grad_k: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         cos_sd, sin_sd = ctx.saved_tensors
-        return *_rotate_contiguous(grad_q, grad_k, cos_sd, sin_sd, inverse=True), None, None
+        return *ctx.rotate(grad_q, grad_k, cos_sd, sin_sd, True), None, None, None
 
 
 def rotate_qk(
@@ -160,8 +174,8 @@ def rotate_qk(
             f"{tuple(sin_sd.shape)}: they must be [s, b, n, d] and [s, w] with the same s, b and d, and an even w "
             "of at most d"
         )
-    if fused(impl, q_sbnd):
-        return _Rotate.apply(q_sbnd, k_sbnd, cos_sd, sin_sd)
+    if impl == "inductor" or fused(impl, q_sbnd):
+        return _Rotate.apply(q_sbnd, k_sbnd, cos_sd, sin_sd, impl)
     return _reference(q_sbnd, cos_sd, sin_sd), _reference(k_sbnd, cos_sd, sin_sd)
 
 
@@ -170,7 +184,7 @@ def rotate(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, impl: Implementation 
 
     It is computed in the tables' dtype and returned in x's.
     """
-    if fused(impl, x_sbnd):
+    if impl == "inductor" or fused(impl, x_sbnd):
         # The kernel takes a q and a k: no heads stand for k.
         return rotate_qk(x_sbnd, x_sbnd.detach()[:, :, :0], cos_sd, sin_sd, impl=impl)[0]
     return _reference(x_sbnd, cos_sd, sin_sd)
@@ -246,6 +260,49 @@ class _SplitAndRotate(torch.autograd.Function):
         return grad, None, None, None, None, None, None
 
 
+def _split_formula(
+    qkv: Tensor, q_heads: int, kv_heads: int, width: int, cos_sd: Tensor, sin_sd: Tensor, heads_apart: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q and k rotated, and v, in the order of `_empty_heads`. To be compiled."""
+    q, k, v = _heads(qkv, q_heads, kv_heads, width)
+    rotated = _reference(q, cos_sd, sin_sd), _reference(k, cos_sd, sin_sd), v
+    if not heads_apart:
+        q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in rotated)
+    else:
+        apart = (x.permute(1, 2, 0, 3).clone(memory_format=torch.contiguous_format) for x in rotated)
+        q, k, v = (x.permute(2, 0, 1, 3) for x in apart)
+    return q, k, v
+
+
+def _joined_formula(grad_q: Tensor, grad_k: Tensor, grad_v: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
+    """The gradient of the projection. To be compiled."""
+    grads = _reference(grad_q, cos_sd, -sin_sd), _reference(grad_k, cos_sd, -sin_sd), grad_v
+    return torch.cat([grad.flatten(2) for grad in grads], dim=-1)
+
+
+_split_in_one_graph = OneGraph(_split_formula)
+_joined_in_one_graph = OneGraph(_joined_formula)
+
+
+class _CompiledSplitAndRotate(torch.autograd.Function):
+    """As `_SplitAndRotate`, by a graph forward and one backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, q_heads: int, kv_heads: int, cos_sd: Tensor, sin_sd: Tensor, heads_apart: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(cos_sd, sin_sd)
+        width = qkv.shape[2] // (q_heads + 2 * kv_heads)
+        return _split_in_one_graph(qkv, q_heads, kv_heads, width, cos_sd, sin_sd, heads_apart)
+
+    @staticmethod
+    @once_differentiable
+    def backward(
+        ctx: Any, grad_q: Tensor, grad_k: Tensor, grad_v: Tensor
+    ) -> tuple[Tensor, None, None, None, None, None]:
+        return _joined_in_one_graph(grad_q, grad_k, grad_v, *ctx.saved_tensors), None, None, None, None, None
+
+
 def _rotate_pair(
     q: Tensor,
     k: Tensor,
@@ -291,5 +348,7 @@ def split_and_rotate_qkv(
     # A CPU's SDPA multiplies the rows of one head at a time: with heads apart in memory it is up to a third faster. A
     # GPU's reads the order [s, b, n, d] as fast.
     heads_apart = not on_gpu(qkv_sbc, impl)
+    if impl == "inductor":
+        return _CompiledSplitAndRotate.apply(qkv_sbc, q_heads, kv_heads, cos_sd, sin_sd, heads_apart)
     use_kernel = fused(impl, qkv_sbc)
     return _SplitAndRotate.apply(qkv_sbc, q_heads, kv_heads, cos_sd, sin_sd, use_kernel, heads_apart)

@@ -456,6 +456,9 @@ class KernelsConfig:
     loss_chunk: int = 0
     """Compute the loss for so many tokens at a time, which saves the memory of the other logits and computes logits
     twice; 0: all tokens of a micro-batch at once, and logits once."""
+    compile: bool = False
+    """Let torch.compile make one pass of each norm, activation and rotation of torch's ops, forward and backward. It is
+    done before the first step. The activation of experts stays torch's: their rows vary in number."""
 
 
 @dataclass(frozen=True)

@@ -69,6 +69,7 @@ def validate(config: Config, world_size: int, rules: ModelRules, stages: Virtual
             *_adapter(derived),
             *_checkpoint(derived),
             *_log(derived),
+            *_kernels(derived),
         ]
     if problems:
         raise ConfigError("\n".join(problems))
@@ -417,6 +418,14 @@ def _train(config: Config) -> Iterator[str]:
             if getattr(train, name) != getattr(defaults, name):
                 text = f"nothing to evaluate; set data.validation, or leave {name} at {getattr(defaults, name)}"
                 yield problem(config, f"train.{name} data.validation", text)
+
+
+def _kernels(config: Config) -> Iterator[str]:
+    """Problems of options that choose the implementation of the same ops."""
+    kernels = config.kernels
+    if kernels.compile and kernels.backend not in ("auto", "torch"):
+        text = f"{kernels.backend} has kernels for what would be compiled; use torch, or leave compile at false"
+        yield problem(config, "kernels.compile kernels.backend", text)
 
 
 def _optimizer(config: Config) -> Iterator[str]:

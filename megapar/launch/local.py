@@ -53,7 +53,7 @@ _PREEMPTED = 75
 
 def preload(config: Config) -> None:
     """Import what ranks will need. Later forks share it."""
-    recompute.preload(config.train.recompute)
+    recompute.preload(config.train.recompute, compiles=config.kernels.compile)
     runtime.preload(config.parallel.pp)
 
 

@@ -152,7 +152,7 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
     """
     with _told_by_each_host(env):
         chosen = device.choose(config.launch.device, env.local_rank, env.local_world_size, own_gpus=env.launched)
-        device.choose_kernels(config.kernels.backend, chosen)  # called here to raise before the first collective
+        device.choose_kernels(config.kernels, chosen)  # called here to raise before the first collective
     device.prepare(chosen, threads=config.launch.threads, cores=env.cores, deterministic=config.train.deterministic)
     device.require_threads()
     timeout = config.launch.timeout_seconds

@@ -135,7 +135,7 @@ def planned_device(config: Config) -> str:
 
 def _with_kernels_of_the_planned_device(config: Config) -> Config:
     """Set `kernels.backend` to what auto means on the planned device. On the meta device auto would mean torch."""
-    if config.kernels.backend != "auto" or planned_device(config) == "cpu":
+    if config.kernels.backend != "auto" or config.kernels.compile or planned_device(config) == "cpu":
         return config
     return replace(config, kernels=replace(config.kernels, backend="triton"))
 

@@ -301,7 +301,7 @@ class Parts:
             # Which layers full recomputes, the part says.
             mode = "none" if train.recompute in BY_LAYER and not part.recomputed else train.recompute
             decides = (*decides, mode, config.parallel.cp_attention)
-        key = (part, decides, config.kernels.backend, self._cuts(config, ctx, [part]))
+        key = (part, decides, config.kernels.backend, config.kernels.compile, self._cuts(config, ctx, [part]))
         if (key, given) not in self._recordings:
             noting, tape = recording(ctx)
             (stage,) = self._stages(config, noting, [part])

@@ -127,7 +127,7 @@ def simulate(
 
 def with_planned_kernels(config: Config) -> Config:
     """`config` with the kernels that auto means on the planned device. On the meta device it would mean torch's."""
-    if config.kernels.backend != "auto" or planned_device(config) == "cpu":
+    if config.kernels.backend != "auto" or config.kernels.compile or planned_device(config) == "cpu":
         return config
     return replace(config, kernels=replace(config.kernels, backend="triton"))
 

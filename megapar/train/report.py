@@ -98,7 +98,7 @@ def write_run_header(
     words. `notes` are lines to print about what was resumed. Raises StorageError on every rank if rank 0 cannot write
     the folder. Afterwards it exists on every rank.
     """
-    kernels = device.choose_kernels(config.kernels.backend, ctx.device)
+    kernels = device.choose_kernels(config.kernels, ctx.device)
     run_dir = Path(config.run_dir)
     environment = provenance(ctx.device) | {"kernels": asdict(kernels)}
 

@@ -41,6 +41,7 @@ from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
 from megapar.train.prediction import Comparison, Prediction
 from megapar.train.profiler import Profiler
+from megapar.train.rehearsal import rehearse
 from megapar.train.state import QueuedStep, StepResult, TrainState
 from megapar.train.step import evaluate, queue_step
 from megapar.train.trainable import freeze_others
@@ -68,7 +69,7 @@ def assemble(
     (`dry_run.memory_limit`).
     """
     options = config.optimizer
-    kernels = device.choose_kernels(config.kernels.backend, ctx.device)
+    kernels = device.choose_kernels(config.kernels, ctx.device)
     stage = options.zero_stage
     layout = layout_of(options, list(stages.values()))
     weights: Weights
@@ -231,6 +232,7 @@ class _Steps:
         # meanwhile, so even then it rarely waits for the host.
         runs_behind = device.is_asynchronous(ctx.device) and not run.state.loss_scale.dynamic
         self._behind = 1 if runs_behind else 0
+        self._rehearses = options.kernels.compile
         self._comparison = None if run.prediction is None else Comparison(run.prediction)
 
     def queue(self, around: AbstractContextManager[None]) -> None:
@@ -241,6 +243,10 @@ class _Steps:
         self._meter.start()
         with state.ctx.flight.span("data"):
             batches = self._meter.waited(self._data.next_step)
+        if self._rehearses:
+            self._rehearses = False
+            self._reporter.say(rehearse(state, batches))
+            self._meter.start()  # again: neither its time nor what it sent are a step's
         asked = self._run.asked_to_stop() != ""
         with around:
             step = queue_step(state, batches, asked_to_stop=asked)

@@ -77,7 +77,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
     model = config.model
     family = find(model.family)
     first_rank, last_rank = embedding_ranks(config.parallel)
-    kernels = choose_kernels(config.kernels.backend, ctx.device)
+    kernels = choose_kernels(config.kernels, ctx.device)
     sharding = Sharding.of(
         ctx,
         model_dtype(config.train.precision),

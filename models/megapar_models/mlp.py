@@ -20,6 +20,7 @@ from megapar_kernels.activations import (
     silu,
     swiglu,
 )
+from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
 from megapar import recompute
@@ -52,7 +53,7 @@ PLAIN: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-def gated_activation(kind: LayerKind, model: ModelConfig, factory: Factory) -> Callable[[Tensor], Tensor]:
+def gated_activation(kind: LayerKind, model: ModelConfig, impl: Implementation) -> Callable[[Tensor], Tensor]:
     """The activation of a layer's gated MLP or experts: maps [..., gate then up] to [..., f].
 
     Raises ValueError for a name that GATED does not have.
@@ -62,7 +63,7 @@ def gated_activation(kind: LayerKind, model: ModelConfig, factory: Factory) -> C
         return partial(clamped_swiglu, limit=kind.activation_limit)
     if name not in GATED:
         raise ValueError(f"no gated activation is called {name}; there are {', '.join(GATED)} and clamped_swiglu")
-    return partial(GATED[name], impl=factory.kernels.activation)
+    return partial(GATED[name], impl=impl)
 
 
 class GatedMLP(nn.Module):
@@ -98,7 +99,7 @@ class DenseMLP(GatedMLP):
     """The gated MLP of layer `number`, of width model.intermediate_size."""
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
-        activation = gated_activation(kind, model, factory)
+        activation = gated_activation(kind, model, factory.kernels.activation)
         name = f"layers.{number}.mlp"
         super().__init__(name, model.hidden_size, model.intermediate_size, activation, factory, bias=kind.mlp_bias)
 

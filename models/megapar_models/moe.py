@@ -74,18 +74,18 @@ class MixtureOfExperts(nn.Module):
             logit_bias=kind.router_bias,
             in_model_dtype=kind.router_dtype == "model",
         )
-        activation = gated_activation(kind, model, factory)
         self.experts = factory.experts(
             f"{name}.experts",
             self.num_experts,
             model.hidden_size,
             moe.moe_intermediate_size,
-            activation=activation,
+            activation=gated_activation(kind, model, factory.kernels.activation_of_experts),
             token_share=Fraction(moe.num_experts_per_tok, self.num_experts),
             bias=kind.expert_bias,
         )
         self.shared = None
         if moe.shared_expert_intermediate_size:
+            activation = gated_activation(kind, model, factory.kernels.activation)
             self.shared = SharedExpert(name, model, moe, activation, factory)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:

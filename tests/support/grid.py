@@ -164,6 +164,7 @@ class Layout:
     overlap: bool = True
     backend: Backend = "auto"
     loss_chunk: int = 0
+    compile: bool = False
     packed: bool = False
     follows: bool = False  # one process goes on with the weights of the ranks after each step
     trainable: tuple[str, ...] = ()
@@ -216,7 +217,7 @@ class Layout:
             bucket_mb=0.0 if self.zero_stage >= 2 else 1 / 64,
             overlap_grad_reduce=self.overlap,
         )
-        kernels = KernelsConfig(self.backend, self.loss_chunk)
+        kernels = KernelsConfig(self.backend, self.loss_chunk, self.compile)
         parts: dict[str, Any] = {"parallel": parallel, "train": train, "optimizer": optimizer, "kernels": kernels}
         parts["adapter"] = self.adapter
         if find_objective(self.objective).divided_by == "pairs":

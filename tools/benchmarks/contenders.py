@@ -87,6 +87,7 @@ class Variant:
     zero_stage: Literal[0, 1, 2, 3] = 1
     parallel: ParallelConfig | None = None
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,12 @@ LAYOUTS: dict[str, Layout] = {
             # The other way to cut activations along the sequence, for comparison.
             ("megapar, tp2+sp", Variant(parallel=TP2_SP)),
         ),
+    ),
+    # Beside torch's ops one by one. It is a layout of its own, because compiling takes a minute.
+    "compiled": Layout(
+        ParallelConfig(dp=1),
+        (peers.Plain, peers.CompiledLayers),
+        (("megapar", Variant()), ("megapar, compiled", Variant(compile=True))),
     ),
     "moe": Layout(ParallelConfig(dp=1), (peers.Plain, HuggingFaceMixture), experts=True),
     "moe_ep2": Layout(

@@ -342,6 +342,17 @@ class Plain(Peer):
         return norm
 
 
+class CompiledLayers(Plain):
+    """PyTorch in one process, with each layer compiled by torch.compile, as torchtitan does."""
+
+    name = "PyTorch, layers compiled"
+
+    def parallelize(self, model: nn.Module) -> nn.Module:
+        for layer in model.layers.values():  # type: ignore[operator]
+            layer.compile(fullgraph=True, dynamic=False)
+        return model
+
+
 class DDP(Plain):
     """DistributedDataParallel; gradients are summed with the last micro-batch only."""
 

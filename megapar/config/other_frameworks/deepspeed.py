@@ -1,10 +1,10 @@
 """Keys of DeepSpeed's ds_config, dotted, and flags of its launcher."""
 
 from megapar.config.other_frameworks.rows import (
+    COMPILES,
     COUNTS_BATCH,
     GRADIENTS_ARE_SUMS,
     LESS_WARMUP,
-    NO_COMPILE,
     NO_OFFLOAD,
     NO_PROFILER,
     NO_TRACKER,
@@ -116,7 +116,7 @@ FLAGS = (
     lacking("flops_profiler", NO_PROFILER),
     always("comms_logger", "metrics.jsonl has the bytes of each axis"),
     # What else a ds_config may hold
-    lacking("compile", NO_COMPILE),
+    sets("compile", "kernels.compile", "true", COMPILES),
     lacking("elasticity", "start again with other ranks: a checkpoint loads into any layout"),
     lacking("autotuning", "dry_run prints the memory of a layout"),
     lacking("compression_training", "weights are neither pruned nor quantized"),

@@ -1,13 +1,14 @@
 """Hugging Face: fields of `TrainingArguments`, and keys of a model's config.json with other names than here."""
 
 from megapar.config.other_frameworks.rows import (
+    COMPILES,
     COUNTS_BATCH,
     EPOCHS,
-    NO_COMPILE,
     NO_HUB,
     NO_NOISE,
     NO_TRACKER,
     OF_MEMORY,
+    ONE_COMPILER,
     RESUMES,
     always,
     choice,
@@ -61,9 +62,9 @@ TRAINING_ARGUMENTS = (
     computed("activation_checkpointing_kwargs", "train.recompute_every", "every_n_layers; there is no offload"),
     sets("gradient_checkpointing", "train.recompute", "full"),
     computed("gradient_checkpointing_kwargs", "train.recompute_every", "every_n_layers; there is no offload"),
-    lacking("torch_compile", NO_COMPILE),
-    lacking("torch_compile_backend", NO_COMPILE),
-    lacking("torch_compile_mode", NO_COMPILE),
+    sets("torch_compile", "kernels.compile", "true", COMPILES),
+    lacking("torch_compile_backend", ONE_COMPILER),
+    lacking("torch_compile_mode", ONE_COMPILER),
     sets("use_liger_kernel", "kernels.backend", "triton", "megapar's own kernels"),
     lacking("torch_empty_cache_steps", OF_MEMORY),
     # Parallelism

@@ -1,10 +1,10 @@
 """Fields of torchtitan's `Trainer.Config`, set by its configurations in Python and by its flags."""
 
 from megapar.config.other_frameworks.rows import (
+    COMPILES,
     COUNTS_TOKENS,
     LAYERS_OF_STAGES,
     LESS_WARMUP,
-    NO_COMPILE,
     NO_CUDA_GRAPHS,
     NO_OFFLOAD,
     NO_PROFILER,
@@ -76,8 +76,8 @@ FLAGS = (
         {"full": "full", "selective": "selective", "none": "none"},
         "torchtitan's selective keeps products of matrices, megapar's all but the core of attention",
     ),
-    lacking("compile", NO_COMPILE),
-    lacking("compile.enable", NO_COMPILE),
+    sets("compile", "kernels.compile", "true", COMPILES),
+    sets("compile.enable", "kernels.compile", "true", COMPILES),
     computed("compile.enable_async_tensor_parallel", "parallel.tp_overlap_chunks", "number of chunks, such as 2"),
     # Data
     computed("dataloader", "data.train", "prefixes of token files, or hf:KIND:FILES"),

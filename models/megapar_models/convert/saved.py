@@ -40,7 +40,9 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
     kept = {path: value for path, value in saved.items() if is_kept(path)}
     model = find(str(kept.get("model.family", ModelConfig.family))).options
     config = unflatten(flatten(default_config(model)) | kept, model)
-    alone = replace(config, train=replace(config.train, **train))
+    # Not compiled: texts have other lengths than samples of training, and each would be compiled for.
+    kernels = replace(config.kernels, compile=False)
+    alone = replace(config, train=replace(config.train, **train), kernels=kernels)
     return replace(validate(with_fitting_objective(alone), 1), data=config.data)
 
 

@@ -1,0 +1,188 @@
+"""Norms, activations and rotations compiled by torch.compile (kernels.compile)."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megapar_kernels.activations import bias_gelu, gelu, gelu_erf, relu, relu_squared, silu, swiglu
+from megapar_kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
+from megapar_kernels.one_graph import OneGraph
+from megapar_kernels.rope import rotate, rotate_qk, split_and_rotate_qkv
+from megapar_models.registry import validate
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from megapar.errors import ConfigError
+from megapar.train.rehearsal import rehearse
+from megapar.train.step import train_step
+from tests.support.distributed import run_ranks
+from tests.support.faults import session
+from tests.support.grid import (
+    GPT,
+    LLAMA,
+    MIXTRAL,
+    SAMPLES,
+    SIGMOID,
+    STRADDLING,
+    Layout,
+    check,
+    make_state,
+    micro_batches,
+    name,
+    train_two_steps,
+)
+from tests.support.kernel_checks import TOLERANCE, relative_error
+from tests.support.program import start
+from tests.support.sweeps import slow_but
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def _compiled_ranks(layout: Layout) -> list[dict[str, Any]]:
+    return run_ranks(layout.world, _train_compiled, layout)
+
+
+def _train_compiled(layout: Layout) -> dict[str, Any]:
+    return train_two_steps(layout.config(), layout.packed)
+
+
+REPRESENTATIVE = Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=2, recompute="light", compile=True)
+"""The layout of the quick test."""
+LAYOUTS = [
+    REPRESENTATIVE,
+    Layout(LLAMA, compile=True, packed=True),
+    Layout(GPT, tp=2, dp=2, zero_stage=2, compile=True),
+    Layout(GPT, pp=2, schedule="zb-h1", recompute="selective", compile=True),
+    Layout(LLAMA, pp=2, schedule="1f1b", recompute="full", dp=2, zero_stage=3, compile=True),
+    Layout(LLAMA, pp=2, vpp=2, schedule="zb-v", recompute="light", compile=True),
+    Layout(LLAMA, pp=2, vpp=2, schedule="interleaved", compile=True),
+    Layout(STRADDLING, tp=4, sequence_parallel=True, tp_overlap_chunks=2, micro_batch_size=3, compile=True),
+    Layout(LLAMA, cp=2, cp_attention="ring", micro_batch_size=2, compile=True),
+    Layout(LLAMA, cp=2, cp_attention="ulysses", zero_stage=1, compile=True),
+    Layout(MIXTRAL, dp=2, ep=2, compile=True),
+    Layout(SIGMOID, dp=2, ep=2, recompute="light", micro_batch_size=2, compile=True),
+]
+
+
+@pytest.mark.parametrize("layout", slow_but([0], LAYOUTS), ids=name)
+def test_compiled_training_is_eager_training(layout: Layout) -> None:
+    check(layout, _compiled_ranks(layout))
+
+
+def test_a_layer_is_twelve_graphs_without_a_break() -> None:
+    """Forward the norms of x, of x + attention, of q and of k, the rotation and the activation; and their backwards.
+
+    One code serves all layers. Matrix products, core attention and the last addition of a layer are in no graph.
+    """
+    state = make_state(Layout(LLAMA, micro_batch_size=SAMPLES, compile=True).config())
+    assert len(list(state.stages[0].layers)) > 1
+    for step in range(2):
+        train_step(state, micro_batches(state.config, state.ctx, step))
+        assert counters["stats"]["unique_graphs"] == 12
+        assert not counters["graph_break"]
+
+
+def test_a_rehearsal_compiles_and_leaves_no_trace() -> None:
+    """Also none in the tally by which a router's bias is moved."""
+    found = []
+    for rehearses in (False, True):
+        state = make_state(Layout(SIGMOID, micro_batch_size=2, compile=rehearses).config())
+        batches = micro_batches(state.config, state.ctx, 0)
+        if rehearses:
+            state = make_state(replace(state.config, kernels=replace(state.config.kernels, compile=True)))
+            rehearse(state, batches)
+            compiled = counters["stats"]["unique_graphs"]
+            assert compiled > 0
+        found.append([train_step(state, micro_batches(state.config, state.ctx, step)) for step in range(2)])
+    assert counters["stats"]["unique_graphs"] == compiled, "a step compiled what the rehearsal had not"
+    for eager, after in zip(*found, strict=True):
+        assert after.loss == pytest.approx(eager.loss, rel=1e-5)
+        assert after.grad_norm == pytest.approx(eager.grad_norm, rel=1e-5)
+        assert after.tallies["expert"].tolist() == eager.tallies["expert"].tolist()
+
+
+OPS: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
+    "rms_norm": (lambda x, w, i: rms_norm(x, w, 1e-5, i), [(3, 5, 48), (48,)]),
+    "layer_norm": (lambda x, w, b, i: layer_norm(x, w, b, 1e-5, i), [(3, 5, 48), (48,), (48,)]),
+    "add_rms_norm": (lambda x, r, w, i: add_rms_norm(x, r, w, 1e-5, i), [(3, 5, 48), (3, 5, 48), (48,)]),
+    "add_layer_norm": (
+        lambda x, r, w, b, i: add_layer_norm(x, r, w, b, 1e-5, i),
+        [(3, 5, 48), (3, 5, 48), (48,), (48,)],
+    ),
+    "swiglu": (swiglu, [(3, 5, 32)]),
+    "bias_gelu": (bias_gelu, [(3, 5, 32), (32,)]),
+    **{op.__name__: (op, [(3, 5, 32)]) for op in (silu, gelu, gelu_erf, relu, relu_squared)},
+    "split_and_rotate_qkv": (lambda x, c, s, i: split_and_rotate_qkv(x, 4, 2, c, s, i), [(6, 2, 64), (6, 8), (6, 8)]),
+    "split_and_rotate_a_part": (
+        lambda x, c, s, i: split_and_rotate_qkv(x, 4, 2, c, s, i),
+        [(6, 2, 64), (6, 4), (6, 4)],
+    ),
+    "rotate_qk": (lambda q, k, c, s, i: rotate_qk(q, k, c, s, impl=i), [(6, 2, 4, 8), (6, 2, 1, 8), (6, 8), (6, 8)]),
+    "rotate": (rotate, [(6, 2, 4, 8), (6, 8), (6, 8)]),
+}
+TABLES = 2  # the last arguments of rotations, without a gradient
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("op", OPS)
+def test_compiled_ops_round_once(op: str, dtype: torch.dtype) -> None:
+    """Values and gradients, beside torch's ops in fp64 of the same inputs."""
+    function, shapes = OPS[op]
+    generator = torch.Generator().manual_seed(5)
+    given = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    if "rotate" in op:
+        given[-TABLES:] = [torch.cat((x, x), -1) for x in (y[:, : y.shape[-1] // 2].float() for y in given[-TABLES:])]
+    last = len(given) - (TABLES if "rotate" in op else 0)
+    results: list[list[Tensor]] = []
+    for impl, wide in (("inductor", False), ("torch", True)):
+        inputs = [(x.double() if wide else x.clone()).requires_grad_(n < last) for n, x in enumerate(given)]
+        ys = function(*inputs, impl)
+        ys = [ys] if isinstance(ys, Tensor) else list(ys)
+        upstream = [torch.randn(y.shape, generator=torch.Generator().manual_seed(7)).to(dtype).to(y.dtype) for y in ys]
+        results.append([*ys, *torch.autograd.grad(ys, inputs[:last], upstream)])
+    for ours, exact in zip(*results, strict=True):
+        assert ours.dtype == dtype
+        assert relative_error(ours, exact) < TOLERANCE[dtype]
+
+
+def test_nothing_falls_back_to_torch() -> None:
+    """A function that is no graph is refused, and so is one combination of shapes too many."""
+    broken = OneGraph(lambda x: 2 * x if x.sum() > 0 else 3 * x)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        broken(torch.ones(3))
+    doubled = OneGraph(lambda x: 2 * x)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        doubled(torch.ones(3))
+        doubled(torch.ones(4))
+        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+            doubled(torch.ones(5))
+
+
+def test_a_backend_with_kernels_and_compile_are_refused() -> None:
+    config = Layout(LLAMA).config()
+    config = replace(config, kernels=replace(config.kernels, backend="triton", compile=True))
+    with pytest.raises(ConfigError, match=r"^kernels.compile=true, kernels.backend=triton: triton has kernels"):
+        validate(config, 1)
+
+
+def test_a_launch_compiles_before_its_first_step_and_leaves_no_process(tmp_path: Path) -> None:
+    """Forked ranks compile, after the launcher has imported the compiler."""
+    program = start(
+        "--launch.nproc", "2", "--parallel.pp", "2", "--kernels.compile", "--train.steps", "2", cwd=tmp_path
+    )
+    program.until("before the first step")
+    assert len(session(program.pid)) == 3, "the launcher and two ranks"
+    ended = program.wait(cap_seconds=300)
+    assert ended.code == 0, ended.err
+    assert "before the first step" in ended.out
+    assert session(program.pid) == []
+    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(line["step_seconds"] < 2 for line in lines)
+    assert lines[0]["comm_bytes"] == lines[1]["comm_bytes"]
