@@ -20,7 +20,7 @@ from megapar.errors import Preempted
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process, refuse_start
 from megapar.launch.reporting import exits_refused, open_streams, reported
-from megapar.plan import dry_run, memory, predicted
+from megapar.plan import choose_chunks, dry_run, memory, predicted
 from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.plan.parts import Parts
 from megapar.system import limits
@@ -33,7 +33,7 @@ from megapar.train.trainer import Run, initializes_by_unit, start, train
 def check(resolved: Resolved, world_size: int) -> Config:
     """Check the configuration for `world_size` ranks; returns it with derived values filled in."""
     config = with_vocabulary_of_tokenizer(validate(resolved.config, world_size))
-    return check_schedule(resolved.config, config, Parts(StageBuilder()))
+    return choose_chunks.check_chunks(check_schedule(resolved.config, config, parts := Parts(StageBuilder())), parts)
 
 
 def run(resolved: Resolved, config: Config, env: device.Environment, board: Board | None = None) -> None:

@@ -30,6 +30,7 @@ from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, MegaparError, storing
 from megapar.launch.reporting import open_streams, reported
 from megapar.plan import explain, hardware, memory
+from megapar.plan.choose_chunks import best
 from megapar.plan.choose_schedule import check_schedule
 from megapar.plan.estimate import Estimator, Sizes
 from megapar.plan.memory import RankReport, fullest_rank
@@ -132,17 +133,21 @@ class ModelPlanner:
         self.parts = Parts(StageBuilder())
 
     def memory(self, config: Config) -> RankReport:
-        return fullest_rank(config, self.parts)
+        return fullest_rank(self._with_chunks(config), self.parts)
 
     def kept_by_a_layer(self, config: Config) -> tuple[float, float]:
         return memory.kept_by_a_layer(config, self.parts)
 
     def time(self, config: Config) -> StepTime:
-        return step_time(with_kernels(config), self.parts, self._machine)
+        return step_time(with_kernels(self._with_chunks(config)), self.parts, self._machine)
 
     def simulated(self, config: Config) -> StepTime:
         """The time with the timeline of the step."""
-        return step_time(with_kernels(config), self.parts, self._machine, simulated=True)
+        return step_time(with_kernels(self._with_chunks(config)), self.parts, self._machine, simulated=True)
+
+    def _with_chunks(self, config: Config) -> Config:
+        """With the number that a run takes for parallel.tp_overlap_chunks 0, which --fix may ask for."""
+        return best(config, lambda of: step_time(with_kernels(of), self.parts, self._machine).seconds)
 
 
 def with_kernels(config: Config) -> Config:

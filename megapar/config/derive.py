@@ -30,6 +30,8 @@ def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualSt
         parallel,
         dp=parallel.dp or world_size // (parallel.tp * parallel.cp * parallel.pp),
         vpp=stages.meant_by(parallel.vpp),
+        # Without tp there is nothing to overlap. Else a plan chooses (`megapar.plan.choose_chunks`).
+        tp_overlap_chunks=1 if parallel.tp == 1 and not parallel.tp_overlap_chunks else parallel.tp_overlap_chunks,
     )
     if isinstance(model, MixtureModel):
         width = model.moe.moe_intermediate_size or model.intermediate_size

@@ -181,7 +181,7 @@ class ParallelConfig:
     be a multiple of tp, and with cp of cp * tp."""
     tp_overlap_chunks: int = 1
     """Cut the tokens of a linear layer into so many chunks, and exchange one over tp while another is computed; 1: do
-    not cut."""
+    not cut; 0: pretrain.py takes the number, at most 8, with the shortest step predicted for the machine of --gpu."""
     partition: tuple[int, ...] = ()
     """Number of layers of each of the pp * vpp stages, such as 3 4 4 2; empty: stages get equal costs, as far as
     possible. The embedding and the head count too."""

@@ -24,6 +24,7 @@ _BELOW_ONE = {"adapter.dropout", "model.hidden_dropout", "model.attention_dropou
 # An option may be 0 if that is its default, or if it is listed here.
 _MAY_BE_ZERO = {
     "parallel.partition",
+    "parallel.tp_overlap_chunks",
     "parallel.schedule_costs",
     "train.seed",
     "optimizer.lr",
