@@ -358,9 +358,8 @@ def choose_kernels(options: KernelsConfig, device: torch.device) -> Kernels:
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     modern = capability in ((9, 0), (10, 0)) and not torch.are_deterministic_algorithms_enabled()
-    attention: Literal["cudnn", "torch"] = "cudnn" if modern else "torch"
     try:
-        kernels = select(options.backend, device, attention, compiled=options.compile)
+        kernels = select(options.backend, device, "cudnn" if modern else "torch", compiled=options.compile)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     served = device.type != "cuda" or capability in tiled_attention.CAPABILITIES

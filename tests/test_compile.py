@@ -53,10 +53,8 @@ def _train_compiled(layout: Layout) -> dict[str, Any]:
     return train_two_steps(layout.config(), layout.packed)
 
 
-REPRESENTATIVE = Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=2, recompute="light", compile=True)
-"""The layout of the quick test."""
 LAYOUTS = [
-    REPRESENTATIVE,
+    Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=2, recompute="light", compile=True),
     Layout(LLAMA, compile=True, packed=True),
     Layout(GPT, tp=2, dp=2, zero_stage=2, compile=True),
     Layout(GPT, pp=2, schedule="zb-h1", recompute="selective", compile=True),
@@ -71,11 +69,12 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", slow_but([0], LAYOUTS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([1], LAYOUTS), ids=name)
 def test_compiled_training_is_eager_training(layout: Layout) -> None:
     check(layout, _compiled_ranks(layout))
 
 
+@pytest.mark.slow
 def test_a_layer_is_twelve_graphs_without_a_break() -> None:
     """Forward the norms of x, of x + attention, of q and of k, the rotation and the activation; and their backwards.
 
@@ -89,6 +88,7 @@ def test_a_layer_is_twelve_graphs_without_a_break() -> None:
         assert not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_a_rehearsal_compiles_and_leaves_no_trace() -> None:
     """Also none in the tally by which a router's bias is moved."""
     found = []
@@ -130,7 +130,7 @@ OPS: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
 TABLES = 2  # the last arguments of rotations, without a gradient
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", slow_but([1], [torch.float32, torch.bfloat16]))
 @pytest.mark.parametrize("op", OPS)
 def test_compiled_ops_round_once(op: str, dtype: torch.dtype) -> None:
     """Values and gradients, beside torch's ops in fp64 of the same inputs."""
@@ -172,6 +172,7 @@ def test_a_backend_with_kernels_and_compile_are_refused() -> None:
         validate(config, 1)
 
 
+@pytest.mark.slow
 def test_a_launch_compiles_before_its_first_step_and_leaves_no_process(tmp_path: Path) -> None:
     """Forked ranks compile, after the launcher has imported the compiler."""
     program = start(
