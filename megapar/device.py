@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
-from megapar_kernels import tiled_attention
+from megapar_kernels import grouped, tiled_attention
 from megapar_kernels.backend import Kernels, select
 
 from megapar.config.options import KernelsConfig
@@ -345,9 +345,7 @@ def choose(name: str, local_rank: int, local_world_size: int, *, own_gpus: bool 
 
 def backend(device: torch.device) -> str:
     """The backend of collectives: nccl between GPUs, gloo between CPUs."""
-    if device.type == "cuda":
-        return "nccl"
-    return "gloo"
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def choose_kernels(options: KernelsConfig, device: torch.device) -> Kernels:
@@ -362,6 +360,8 @@ def choose_kernels(options: KernelsConfig, device: torch.device) -> Kernels:
         kernels = select(options.backend, device, "cudnn" if modern else "torch", compiled=options.compile)
     except ValueError as error:
         raise ConfigError(str(error)) from error
+    if device.type == "cuda" and capability not in grouped.CAPABILITIES:
+        kernels = replace(kernels, grouped_products="torch")
     served = device.type != "cuda" or capability in tiled_attention.CAPABILITIES
     return kernels if served else replace(kernels, masked_attention="torch")
 

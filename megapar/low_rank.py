@@ -107,7 +107,7 @@ class LowRank:
         """The products of A, in a layer with `products`."""
         if self.dropped is None:
             return products
-        return DroppedInputs(products.impl, products, self.dropped)
+        return DroppedInputs(base=products, dropped=self.dropped)
 
     def dropped_chunk(self, x: Tensor, slices: int, tokens: slice) -> Tensor:
         """The inputs of A, from those x [slices, tokens, in] of the layer. They are `tokens` of each slice."""

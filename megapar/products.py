@@ -3,14 +3,15 @@
 For another number format, write a subclass of `MatrixProducts`, and give it to the layers meant to compute in it.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megapar_kernels import apex
+from megapar_kernels import apex, grouped
 from megapar_kernels.dispatch import Implementation
+from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
 
@@ -24,11 +25,13 @@ class MatrixProducts:
 
     `impl` selects whether torch or apex adds the weight gradient of 16-bit inputs to the fp32 main gradient.
 
-    The methods with `grouped` in their names serve experts. They loop over the groups. torch's grouped_mm takes only
-    rows of a multiple of 16 bytes, and rounds weight gradients to the dtype of the inputs.
+    The methods with `grouped` in their names serve experts. They loop over the groups. If `grouped` is triton, one
+    launch serves all groups: torch's grouped_mm, and for weight gradients our kernel. Both take bf16 in rows of a
+    multiple of 16 bytes. The loop serves all else.
     """
 
     impl: Implementation = "torch"
+    grouped: Implementation = "torch"
 
     def convert_input(self, x: Tensor) -> Tensor:
         """The input x [..., in] of a layer as it is sent, multiplied and kept for backward: [..., any number].
@@ -103,35 +106,48 @@ class MatrixProducts:
             # On a CPU addmm has no out_dtype, so the inputs are converted.
             total.addmm_(grad_2d.t().float(), x_2d.float(), beta=beta)
 
-    def grouped_forward(self, x_2d: Tensor, weights_goi: Tensor, rows: Sequence[int]) -> Tensor:
-        """y = x W^T with a matrix for each group of rows: [tokens, out], from x_2d [tokens, in] and [groups, out, in].
-
-        The first rows[0] rows are multiplied by weights_goi[0], the next rows[1] by weights_goi[1], and so on.
-        """
+    def grouped_forward(self, x_2d: Tensor, weights_goi: Tensor, groups: RowGroups) -> Tensor:
+        """y = x W^T with a matrix [out, in] for each group of rows: [tokens, out], from x_2d [tokens, in]."""
+        if self._in_one_launch(x_2d, weights_goi):
+            return F.grouped_mm(x_2d, weights_goi.transpose(1, 2), offs=groups.ends)
         y = x_2d.new_empty(x_2d.shape[0], weights_goi.shape[1])
-        for part, x, weight in zip(y.split(rows), x_2d.split(rows), weights_goi, strict=True):
+        for part, x, weight in zip(y.split(groups.sizes), x_2d.split(groups.sizes), weights_goi, strict=True):
             self.forward_into(part, x, weight)
         return y
 
-    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Tensor, rows: Sequence[int]) -> Tensor:
+    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Tensor, groups: RowGroups) -> Tensor:
         """Gradient of x in `grouped_forward`: [tokens, in], from grad_2d [tokens, out]."""
+        if self._in_one_launch(grad_2d, weights_goi):
+            return F.grouped_mm(grad_2d, weights_goi, offs=groups.ends)
         grad_x = grad_2d.new_empty(grad_2d.shape[0], weights_goi.shape[2])
-        for part, grad, weight in zip(grad_x.split(rows), grad_2d.split(rows), weights_goi, strict=True):
+        for part, grad, weight in zip(
+            grad_x.split(groups.sizes), grad_2d.split(groups.sizes), weights_goi, strict=True
+        ):
             self.input_gradient_into(part, grad, weight)
         return grad_x
 
     def add_grouped_weight_gradient(
-        self, totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, rows: Sequence[int], *, overwrite: bool = False
+        self, totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, groups: RowGroups, *, overwrite: bool = False
     ) -> None:
         """`add_weight_gradient` of each group of rows in `grouped_forward`.
 
         A group without rows adds nothing. With `overwrite` its total becomes zero.
         """
-        for total, grad, x in zip(totals_goi, grad_2d.split(rows), x_2d.split(rows), strict=True):
+        # A plan counts the products of the loop, and would not see those within a kernel.
+        if self._in_one_launch(grad_2d, totals_goi) and x_2d.dtype == grad_2d.dtype and not x_2d.is_meta:
+            grouped.add_weight_gradients(totals_goi, grad_2d, x_2d, groups.ends, overwrite=overwrite)
+            return
+        for total, grad, x in zip(totals_goi, grad_2d.split(groups.sizes), x_2d.split(groups.sizes), strict=True):
             if len(grad):
                 self.add_weight_gradient(total, grad, x, overwrite=overwrite)
             elif overwrite:
                 total.zero_()
+
+    def _in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
+        """Whether one launch computes the products of all groups, by the grouped kernels."""
+        # 8 numbers are 16 bytes. Without rows nothing is multiplied, and the loop fills what has to be zero.
+        fits = matrices_goi.shape[1] % 8 == 0 and matrices_goi.shape[2] % 8 == 0
+        return self.grouped == "triton" and x_2d.dtype == torch.bfloat16 and fits and len(x_2d) > 0
 
 
 TORCH_PRODUCTS = MatrixProducts()

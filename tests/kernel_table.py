@@ -44,6 +44,7 @@ from megapar_kernels import (
     adamw,
     cross_entropy,
     dropout,
+    grouped,
     norms,
     rope,
     softmax,
@@ -131,6 +132,7 @@ def _all_sizes() -> Iterator[Shipped]:
     yield from _adamw()
     yield from _tiled_attention()
     yield from _token_rows()
+    yield from _grouped()
 
 
 def _token_rows() -> Iterator[Shipped]:
@@ -157,6 +159,19 @@ def _token_rows() -> Iterator[Shipped]:
             "token_rows", f"backward of {choices}, {columns}", backward, {**pointers, **indices, **sizes},
             {"CHOICES": choices, "MOST": most, "BLOCK": block}, warps, aligned=("columns",),
             elements=most * block, traffic=4 if large else 0, has_tail=False,
+        )  # fmt: skip
+
+
+def _grouped() -> Iterator[Shipped]:
+    kernel = grouped._weight_gradient_kernel
+    out_block, in_block, row_block, warps, stages = grouped.config()
+    sizes = {"OUT_BLOCK": out_block, "IN_BLOCK": in_block, "ROW_BLOCK": row_block}
+    types = {"grad_ptr": "*bf16", "x_ptr": "*bf16", "ends_ptr": "*i32", "totals_ptr": "*fp32"}
+    for overwrite in (False, True):
+        yield Shipped(
+            "grouped", f"weight gradient {'first' if overwrite else 'added'}", kernel,
+            {**types, "outputs": "i32", "inputs": "i32"}, {**sizes, "OVERWRITE": overwrite}, warps, stages,
+            aligned=("outputs", "inputs"),
         )  # fmt: skip
 
 

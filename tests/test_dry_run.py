@@ -150,13 +150,19 @@ FUSED = {
         for recompute in ("none", "selective", "light", "all_but_attention", "full")
     },
     "gpt-no-dropout": Layout(replace(TWO_LAYERS["gpt"], hidden_dropout=0.0, attention_dropout=0.0), backend="triton"),
+    **{
+        f"mixture-{recompute}": Layout(
+            replace(MIXTRAL, hidden_size=32, num_hidden_layers=1), recompute=recompute, backend="triton"
+        )
+        for recompute in ("none", "light")
+    },
     "llama-loss-chunk": Layout(TWO_LAYERS["llama"], loss_chunk=8, backend="triton"),
 }
 
 
 @needs_triton
 @pytest.mark.skipif(ON_GPUS, reason="compares with interpreted kernels, which run on a CPU")
-@pytest.mark.parametrize("name", slow_but([1, 3, 5, 7], FUSED))
+@pytest.mark.parametrize("name", slow_but([1, 3, 5, 7, 11], FUSED))
 def test_predicted_bytes_are_those_that_fused_kernels_keep(name: str) -> None:
     """Fault planned-activations. In bf16, on the real bytes of interpreted kernels; for Llama torch's ops keep more."""
     layout = FUSED[name]

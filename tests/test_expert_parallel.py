@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from megapar_kernels.activations import swiglu
+from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
 from megapar import context, recompute
@@ -204,6 +205,25 @@ def test_hosts_that_share_no_memory_agree() -> None:
     check_runs([(split, case) for split in splits for case in CASES[:2]], use_shared_memory=False)
 
 
+def ends_of_groups(splits: list[dict[str, int]], cases: list[Case]) -> list[tuple[list[int], list[int]]]:
+    """Where each expert's rows end, on the device and by the numbers on the host."""
+    found = []
+    for split, case in itertools.product(splits, cases):
+        mixture = small_mixture(case, ctx=make_context(split))
+        groups = mixture.plan(mixture.route(case.inputs(dist.get_rank())).indices).groups
+        assert groups.ends.dtype == torch.int32
+        found.append((groups.ends.tolist(), list(itertools.accumulate(groups.sizes))))
+    return found
+
+
+def test_ends_of_groups_are_sums_of_their_sizes() -> None:
+    splits = [SPLITS_OF_4[2], SPLITS_OF_4[3], SPLITS_OF_4[4]]
+    for rank in run_ranks(4, ends_of_groups, splits, [CASES[0], CASES[1], CASES[4]]):
+        for on_device, on_host in rank:
+            assert on_device == on_host
+            assert len(on_host) in (1, 2, 3, 5)
+
+
 # Dispatch and experts by themselves
 
 
@@ -228,7 +248,7 @@ def directional_derivative(split: dict[str, int], case: Case) -> tuple[float, fl
         tokens, weights, gate_up, down = values
         parameters = {"gate_up": gate_up, "down": down}
         rows = dispatch.receive(dispatch.send(tokens, plan), plan)
-        rows = torch.func.functional_call(mixture.experts, parameters, (rows, plan.rows_of_expert))
+        rows = torch.func.functional_call(mixture.experts, parameters, (rows, plan.groups))
         out = dispatch.combine(rows, weights, plan)
         return (out * case.coefficients(rank, dtype=torch.float64)).sum()
 
@@ -279,7 +299,7 @@ def test_an_expanded_gradient() -> None:
         experts = Experts("experts", 3, 8, 8, sharding, activation=swiglu, init=init, output_init=init)
         initialize([experts], seed=1)
         rows = draw(9, 8).requires_grad_()
-        out = experts(rows, [4, 0, 5])
+        out = experts(rows, RowGroups.of([4, 0, 5]))
         (out.sum() if weights is None else (out * weights).sum()).backward()
         gradients.append([rows.grad, experts.gate_up.grad, experts.down.grad])
     for found, expected in zip(*gradients, strict=True):
@@ -294,15 +314,15 @@ def test_experts_without_rows_keep_what_earlier_micro_batches_added() -> None:
     flat.start_step()
     main_grad = mixture.experts.down.main_grad.tensor.view(3, HIDDEN, case.width)  # type: ignore[attr-defined]
     experts = partial(mixture.experts, draw(4, HIDDEN))
-    experts([0, 4, 0]).sum().backward()
+    experts(RowGroups.of([0, 4, 0])).sum().backward()
     assert not main_grad[[0, 2]].any()
     first = main_grad[1].clone()
     assert first.any()
-    experts([4, 0, 0]).sum().backward()
+    experts(RowGroups.of([4, 0, 0])).sum().backward()
     assert torch.equal(main_grad[1], first)
     assert main_grad[0].any()
     flat.start_step()
-    experts([0, 0, 4]).sum().backward()
+    experts(RowGroups.of([0, 0, 4])).sum().backward()
     assert not main_grad[:2].any()
 
 
@@ -314,8 +334,8 @@ def test_products_of_groups_are_those_of_their_rows(rows: list[int], dtype: torc
     weights = draw(3, 24, 16, seed=2, dtype=dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
     products = MatrixProducts()
-    y = products.grouped_forward(x, weights, rows)
-    grad_x = products.grouped_input_gradient(grad, weights, rows)
+    y = products.grouped_forward(x, weights, RowGroups.of(rows))
+    grad_x = products.grouped_input_gradient(grad, weights, RowGroups.of(rows))
     expected = [a @ w.t() for a, w in zip(x.double().split(rows), weights.double(), strict=True)]
     torch.testing.assert_close(y.double(), torch.cat(expected), rtol=tolerance, atol=tolerance)
     expected = [g @ w for g, w in zip(grad.double().split(rows), weights.double(), strict=True)]
@@ -383,7 +403,7 @@ def overlap(case: Case) -> list[bool]:
     seen = [in_flight(arriving)]
     between.register_hook(lambda grad: seen.append(arriving.gradient is not None and in_flight(arriving)))
     rows = dispatch.receive(arriving, plan)
-    out = dispatch.combine(mixture.experts(rows, plan.rows_of_expert), routing.weights, plan)
+    out = dispatch.combine(mixture.experts(rows, plan.groups), routing.weights, plan)
     (out + between).sum().backward()
     seen.append(not in_flight(arriving))
     return seen

@@ -26,6 +26,7 @@ from tests.support.factors import COVER, SPACE, layout_of
 from tests.support.grid import (
     GPT,
     LLAMA,
+    MIXTRAL,
     ONE_KV_HEAD,
     SAMPLES,
     STEPS,
@@ -383,6 +384,7 @@ FUSED = [
     Layout(
         of_layers(ONE_KV_HEAD, 1), tp=2, sequence_parallel=True, micro_batch_size=6, backend="triton", loss_chunk=100
     ),
+    Layout(of_layers(MIXTRAL, 1), dp=2, ep=2, micro_batch_size=6, backend="triton"),
 ]
 
 

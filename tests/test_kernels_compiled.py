@@ -19,7 +19,7 @@ KERNELS = sorted((HERE.parent / "kernels/megapar_kernels").glob("*.py"))
 # They run once a step or hold a row of fp32 in registers; all others hide latency with 16 warps and more on each SM.
 FEWEST_WARPS = 16
 # Kernels of matrix products keep sums in registers and wait for tensor cores: a warp group or two on each SM.
-OF_PRODUCTS = "tiled_attention"
+OF_PRODUCTS = ("tiled_attention", "grouped")
 FEWEST_WARPS_OF_PRODUCTS = 4
 # Of its budget of instructions an element (tests/kernel_table.py): beyond it a kernel no longer reaches the copy rate.
 MOST_OF_BUDGET = 0.75
@@ -37,6 +37,7 @@ FEW = (
     *("cross_entropy gradient bf16 256, blocks = 1", "cross_entropy statistics bf16 131072", "dropout forward 4096"),
     *("norms add_rms_norm forward 4096 bf16", "norms add_layer_norm backward wide", "rope half 4 heads of 128"),
     *("softmax masked 4096 forward", "token_rows weighted sum of 8, 4096", "token_rows backward of 8, 4096"),
+    *("grouped weight gradient added", "grouped weight gradient first"),
     *("tiled_attention forward 128/128", "tiled_attention keys and values 64/64"),
 )
 
@@ -86,7 +87,8 @@ def test_nothing_spills_loads_are_wide_and_warps_enough(table: Table) -> None:
             # The tiles of products are those of Hopper. The tables say what others spill.
             if (found["spills"] or found["stack"]) and not (name.startswith(OF_PRODUCTS) and architecture != "sm_90"):
                 wrong.append(f"{name}, {architecture}: {found['spills']} spills, {found['stack']} bytes of stack")
-            if not found["wide_loads"]:
+            # The first gradient reads nothing but tiles of its inputs, by asynchronous copies.
+            if not found["wide_loads"] and name != "grouped weight gradient first":
                 wrong.append(f"{name}, {architecture}: no 128-bit load")
             fewest = FEWEST_WARPS_OF_PRODUCTS if name.startswith(OF_PRODUCTS) else FEWEST_WARPS
             if found["warps_per_sm"] < fewest:
@@ -97,7 +99,7 @@ def test_nothing_spills_loads_are_wide_and_warps_enough(table: Table) -> None:
 
 def test_kernels_wait_for_the_memory_and_not_for_their_instructions(table: Table) -> None:
     counted = {name: found["sm_90"] for name, found in table.items() if "budget" in found["sm_90"]}
-    operations = {name.split()[0] for name in table} - {OF_PRODUCTS}
+    operations = {name.split()[0] for name in table} - {*OF_PRODUCTS}
     assert {name.split()[0] for name in counted} == operations, "no kernel of an operation was counted"
     shares = {name: found["instructions_per_element"] / found["budget"] for name, found in counted.items()}
     over = {name: share for name, share in shares.items() if share > MOST_OF_BUDGET}

@@ -22,6 +22,8 @@ class Kernels:
     softmax: Implementation = "torch"
     cross_entropy: Implementation = "torch"
     token_rows: Implementation = "torch"
+    grouped_products: Implementation = "torch"
+    """Who multiplies for all experts of a layer: torch for one after the other, triton for all at once."""
     adamw: Implementation = "torch"
     weight_gradient: Implementation = "torch"
     attention: Literal["torch", "cudnn"] = "torch"
@@ -44,7 +46,7 @@ class Kernels:
         return "; ".join(f"{impl}: {', '.join(names)}" for impl, names in ops.items())
 
 
-# No Triton kernel multiplies matrices: torch's mixed-precision GEMM computes weight gradients.
+# torch's mixed-precision GEMM computes weight gradients, but for those of experts.
 FUSED = Kernels(
     norm="triton",
     activation="triton",
@@ -53,6 +55,7 @@ FUSED = Kernels(
     softmax="triton",
     cross_entropy="triton",
     token_rows="triton",
+    grouped_products="triton",
     adamw="triton",
     weight_gradient="torch",
     masked_attention="triton",

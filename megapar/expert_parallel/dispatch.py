@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from megapar_kernels.dispatch import Implementation
+from megapar_kernels.grouped import RowGroups
 from megapar_kernels.token_rows import rows_of_tokens, weighted_sum
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -92,6 +93,11 @@ class Dispatch:
     def rows_of_expert(self) -> tuple[int, ...]:
         """The number of rows of each expert of this rank."""
         return tuple(self._on_host[1].sum((0, 1)).tolist())
+
+    @cached_property
+    def groups(self) -> RowGroups:
+        """The rows of each expert of this rank, on the host and on the device."""
+        return RowGroups(self.rows_of_expert, self.arriving_qpe.sum((0, 1)).cumsum(0, dtype=torch.int32))
 
     @cached_property
     def expert_order(self) -> Tensor | None:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from megapar_kernels.dispatch import main_grad_of
+from megapar_kernels.grouped import RowGroups
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -140,35 +141,35 @@ class Experts(nn.Module):
         )
         return sharding.parameter_of(spec, (rows, *pieces[0].local_shape[1:]))
 
-    def forward(self, rows: Tensor, rows_of_expert: Sequence[int]) -> Tensor:
+    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
         """The experts' results [rows, h] for `rows` [rows, h], sorted by expert.
 
-        `rows_of_expert` has the number of rows of each expert of this rank. With etp above 1 the results are this
-        rank's parts of the sum.
+        `groups` has the rows of each expert of this rank. With etp above 1 the results are this rank's parts of the
+        sum.
         """
         products = self.products
         width = self.local_width
-        gate_up = _GroupedLinear.apply(rows, self.gate_up, 2 * width, rows_of_expert, products)
-        gate_up = self._adapted("gate", gate_up, rows, slice(0, width), rows_of_expert)
-        gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), rows_of_expert)
-        has_bias = self.gate_up_bias is not None and rows_of_expert
+        gate_up = _GroupedLinear.apply(rows, self.gate_up, 2 * width, groups, products)
+        gate_up = self._adapted("gate", gate_up, rows, slice(0, width), groups)
+        gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), groups)
+        has_bias = self.gate_up_bias is not None and groups.sizes
         if has_bias:
-            gate_up = _GroupedBias.apply(gate_up, self.gate_up_bias, rows_of_expert, True)
+            gate_up = _GroupedBias.apply(gate_up, self.gate_up_bias, groups.sizes, True)
         inner = recompute.remade(self.activation, gate_up)
-        y = _GroupedLinear.apply(inner, self.down, self.hidden_size, rows_of_expert, products)
-        y = self._adapted("down", y, inner, slice(0, self.hidden_size), rows_of_expert)
+        y = _GroupedLinear.apply(inner, self.down, self.hidden_size, groups, products)
+        y = self._adapted("down", y, inner, slice(0, self.hidden_size), groups)
         if has_bias:
             # The ranks of etp have parts of a sum, to which the bias is added once.
-            y = _GroupedBias.apply(y, self.down_bias, rows_of_expert, self.sharding.etp.first)
+            y = _GroupedBias.apply(y, self.down_bias, groups.sizes, self.sharding.etp.first)
         return y
 
-    def _adapted(self, matrix: str, y: Tensor, rows: Tensor, columns: slice, rows_of_expert: Sequence[int]) -> Tensor:
+    def _adapted(self, matrix: str, y: Tensor, rows: Tensor, columns: slice, groups: RowGroups) -> Tensor:
         """y with s B A `rows` added to the columns of `matrix`, in place, if it has adapters."""
         if matrix not in self.lora_a:
             return y
         b = self.lora_b[matrix]
-        z = _GroupedLinear.apply(rows, self.lora_a[matrix], b.shape[1], rows_of_expert, self.products)
-        added = _GroupedLinear.apply(z, b, columns.stop - columns.start, rows_of_expert, self.products)
+        z = _GroupedLinear.apply(rows, self.lora_a[matrix], b.shape[1], groups, self.products)
+        added = _GroupedLinear.apply(z, b, columns.stop - columns.start, groups, self.products)
         return _AddToColumns.apply(y, added, columns, self.scale)
 
 
@@ -231,18 +232,18 @@ class _GroupedLinear(torch.autograd.Function):
         rows: Tensor,
         weight: Tensor,
         out_features: int,
-        rows_of_expert: Sequence[int],
+        groups: RowGroups,
         products: MatrixProducts,
     ) -> Tensor:
-        ctx.shape = (len(rows_of_expert), out_features, rows.shape[1])
+        ctx.shape = (len(groups.sizes), out_features, rows.shape[1])
         rows = products.convert_input(rows)
         ctx.save_for_backward(rows, weight)
-        ctx.rows_of_expert = list(rows_of_expert)
+        ctx.groups = groups
         ctx.products = products
         # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
         ctx.converted = ConvertedWeight.of(weight)
         ctx.main_grad = main_grad_of(weight)
-        return products.grouped_forward(rows, ctx.converted.get(weight.view(ctx.shape), products), ctx.rows_of_expert)
+        return products.grouped_forward(rows, ctx.converted.get(weight.view(ctx.shape), products), ctx.groups)
 
     @staticmethod
     @once_differentiable
@@ -253,9 +254,9 @@ class _GroupedLinear(torch.autograd.Function):
         grad_rows = grad_weight = None
         if needs_rows:
             converted = ctx.converted.get(weight.view(ctx.shape), ctx.products)
-            grad_rows = ctx.products.grouped_input_gradient(grad, converted, ctx.rows_of_expert)
+            grad_rows = ctx.products.grouped_input_gradient(grad, converted, ctx.groups)
         if needs_weight:
-            add = partial(_add_products, ctx.products, ctx.shape, ctx.rows_of_expert)
+            add = partial(_add_products, ctx.products, ctx.shape, ctx.groups)
             if ctx.main_grad is None:
                 total = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
                 add(total, grad, rows, True)
@@ -269,11 +270,11 @@ class _GroupedLinear(torch.autograd.Function):
 def _add_products(
     products: MatrixProducts,
     shape: tuple[int, int, int],
-    rows_of_expert: Sequence[int],
+    groups: RowGroups,
     total: Tensor,
     grad: Tensor,
     rows: Tensor,
     overwrite: bool,
 ) -> None:
     """Add the gradients of the matrices [experts, out, in] of `shape` to `total`, [experts * out, in]."""
-    products.add_grouped_weight_gradient(total.view(shape), grad, rows, rows_of_expert, overwrite=overwrite)
+    products.add_grouped_weight_gradient(total.view(shape), grad, rows, groups, overwrite=overwrite)

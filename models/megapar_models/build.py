@@ -85,7 +85,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         overlap_chunks=config.parallel.tp_overlap_chunks,
         allocate=allocate,
     )
-    products = MatrixProducts(kernels.weight_gradient)
+    products = MatrixProducts(kernels.weight_gradient, kernels.grouped_products)
     factory = family.factory(sharding, *initializations(model), kernels, products, config.parallel.cp_attention)
     factory = replace(factory, adapter=config.adapter)
     if factory.beside or config.adapter.targets:

@@ -109,7 +109,7 @@ class Mixture(nn.Module):
     def mix(self, x_th: Tensor, weights_tk: Tensor, plan: dispatch.Dispatch) -> Tensor:
         """The experts' weighted results [t, h]."""
         rows = dispatch.receive(dispatch.send(x_th, plan), plan)
-        return dispatch.combine(self.experts(rows, plan.rows_of_expert), weights_tk, plan)
+        return dispatch.combine(self.experts(rows, plan.groups), weights_tk, plan)
 
     def route(self, x_th: Tensor, indices: Tensor | None = None) -> Routing:
         return self.router(x_th, indices)
