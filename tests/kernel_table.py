@@ -138,6 +138,13 @@ def _all_sizes() -> Iterator[Shipped]:
 def _token_rows() -> Iterator[Shipped]:
     forward, backward = token_rows._sum_kernel, token_rows._spread_kernel
     indices, sizes = {"row_of_choice_ptr": "*i64"}, {"columns": "i32"}
+    for columns, choices in itertools.product((2048, 4096), (1, 8)):
+        block, warps = token_rows.copy_config(columns)
+        yield Shipped(
+            "token_rows", f"copy to {choices}, {columns}", token_rows._copy_kernel,
+            {"x_ptr": "*bf16", **indices, "rows_ptr": "*bf16", **sizes}, {"CHOICES": choices, "BLOCK": block}, warps,
+            aligned=("columns",), elements=block, traffic=2 + 2 * choices if columns >= LARGE else 0,
+        )  # fmt: skip
     for columns, choices in itertools.product((256, 2048, 4096), (1, 2, 8)):
         tokens, block, warps = token_rows.sum_config(columns)
         constants: dict[str, Any] = {"CHOICES": choices, "TOKENS": tokens, "BLOCK": block}

@@ -1,6 +1,7 @@
 """Expert parallelism on real ranks: dispatch and experts in every split against one process."""
 
 import itertools
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from megapar.sharding import Sharding
 from megapar.verify import logical
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
-from tests.support.kernel_checks import DEVICE
+from tests.support.kernel_checks import DEVICE, needs_triton
 from tests.support.mixtures import HIDDEN, Case, Mixture, plain_mixture, small_mixture
 
 SOFTMAX = RouterRule(top_k=2)
@@ -203,6 +204,13 @@ def test_splits_of_eight_ranks_equal_one_process() -> None:
 def test_hosts_that_share_no_memory_agree() -> None:
     splits = [{"dp": 4, "ep": 4, "etp": 1}, {"dp": 4, "ep": 2, "etp": 2}]
     check_runs([(split, case) for split in splits for case in CASES[:2]], use_shared_memory=False)
+
+
+@needs_triton
+def test_rows_moved_by_kernels() -> None:
+    """Interpreted: copies, permutations and sums of rows, and their gradients, in splits over ep and etp."""
+    cases = [replace(case, impl="triton") for case in (CASES[0], CASES[1], CASES[4], CASES[7])]
+    check_runs([(split, case) for split in (SPLITS_OF_4[2], SPLITS_OF_4[4]) for case in cases])
 
 
 def ends_of_groups(splits: list[dict[str, int]], cases: list[Case]) -> list[tuple[list[int], list[int]]]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_kernels import token_rows
-from megapar_kernels.token_rows import rows_of_tokens, weighted_sum
+from megapar_kernels.token_rows import permuted_rows, rows_of_tokens, weighted_sum
 from torch import Tensor
 
 from tests.support.kernel_checks import DEVICE, compare, needs_triton, poisoned
@@ -38,6 +38,22 @@ def test_rows_and_their_sums(tokens: int, choices: int, hidden: int, dtype: torc
     compare(rows_of_tokens, [random(tokens, hidden), *places], dtype, layout=layout)
     weights = torch.rand(tokens, choices, dtype=torch.float64).requires_grad_()
     compare(weighted_sum, [random(tokens * choices, hidden), weights, *places], dtype, wide=[1], layout=layout)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ["guarded", "strided"])
+def test_permuted_rows(dtype: torch.dtype, layout: str) -> None:
+    """Exact copies in both directions."""
+    for tokens, choices, hidden in SHAPES:
+        order = choices_of(tokens, choices)[1].flatten()
+        compare(permuted_rows, [random(len(order), hidden), order, torch.argsort(order)], dtype, layout=layout)
+    order = choices_of(9, 4)[1].flatten()
+    x = torch.randn(36, 40, device=DEVICE).to(dtype).requires_grad_()
+    for impl in ("torch", "triton"):
+        y = permuted_rows(x, order, torch.argsort(order), impl)
+        assert torch.equal(y, x[order])
+        (grad,) = torch.autograd.grad(y, x, x)
+        assert torch.equal(grad[order], x)
 
 
 def test_all_rows_of_one_expert_and_weights_in_16_bits() -> None:

@@ -4,8 +4,8 @@ A token has k rows, one for each expert that it chose. `row_of_choice` [t, k] sa
 token of each row. The k rows of a token are added in the order of its choices, in fp32, so sums are the same in each
 run. Adding rows by their tokens with atomics would give other bits each time.
 
-For an element of a token in bf16 with k rows the weighted sum moves 2 k + 2 bytes, and its backward 4 k + 2. With
-torch's ops each of the k rows is a pass over the sum in fp32.
+For an element of a token in bf16 with k rows the copy and the weighted sum move 2 k + 2 bytes, and the backward of the
+sum 4 k + 2. With torch's ops each of the k rows is a pass over the sum in fp32.
 
 Shapes: t tokens, k choices of a token, h hidden.
 """
@@ -26,6 +26,20 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 def _is_fused(impl: Implementation, rows: Tensor) -> bool:
     return fused(impl, rows) and rows.dtype != torch.float64
+
+
+@triton.jit
+def _copy_kernel(  # type: ignore[no-untyped-def]
+    x_ptr, row_of_choice_ptr, rows_ptr, columns, CHOICES: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Copy BLOCK columns of one token to its rows. The token is read once, whatever the number of its rows."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(x_ptr + token * columns + column, inside)
+    for choice in tl.static_range(CHOICES):
+        row = tl.load(row_of_choice_ptr + token * CHOICES + choice)
+        tl.store(rows_ptr + row * columns + column, x, inside)
 
 
 @triton.jit
@@ -73,6 +87,12 @@ def _spread_kernel(  # type: ignore[no-untyped-def]
     )
 
 
+def copy_config(columns: int) -> tuple[int, int]:
+    """The columns and warps of a program. A thread has 8 elements, in bf16 one load of 16 bytes."""
+    block = min(max(next_power_of_2(columns), 256), 1024)
+    return block, block // 256
+
+
 def sum_config(columns: int) -> tuple[int, int, int]:
     """The tokens and columns of a program's tile, and its warps. A thread has 8 elements of each row."""
     block = min(next_power_of_2(columns), 1024)
@@ -84,6 +104,22 @@ def spread_config(columns: int, choices: int) -> tuple[int, int, int]:
     most = next_power_of_2(choices)
     block = min(next_power_of_2(columns), max(2048 // most, 128))
     return most, block, max(most * block // 512, 1)
+
+
+def _copy(x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation) -> Tensor:
+    """The tokens as rows: [n, h] from [t, h], where both indices have n numbers."""
+    # The kernel does not compute, so it takes every dtype.
+    if not fused(impl, x_th):
+        return x_th.index_select(0, token_of_row)
+    x_th, row_of_choice = x_th.contiguous(), row_of_choice.contiguous()
+    tokens, columns = x_th.shape
+    rows = x_th.new_empty(len(token_of_row), columns)
+    if launches(rows, x_th, row_of_choice):
+        block, warps = copy_config(columns)
+        _copy_kernel[tokens, triton.cdiv(columns, block)](
+            x_th, row_of_choice, rows, columns, CHOICES=len(rows) // tokens, BLOCK=block, num_warps=warps
+        )
+    return rows
 
 
 def _sum(rows: Tensor, weights_tk: Tensor | None, row_of_choice: Tensor, impl: Implementation) -> Tensor:
@@ -119,13 +155,28 @@ class _CopyRows(torch.autograd.Function):
     def forward(ctx: Any, x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation) -> Tensor:
         ctx.save_for_backward(row_of_choice)
         ctx.impl = impl
-        return x_th.index_select(0, token_of_row)
+        return _copy(x_th, token_of_row, row_of_choice, impl)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (row_of_choice,) = ctx.saved_tensors
         return _sum(grad, None, row_of_choice, ctx.impl), None, None, None
+
+
+class _PermuteRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, impl: Implementation) -> Tensor:
+        ctx.save_for_backward(order, inverse)
+        ctx.impl = impl
+        return _copy(rows, order, inverse, impl)  # to one row each: row i goes where `order` is i
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        order, inverse = ctx.saved_tensors
+        # Not the backward of torch's index_select, which adds with atomics.
+        return _copy(grad, inverse, order, ctx.impl), None, None, None
 
 
 class _WeightedSum(torch.autograd.Function):
@@ -189,6 +240,11 @@ def _spread(
 def rows_of_tokens(x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation = "torch") -> Tensor:
     """Copies of the tokens' hidden states [t, h] as rows [t k, h]. Backward sums the gradients of a token's rows."""
     return _CopyRows.apply(x_th, token_of_row, row_of_choice, impl)
+
+
+def permuted_rows(rows: Tensor, order: Tensor, inverse: Tensor, impl: Implementation = "torch") -> Tensor:
+    """The rows [n, h] at the indices `order` [n], a permutation whose inverse is `inverse`."""
+    return _PermuteRows.apply(rows, order, inverse, impl)
 
 
 def weighted_sum(

@@ -25,14 +25,12 @@ p positions of ep, q positions of etp.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.grouped import RowGroups
-from megapar_kernels.token_rows import rows_of_tokens, weighted_sum
+from megapar_kernels.token_rows import permuted_rows, rows_of_tokens, weighted_sum
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megapar import device, recompute
 from megapar.comm import collectives
@@ -198,10 +196,10 @@ def send(x_th: Tensor, plan: Dispatch, impl: Implementation = "torch") -> Arrivi
     return start_exchange(rows, plan.sent_rows, plan.received_rows, plan.ep)
 
 
-def receive(arriving: ArrivingRows, plan: Dispatch) -> Tensor:
+def receive(arriving: ArrivingRows, plan: Dispatch, impl: Implementation = "torch") -> Tensor:
     """The rows for this rank's experts, [rows, h], sorted by expert."""
     rows = _gather_rows(arriving.wait(), plan.brought_rows, plan.etp)
-    return _reorder(rows, plan.expert_order, inverse=plan.arrival_order)
+    return _reorder(rows, plan.expert_order, plan.arrival_order, impl)
 
 
 def combine(rows: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch") -> Tensor:
@@ -210,7 +208,7 @@ def combine(rows: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementati
     With etp above 1, each rank of etp has a part of each result, and their sum is the result. Sums over the experts of
     a token are in fp32, or in fp64 for fp64. The returned tensor has the dtype of `rows`.
     """
-    rows = _reorder(rows, plan.arrival_order, inverse=plan.expert_order)
+    rows = _reorder(rows, plan.arrival_order, plan.expert_order, impl)
     rows = _sum_rows(rows, plan.brought_rows, plan.etp)
     rows = exchange_rows(rows, plan.received_rows, plan.sent_rows, plan.ep)
     return weighted_sum(rows, weights_tk, plan.token_of_row, plan.row_of_choice, impl)
@@ -234,23 +232,8 @@ def _sum_rows(parts: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
     return arrived.view(etp.size, own_rows, parts.shape[1]).sum(0)
 
 
-class _Reorder(torch.autograd.Function):
-    """Permutes rows. Backward selects by `inverse`. The backward of torch's index_select would add with atomics."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
-        ctx.save_for_backward(inverse)
-        return rows.index_select(0, order)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (inverse,) = ctx.saved_tensors
-        return grad.index_select(0, inverse), None, None
-
-
-def _reorder(rows: Tensor, order: Tensor | None, inverse: Tensor | None) -> Tensor:
+def _reorder(rows: Tensor, order: Tensor | None, inverse: Tensor | None, impl: Implementation) -> Tensor:
     """The rows at the indices `order`, whose inverse permutation is `inverse`. None leaves the order as it is."""
-    if order is None:
+    if order is None or inverse is None:
         return rows
-    return _Reorder.apply(rows, order, inverse)
+    return permuted_rows(rows, order, inverse, impl)

@@ -97,7 +97,7 @@ class MixtureOfExperts(nn.Module):
         shared_sbh = None
         if self.shared is not None:
             shared_sbh = self.shared(x_sbh, context)
-        results = self.experts(receive(arriving, dispatch), dispatch.groups)
+        results = self.experts(receive(arriving, dispatch, self.impl), dispatch.groups)
         y_sbh = combine(results, routing.weights, dispatch, self.impl).view(own_sbh.shape)
         if self.training and self.router.balance.has_loss:
             y_sbh = self._with_losses(y_sbh, routing, context)

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 from megapar_kernels.activations import swiglu
+from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
 from megapar.context import ParallelContext, single
@@ -36,6 +37,7 @@ class Case:
     tokens: tuple[int, ...] = (7, 4, 9, 6)
     width: int = 8
     balance: BalanceRule = field(default_factory=BalanceRule)
+    impl: Implementation = "torch"
 
     def tokens_of(self, rank: int, micro_batch: int = 0) -> int:
         return self.tokens[(rank + micro_batch) % len(self.tokens)]
@@ -108,8 +110,9 @@ class Mixture(nn.Module):
 
     def mix(self, x_th: Tensor, weights_tk: Tensor, plan: dispatch.Dispatch) -> Tensor:
         """The experts' weighted results [t, h]."""
-        rows = dispatch.receive(dispatch.send(x_th, plan), plan)
-        return dispatch.combine(self.experts(rows, plan.groups), weights_tk, plan)
+        impl = self.case.impl
+        rows = dispatch.receive(dispatch.send(x_th, plan, impl), plan, impl)
+        return dispatch.combine(self.experts(rows, plan.groups), weights_tk, plan, impl)
 
     def route(self, x_th: Tensor, indices: Tensor | None = None) -> Routing:
         return self.router(x_th, indices)
