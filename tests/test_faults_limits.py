@@ -1,8 +1,11 @@
 """Memory, processes and threads run out while a run starts: exit code 8, one line, and no process is left."""
 
 import errno
+import json
 import os
 import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +13,7 @@ import pytest
 from megapar_models import balance, build  # noqa: F401  imported before the limit holds, as the program does
 
 from tests.support.faults import FOUR, TWO, Scene
+from tests.support.program import ROOT
 
 REFUSED = "(Resource temporarily unavailable): the limit of processes (ulimit -u, or the container's) or of memory"
 
@@ -45,16 +49,32 @@ LAYOUTS = {"one": (), "two": TWO, "threads": (*TWO, "--launch.threads", "8")}
 MEMORY = [(layout, mib) for layout in LAYOUTS for mib in (4, 8, 12, 24, 32, 40, 60)]
 FEW_MEMORY = (("two", 8), ("threads", 60))
 
+# All that the program imports is there before the limit holds, as in a run.
+FRESH = """
+import json, runpy, sys
+from pathlib import Path
+runpy.run_path("pretrain_scripts/pretrain.py", run_name="imported")
+from tests.test_faults_limits import LAYOUTS, Scene, with_memory
+folder, layout, mib = sys.argv[1:]
+ended = Scene(Path(folder)).run(*LAYOUTS[layout], plant=with_memory(int(mib) << 20))
+print(json.dumps([ended.code, ended.err]))
+"""
+
 
 @pytest.mark.parametrize(
     ("layout", "mib"), [pytest.param(*case, marks=[pytest.mark.slow] * (case not in FEW_MEMORY)) for case in MEMORY]
 )
 def test_memory_that_ends_while_ranks_start(layout: str, mib: int, tmp_path: Path) -> None:
-    """Fault out-of-memory: threads refused to OpenMP too; libgomp by itself would speak of them."""
-    ended = Scene(tmp_path).run(*LAYOUTS[layout], plant=with_memory(mib << 20))
-    assert ended.code == 8, ended.err
-    assert ended.err.startswith("OutOfMemoryError: ")
-    assert ended.err.count("\n") == 1, ended.err
+    """Fault out-of-memory: threads refused to OpenMP too; libgomp by itself would speak of them.
+
+    The run starts from a fresh interpreter. One that has run other tests holds free memory, which no limit takes away.
+    """
+    command = [sys.executable, "-c", FRESH, str(tmp_path), layout, str(mib)]
+    started = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=True)
+    code, err = json.loads(started.stdout)
+    assert code == 8, err
+    assert err.startswith("OutOfMemoryError: ")
+    assert err.count("\n") == 1, err
 
 
 @pytest.mark.parametrize("count", [0, pytest.param(1, marks=pytest.mark.slow), 3])
