@@ -5,6 +5,8 @@ import json
 import re
 import resource
 import threading
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,8 @@ from megapar_models.registry import validate
 from megapar import context, device
 from megapar.errors import OutOfMemoryError
 from megapar.grid import Grid
-from megapar.plan.dry_run import explaining_out_of_memory
 from megapar.plan.memory import report_rank, reports
+from megapar.plan.out_of_memory import Explanation
 from megapar.train import trainer
 from tests.support import program
 from tests.support.options import load
@@ -40,7 +42,8 @@ def test_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
     (line,) = ended.err.splitlines()
     assert re.match(
         r"OutOfMemoryError: out of memory: this rank needs [\d.]+ GiB by plan \(weights [\d.]+, gradients [\d.]+, "
-        r"optimizer [\d.]+, activations [\d.]+\) and workspace \(the host refused [\d.]+ GiB more\); try ",
+        r"optimizer [\d.]+, activations [\d.]+\) and workspace \(the host refused [\d.]+ GiB more; at most [\d.]+ "
+        r"GiB were in use\); ",
         line,
     )
 
@@ -70,12 +73,15 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
     assert f"activations {needs.activations / 2**30:,.3f})" in line
     # train.memory_report has asked for the parts.
     table = ended.err.partition("memory of rank 1")[2]
+    assert re.search(r"MiB +┃ planned +┃ in use ", table)
     for name, size in needs.rows.items():
         assert re.search(rf"{name} +│ {size / 2**20:,.2f} ", table), name
     assert "Tried to allocate 2.00 GiB. GPU 0 has a total capacity" in line
-    assert line.endswith(
-        "try train.recompute light or full (now selective), larger parallel.tp (now 1) or larger parallel.pp (now 2)"
+    assert re.search(
+        r"at most [\d.]+ GiB were in use\); by plan this would do with less: train\.recompute full \(", line
     )
+    changed = replace(config, train=replace(config.train, recompute="full"))
+    assert report_rank(changed, PARTS, 1).total <= 0.9 * needs.total
     facts = json.loads((tmp_path / "run/error.json").read_text())
     assert (facts["class"], facts["exit_code"], facts["rank"]) == ("OutOfMemoryError", 8, 1)
 
@@ -112,11 +118,9 @@ def test_no_thread_can_be_started(tmp_path: Path) -> None:
 def test_other_errors_stay_what_they_are(error: Exception, said: str) -> None:
     assert said in device.out_of_memory(error)
     assert bool(device.out_of_memory(error)) == bool(said)
-    config = validate(load(list(program.TINY)).config, 1)
-    with (
-        pytest.raises(OutOfMemoryError if said else type(error)),
-        explaining_out_of_memory(config, PARTS, 0),
-    ):
+    given = load(list(program.TINY)).config
+    explanation = Explanation(validate(given, 1), given, partial(validate, world_size=1), PARTS, 0)
+    with pytest.raises(OutOfMemoryError if said else type(error)), explanation.around():
         raise error
 
 

@@ -1,18 +1,32 @@
 """AdamW (Loshchilov and Hutter, arXiv 1711.05101) over a flat shard in one pass, and the sum of squares for clipping.
 
 An update moves 30 bytes for each parameter. It reads the gradient, the main weight and two moments in fp32. It writes
-the main weight, the moments, and a 16-bit copy of the main weight. The sum of squares reads 4 bytes.
+the main weight, the moments, and a 16-bit copy of the main weight. With moments in bf16 it moves 22 bytes, with main
+weights of two 16-bit halves 28, and with both 20. The sum of squares reads 4 bytes.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapar_kernels import apex
 from megapar_kernels.dispatch import Implementation, fused, launches, tl, triton
+from megapar_kernels.rounding import (
+    TILE,
+    RandomBits,
+    draw_bits,
+    join,
+    joined,
+    round_randomly,
+    rounded_randomly,
+    split,
+    split_bits,
+    widened,
+)
 
 UNIT = 64
 """Elements. A table says for each UNIT, in one byte, whether weight decay applies.
@@ -20,7 +34,8 @@ UNIT = 64
 So weight decay may begin and end only at multiples of UNIT.
 """
 
-_CHUNK = 1 << 16  # elements that a CPU widens to fp64 at a time
+_CHUNK = 1 << 16  # elements that a CPU widens at a time
+_CHUNK_OF_GPU = 1 << 24  # elements that a GPU widens at a time, where Triton does not serve
 
 Range = tuple[int, int]
 
@@ -70,6 +85,34 @@ def _torch_step(
         )  # fmt: skip
 
 
+def _narrow_step(
+    flat: tuple[Tensor, ...], remainder: Tensor | None, bits: RandomBits | None, weight_decay: float,
+    decayed: Decayed | None, step: int, clip: Tensor | None, found_inf: Tensor | None, **options: Any,
+) -> None:  # fmt: skip
+    """`_torch_step` of 16-bit state: on fp32 copies of a few elements at a time."""
+    main, grad, *moments = flat
+    size = _CHUNK_OF_GPU if main.is_cuda else _CHUNK
+    all_ranges = ((0, main.numel()),)
+    groups = [(weight_decay, decayed.ranges), (0.0, decayed.others)] if decayed else [(weight_decay, all_ranges)]
+    chunks = [
+        (decay, first, min(first + size, stop))
+        for decay, ranges in groups
+        for start, stop in ranges
+        for first in range(start, stop, size)
+    ]
+    for decay, start, stop in chunks:
+        part = slice(start, stop)
+        wide = main[part] if remainder is None else join(main[part], remainder[part])
+        wide_moments = [moment[part].float() for moment in moments]  # views if they are fp32
+        _torch_step((wide, grad[part], *wide_moments), decay, None, step, clip, found_inf, **options)
+        if remainder is not None:
+            main[part], remainder[part] = split(wide)
+        if bits is not None:
+            drawn = bits.draw(start, stop, step)
+            for moment, wide_moment, shift in zip(moments, wide_moments, (0, 16), strict=True):
+                moment[part] = round_randomly(wide_moment, drawn >> shift)
+
+
 def _apex_step(
     flat: tuple[Tensor, ...], weight_decay: float, decayed: Decayed | None, step: int, clip: Tensor | None,
     found_inf: Tensor | None, *, lr: float, betas: tuple[float, float], eps: float,
@@ -103,23 +146,30 @@ def _views(x: Tensor, ranges: tuple[Range, ...] | None) -> list[Tensor]:
     return [x[start:stop] for start, stop in ranges]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["update"])  # otherwise compiled again for the updates 1, 16, 32 ...
 def _adamw_kernel(  # type: ignore[no-untyped-def]
-    main_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, params_ptr, decayed_ptr, clip_ptr, found_inf_ptr, elements,
-    decay, momentum, beta2, beta2_rest, eps, step_size, root_correction, UNITS: tl.constexpr, UNIT: tl.constexpr,
+    main_ptr, remainder_ptr, grad_ptr, exp_avg_ptr, exp_avg_sq_ptr, params_ptr, decayed_ptr, clip_ptr, found_inf_ptr,
+    rows_ptr, tiles_ptr, elements, update, decay, momentum, beta2, beta2_rest, eps, step_size, root_correction,
+    UNITS: tl.constexpr, UNIT: tl.constexpr,
 ):  # fmt: skip
     """One AdamW update of UNITS units.
 
     Without `decayed_ptr` all elements decay. Without `params_ptr` no copy is written. Without `clip_ptr` the
-    coefficient is 1. Without `found_inf_ptr` the update always happens.
+    coefficient is 1. Without `found_inf_ptr` the update always happens. With `remainder_ptr` the main weights are in
+    halves. With `rows_ptr` moments are bf16. What is bf16 comes as int16.
     """
     unit = tl.program_id(0).to(tl.int64) * UNITS + tl.arange(0, UNITS)
     offset = unit[:, None] * UNIT + tl.arange(0, UNIT)[None, :]
     inside = offset < elements
-    main = tl.load(main_ptr + offset, mask=inside, other=0.0)
+    main = tl.load(main_ptr + offset, mask=inside, other=0)
     grad = tl.load(grad_ptr + offset, mask=inside, other=0.0)
-    exp_avg = tl.load(exp_avg_ptr + offset, mask=inside, other=0.0)
-    exp_avg_sq = tl.load(exp_avg_sq_ptr + offset, mask=inside, other=0.0)
+    exp_avg = tl.load(exp_avg_ptr + offset, mask=inside, other=0)
+    exp_avg_sq = tl.load(exp_avg_sq_ptr + offset, mask=inside, other=0)
+    if remainder_ptr is not None:
+        main = joined(main, tl.load(remainder_ptr + offset, mask=inside, other=0))
+    if rows_ptr is not None:
+        exp_avg = widened(exp_avg)
+        exp_avg_sq = widened(exp_avg_sq)
     if decayed_ptr is not None:
         decays = tl.load(decayed_ptr + unit, mask=unit * UNIT < elements, other=0)
         main -= tl.where(decays != 0, decay, 0.0)[:, None] * main
@@ -132,6 +182,13 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
     exp_avg += momentum * (grad - exp_avg)
     exp_avg_sq = beta2 * exp_avg_sq + beta2_rest * grad * grad
     main -= step_size * exp_avg / (tl.sqrt(exp_avg_sq) * root_correction + eps)
+    if remainder_ptr is not None:
+        main, remainder = split_bits(main)
+        tl.store(remainder_ptr + offset, remainder, mask=inside)
+    if rows_ptr is not None:
+        bits = draw_bits(rows_ptr, tiles_ptr, offset, update, UNITS * UNIT)
+        exp_avg = rounded_randomly(exp_avg, bits)
+        exp_avg_sq = rounded_randomly(exp_avg_sq, bits >> 16)
     tl.store(main_ptr + offset, main, mask=inside)
     tl.store(exp_avg_ptr + offset, exp_avg, mask=inside)
     tl.store(exp_avg_sq_ptr + offset, exp_avg_sq, mask=inside)
@@ -141,32 +198,39 @@ def _adamw_kernel(  # type: ignore[no-untyped-def]
 
 def config() -> tuple[int, int]:
     """The units and warps of a program. A thread has 4 elements: one access of 16 bytes to each fp32 buffer."""
-    return 16, 8
+    return TILE // UNIT, 8
 
 
 def adamw_step(
     main: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, params: Tensor | None, *, lr: float,
     betas: tuple[float, float], eps: float, weight_decay: float, step: int, decayed: Decayed | None = None,
-    clip_coefficient: Tensor | None = None, found_inf: Tensor | None = None, impl: Implementation = "torch",
+    clip_coefficient: Tensor | None = None, found_inf: Tensor | None = None, remainder: Tensor | None = None,
+    bits: RandomBits | None = None, impl: Implementation = "torch",
 ) -> None:  # fmt: skip
     """Make the `step`-th update (from 1) of fp32 `main` and its moments by fp32 `grad`, in place.
 
     `params` is the copy of `main` in the model's dtype, None if the parameter is `main` itself. All tensors must be 1-D
     and contiguous, else ValueError. If `decayed` is None, weight decay applies to all elements.
 
+    With int16 `remainder`, `main` is the bf16 parameter, `params` is None, and `main` and `remainder` are the fp32 main
+    weights (`rounding.split`). With `bits` both moments are bf16. They are updated in fp32 and rounded randomly.
+
     `clip_coefficient`, 0-d fp32 on the device, multiplies the gradient. It may be left multiplied. `found_inf` is 0-d
     on the device: unless it is zero, nothing is updated. The host reads neither of the two. So the caller must know
     itself whether there was an update, and pass the next `step` accordingly.
     """
     flat = main, grad, exp_avg, exp_avg_sq
-    if any(x.shape != main.shape or not x.is_contiguous() or x.dtype != torch.float32 for x in flat) or (
-        params is not None and (params.shape != main.shape or not params.is_contiguous())
-    ):
-        shapes = [(x.dtype, tuple(x.shape)) for x in flat]
-        raise ValueError(f"adamw_step: main, gradient and moments are {shapes}: need contiguous fp32 of one shape")
+    narrow = remainder is not None or bits is not None
+    _check(flat, params, remainder, bits)
     if not fused(impl, main):
-        update = _apex_step if impl == "apex" else _torch_step
-        update(flat, weight_decay, decayed, step, clip_coefficient, found_inf, lr=lr, betas=betas, eps=eps)
+        options: dict[str, Any] = {"lr": lr, "betas": betas, "eps": eps}
+        if impl == "apex" and narrow:
+            raise ValueError("apex's AdamW has no 16-bit moments and no remainders: choose triton or torch")
+        if narrow:
+            _narrow_step(flat, remainder, bits, weight_decay, decayed, step, clip_coefficient, found_inf, **options)
+        else:
+            update = _apex_step if impl == "apex" else _torch_step
+            update(flat, weight_decay, decayed, step, clip_coefficient, found_inf, **options)
         if params is not None and found_inf is not None:
             # Where no update was made, the copy keeps its bits even if it is not the rounded `main`.
             torch.where(found_inf != 0, params, main.to(params.dtype), out=params)
@@ -176,13 +240,36 @@ def adamw_step(
     units, warps = config()
     if not launches(main):
         return
+    # Bits, because they are what the kernel computes.
+    main_bits, *moments = (x.view(torch.int16) if x.dtype == torch.bfloat16 else x for x in (main, exp_avg, exp_avg_sq))
     _adamw_kernel[(triton.cdiv(main.numel(), units * UNIT),)](
-        *flat, params, None if decayed is None else decayed.units, clip_coefficient, found_inf, main.numel(),
+        main_bits, remainder, grad, *moments, params, None if decayed is None else decayed.units, clip_coefficient,
+        found_inf, None if bits is None else bits.table, None if bits is None else bits.tiles, main.numel(), step,
         lr * weight_decay, 1 - betas[0], betas[1], 1 - betas[1], eps, lr / (1 - betas[0] ** step),
         1 / math.sqrt(1 - betas[1] ** step), UNITS=units, UNIT=UNIT, num_warps=warps,
     )  # fmt: skip
     # Autograd does not see what a Triton kernel writes, so it is told that these tensors have changed.
-    torch.autograd.graph.increment_version([x for x in (main, exp_avg, exp_avg_sq, params) if x is not None])
+    written = (main, remainder, exp_avg, exp_avg_sq, params)
+    torch.autograd.graph.increment_version([x for x in written if x is not None])
+
+
+def _check(flat: tuple[Tensor, ...], params: Tensor | None, remainder: Tensor | None, bits: RandomBits | None) -> None:
+    """Raise ValueError unless the tensors of `adamw_step` have the dtypes and shapes that it takes."""
+    main, grad, *moments = flat
+    of_main = torch.float32 if remainder is None else torch.bfloat16
+    of_moments = torch.float32 if bits is None else torch.bfloat16
+    expected = [(main, of_main), (grad, torch.float32), *((moment, of_moments) for moment in moments)]
+    if remainder is not None:
+        expected.append((remainder, torch.int16))
+        if params is not None:
+            raise ValueError("adamw_step: with a remainder the main weights are the parameters: pass no params")
+    if params is not None:
+        expected.append((params, params.dtype))
+    if all(x.dtype == dtype and x.shape == main.shape and x.is_contiguous() for x, dtype in expected):
+        return
+    shapes = [(x.dtype, tuple(x.shape)) for x in flat]
+    need = "contiguous fp32" if (remainder, bits) == (None, None) else f"contiguous {[dtype for _, dtype in expected]}"
+    raise ValueError(f"adamw_step: main, gradient and moments are {shapes}: need {need} of one shape")
 
 
 @dataclass(frozen=True)

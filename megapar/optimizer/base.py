@@ -1,8 +1,9 @@
 """The interface of optimizers. `table` chooses those of a run, `optimizers` holds them."""
 
+import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -12,55 +13,12 @@ from torch import Tensor
 from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext
 from megapar.data_parallel.buckets import ALIGNMENT, Range, intersect
-from megapar.data_parallel.layout import Slot
+from megapar.data_parallel.layout import Update
 from megapar.data_parallel.shards import ReducedGradients, Weights
-from megapar.params import StateTensor
-
-
-@dataclass(frozen=True)
-class Shard:
-    """Elements [start, stop) of the layout, updated by this rank.
-
-    `main` are their main weights. `state` are 1-D tensors by name. All have stop - start elements. `slots` are the
-    parameters of these elements.
-    """
-
-    start: int
-    stop: int
-    main: Tensor
-    state: Mapping[str, Tensor]
-    slots: Sequence[Slot]
-
-    def part(self, start: int, stop: int) -> "Shard":
-        """Views of the elements [start, stop) of the layout. They must lie in this shard."""
-        inside = slice(start - self.start, stop - self.start)
-        state = {name: tensor[inside] for name, tensor in self.state.items()}
-        slots = [slot for slot in self.slots if slot.start < stop and start < slot.stop]
-        return Shard(start, stop, self.main[inside], state, slots)
-
-
-@dataclass(frozen=True)
-class Step:
-    """What the update number `number`, counted from 1, has besides gradients: `lr` is the learning rate.
-
-    The gradient is multiplied by `clip`, 0-d fp32 on the device of the state, or by 1 if `clip` is None. `found_inf` is
-    None unless the optimizer takes it (`takes_found_inf`). Then it is 0-d on the device, and unless it is zero, an
-    update must change no weight and no state.
-    """
-
-    number: int
-    lr: float
-    clip: Tensor | None = None
-    found_inf: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class Visit:
-    """A part of a shard updated at one time, and the views of its weights and of its gradient."""
-
-    shard: Shard
-    grad: Tensor
-    params: Tensor
+from megapar.optimizer.host_updates import HostUpdates
+from megapar.optimizer.visits import Shard, Step, Visit
+from megapar.optimizer_state import StateTensor
+from megapar.params import AVERAGE, REMAINDER
 
 
 @dataclass(frozen=True)
@@ -69,11 +27,11 @@ class NoOptions:
 
 
 class Optimizer(ABC):
-    """Updates this rank's shards of the parameters whose spec names it (`ParamSpec.optimizer`).
+    """Updates this rank's shards of the parameters of one `Update`.
 
     A subclass declares its state in `STATE`, and updates a part of a shard in `update`. Main weights are fp32. For an
     fp32 model they are the parameters themselves. For a bf16 or fp16 model they are kept here, and rounded into the
-    parameters after each step.
+    parameters after each step. Or the parameters are their upper halves, and a state named REMAINDER the lower ones.
     """
 
     STATE: ClassVar[Sequence[StateTensor]] = ()
@@ -90,53 +48,79 @@ class Optimizer(ABC):
     hang there: use one only if all tensor ranks have parts of one size.
     """
 
-    ON_HOST: ClassVar[bool] = False
-    """Whether main weights and state are in host memory. The update then runs there, on a copy of the gradient."""
+    OFFLOADS: ClassVar[bool] = False
+    """Whether optimizer.offload may put a share of main weights and state into host memory.
 
-    MOST_ELEMENTS: ClassVar[int] = 0
-    """How many elements an update takes at most, 0 for all of a shard. They are a multiple of ALIGNMENT, at least one.
-
-    An elementwise update gives the same bits. So state on the host can be updated piece by piece, while the next piece
-    is copied.
+    The update of a part of a shard must then be that of the whole, element by element, and run on a CPU.
     """
+
+    HOST_ELEMENTS: ClassVar[int] = 16 << 20
+    """How many elements are updated on the host at one time: it takes four times 64 MiB or less for them to travel."""
 
     takes_found_inf = False
     """Whether `update` takes `Step.found_inf`. Otherwise the host reads it before the updates, and waits for it."""
 
+    MATRICES_ONLY: ClassVar[bool] = False
+    """Whether it updates matrices alone (`ParamSpec.update`). If it is the run's, AdamW updates the elements."""
+
     def __init__(
         self,
-        name: str,
+        updates: Update,
         weights: Weights,
         gradients: ReducedGradients,
         ctx: ParallelContext,
         config: OptimizerConfig,
         impl: Implementation = "torch",
+        seed: int = 0,
     ):
-        """`name` is that of `ParamSpec.optimizer`. `impl` is the implementation of the update, if there are several."""
-        self.name = name
+        """`updates` are its parameters. `impl` is the implementation of the update, if there are several.
+
+        `seed` is train.seed, for updates that round randomly.
+        """
+        self.updates = updates
         self.ctx = ctx
+        self.seed = seed
+        self.states = self.states_of(config)
+        self.dtype = weights.flat.dtype
+        self._averages = config.ema > 0
         self.options: Any = self.OPTIONS(**{field.name: getattr(config, field.name) for field in fields(self.OPTIONS)})
         self.impl: Implementation = impl
-        self.slots = [slot for slot in weights.layout.slots if slot.spec.optimizer == name]
-        self.aliased = self.aliases(weights.flat.dtype)
-        self.shards = [self._new_shard(weights, start, stop) for start, stop in weights.layout.shards_of(name)]
+        self.slots = [slot for slot in weights.layout.slots if slot.update == updates]
+        share = self.host_share(config)
+        parts = [part for bounds in weights.layout.shards_of(updates) for part in placed(bounds, share)]
+        self.shards = [self._new_shard(weights, *part) for part in parts]
         # Made once: a step would look up the views again.
         self.visits = [
             Visit(shard.part(start, stop), gradients.part(start, stop), weights.part(start, stop))
             for shard in self.shards
             for start, stop in self._cut(shard)
         ]
+        on_host = [visit for visit in self.visits if visit.shard.on_host]
+        self.host_updates = HostUpdates(on_host, self._update_on_host, weights.flat.dtype, weights.flat.device)
 
     @classmethod
-    def aliases(cls, dtype: torch.dtype) -> bool:
-        """Whether the main weights of parameters of this dtype are the parameters themselves."""
-        return dtype == torch.float32 and not cls.ON_HOST  # on the host they are in other memory
+    def host_share(cls, config: OptimizerConfig) -> float:
+        """The share of this optimizer's state in host memory."""
+        return config.offload if cls.OFFLOADS else 0.0
 
     @classmethod
-    def planned_nbytes(cls, elements: int, dtype: torch.dtype) -> int:
-        """The `nbytes` of an optimizer for so many elements of weights of `dtype`."""
-        main = 0 if cls.aliases(dtype) else torch.float32.itemsize
-        return elements * (main + sum(tensor.dtype.itemsize for tensor in cls.STATE))
+    def states_of(cls, config: OptimizerConfig) -> Sequence[StateTensor]:
+        """`STATE`, as these options want it."""
+        return cls.STATE
+
+    @classmethod
+    def planned_nbytes(cls, shards: Iterable[Range], dtype: torch.dtype, config: OptimizerConfig) -> dict[bool, int]:
+        """The `nbytes` of an optimizer of `shards`, by whether they are in host memory."""
+        states = cls.states_of(config)
+        state = sum(tensor.dtype.itemsize for tensor in states) + (torch.float32.itemsize if config.ema else 0)
+        parts = [part for bounds in shards for part in placed(bounds, cls.host_share(config))]
+        found = {False: 0, True: 0}
+        for start, stop, on_host in parts:
+            main = 0 if aliases(dtype, on_host, states) else torch.float32.itemsize
+            found[on_host] += (stop - start) * (main + state)
+        sizes = [size for start, stop, on_host in parts if on_host for size in cls._sizes(stop - start)]
+        found[True] += HostUpdates.planned_nbytes(sizes, dtype)
+        return found
 
     @abstractmethod
     def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
@@ -150,11 +134,29 @@ class Optimizer(ABC):
     def step(self, step: Step) -> None:
         """Update all shards. An optimizer overrides this if its update takes several passes over them."""
         for visit in self.visits:
-            if not self.ON_HOST:
-                self.update(visit.shard, visit.grad, None if self.aliased else visit.params, step)
-                continue
-            self.update(visit.shard, visit.grad.to(visit.shard.main.device), None, step)
-            visit.params.copy_(visit.shard.main)
+            if not visit.shard.on_host:
+                self.update(visit.shard, visit.grad, None if self.aliased(visit.shard) else visit.params, step)
+        # A device has the updates above to compute meanwhile.
+        if self.on_host:
+            clip = None if step.clip is None else step.clip.cpu()
+            self.host_updates.run(replace(step, clip=clip))
+
+    def _update_on_host(self, visit: Visit, grad: Tensor, step: Step) -> None:
+        self.update(visit.shard, grad, None, step)
+
+    def aliased(self, shard: Shard) -> bool:
+        """Whether the main weights of a shard are the parameters themselves."""
+        return aliases(self.dtype, shard.on_host, self.states)
+
+    @property
+    def on_host(self) -> bool:
+        """Whether any of its state is in host memory."""
+        return any(shard.on_host for shard in self.shards)
+
+    def decay(self, shard: Shard, step: Step) -> None:
+        """Decoupled weight decay: W = (1 - lr wd) W. It needs an option weight_decay in `OPTIONS`."""
+        for start, stop in self.ranges_where_decayed(shard):
+            shard.main[start:stop].mul_(1 - step.lr * self.options.weight_decay)
 
     def ranges_where_decayed(self, shard: Shard) -> list[Range]:
         """The ranges of `shard` with weight decay, counted from its start. Padding is in them."""
@@ -162,33 +164,60 @@ class Optimizer(ABC):
         inside = intersect(slots, [(shard.start, shard.stop)])
         return [(start - shard.start, stop - shard.start) for start, stop in inside]
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of state on this rank. This includes main weights unless they are the parameters themselves."""
-        total = sum(tensor.nbytes for shard in self.shards for tensor in shard.state.values())
-        if not self.aliased:  # otherwise they are counted as weights
-            total += sum(shard.main.nbytes for shard in self.shards)
-        return total
+    def nbytes(self, *, on_host: bool) -> int:
+        """Bytes of state on this rank, in host memory or in the device's.
 
-    def _new_shard(self, weights: Weights, start: int, stop: int) -> Shard:
+        This includes main weights unless they are the parameters themselves. On the host it includes the memory through
+        which gradients and weights travel.
+        """
+        shards = [shard for shard in self.shards if shard.on_host == on_host]
+        total = sum(tensor.nbytes for shard in shards for tensor in shard.state.values())
+        total += sum(shard.main.nbytes for shard in shards if not self.aliased(shard))
+        return total + (self.host_updates.nbytes if on_host else 0)
+
+    def _new_shard(self, weights: Weights, start: int, stop: int, on_host: bool) -> Shard:
         params = weights.part(start, stop)
         device = params.device
-        if self.ON_HOST and device.type != "meta":  # a plan has no memory to put it into
+        if on_host and device.type != "meta":  # a plan has no memory to put it into
             device = torch.device("cpu")
         # A view for an fp32 model, so that an update of the main weights is one of the parameters.
-        main = params if self.aliased else params.to(device, torch.float32, copy=True)
+        main = params if aliases(params.dtype, on_host, self.states) else params.to(device, torch.float32, copy=True)
         state = {
             tensor.name: torch.full_like(main, tensor.initial, dtype=tensor.dtype, device=device)
-            for tensor in self.STATE
+            for tensor in self.states
         }
-        return Shard(start, stop, main, state, self.slots)
+        if self._averages:
+            state[AVERAGE] = main.clone()
+        return Shard(start, stop, main, state, self.slots, on_host)
 
     def _cut(self, shard: Shard) -> list[Range]:
         """The ranges of the layout updated at one time."""
         if self.WHOLE:
             return [(slot.start, slot.stop) for slot in self.slots if shard.start <= slot.start < shard.stop]
-        length = shard.stop - shard.start
-        if self.MOST_ELEMENTS:
-            # Whole vectors: the elements behind the last one would be rounded in another way (`ALIGNMENT`).
-            length = max(self.MOST_ELEMENTS // ALIGNMENT, 1) * ALIGNMENT
-        return [(start, min(start + length, shard.stop)) for start in range(shard.start, shard.stop, length)]
+        if not shard.on_host:
+            return [(shard.start, shard.stop)]
+        ends = list(itertools.accumulate(self._sizes(shard.stop - shard.start), initial=shard.start))
+        return list(itertools.pairwise(ends))
+
+    @classmethod
+    def _sizes(cls, elements: int) -> list[int]:
+        """The numbers of elements updated on the host at one time."""
+        # Whole vectors: the elements behind the last one would be rounded in another way (`ALIGNMENT`).
+        most = max(cls.HOST_ELEMENTS // ALIGNMENT, 1) * ALIGNMENT
+        return [min(most, elements - start) for start in range(0, elements, most)]
+
+
+def aliases(dtype: torch.dtype, on_host: bool, states: Sequence[StateTensor]) -> bool:
+    """Whether the main weights of parameters of this dtype, or their upper halves, are the parameters themselves."""
+    in_halves = any(tensor.name == REMAINDER for tensor in states)
+    return (dtype == torch.float32 or in_halves) and not on_host  # on the host they are in other memory
+
+
+def placed(bounds: Range, host_share: float) -> list[tuple[int, int, bool]]:
+    """Cut a shard into (start, stop, whether in host memory). The share on the host comes last, in whole vectors."""
+    start, stop = bounds
+    border = start + int((1 - host_share) * (stop - start) / ALIGNMENT) * ALIGNMENT
+    parts = [(start, border, False), (border, stop, True)]
+    if not host_share:
+        parts = [(start, stop, False)]
+    return [part for part in parts if part[0] < part[1]]

@@ -1,6 +1,7 @@
-"""The optimizers of a run: each updates the parameters whose spec names it. Then all ranks get the new weights."""
+"""The optimizers of a run: each updates the parameters of one `Update`. Then all ranks get the new weights."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from megapar_kernels.dispatch import Implementation
@@ -10,13 +11,16 @@ from megapar import device
 from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients, Weights
-from megapar.optimizer.base import Optimizer, Step
+from megapar.optimizer.average import Average
+from megapar.optimizer.base import Optimizer
 from megapar.optimizer.table import find
-from megapar.params import MAIN, StateSlice
+from megapar.optimizer.visits import Step
+from megapar.optimizer_state import StateSlice
+from megapar.params import MAIN, REMAINDER
 
 
 class Optimizers:
-    """The optimizers of the parameters of this rank. `each` are sorted by name.
+    """The optimizers of the parameters of this rank. `each` are sorted by their updates.
 
     `step_count` counts updates. Assign it when a checkpoint is loaded.
     """
@@ -28,15 +32,19 @@ class Optimizers:
         ctx: ParallelContext,
         config: OptimizerConfig,
         impl: Implementation = "torch",
+        seed: int = 0,
     ):
-        """`impl` is the implementation of updates."""
+        """`impl` is the implementation of updates, and `seed` that of their random bits."""
         self.step_count = 0
         self._weights = weights
         self._overlap_param_gather = config.overlap_param_gather
         # Sorted, so that ranks that hold the same parameters start their collectives in the same order, if any.
-        names = sorted({slot.spec.optimizer for slot in weights.layout.slots})
-        self.each: list[Optimizer] = [find(name)(name, weights, gradients, ctx, config, impl) for name in names]
-        self._by_name = {optimizer.name: optimizer for optimizer in self.each}
+        self.each: list[Optimizer] = []
+        for updates in weights.layout.updates():
+            options = replace(config, weight_decay=config.weight_decay * updates.decay)
+            self.each.append(find(updates.optimizer)(updates, weights, gradients, ctx, options, impl, seed))
+        self._of = {optimizer.updates: optimizer for optimizer in self.each}
+        self.average = Average(self.each, weights, config.ema) if config.ema else None
 
     @torch.no_grad()
     def step(self, lr: float, clip_coefficient: Tensor | None = None, found_inf: Tensor | None = None) -> None:
@@ -49,17 +57,16 @@ class Optimizers:
         layer. Call `Weights.wait` before weights are read elsewhere.
         """
         self.step_count += 1  # before the update: Adam's bias correction counts updates from 1
-        takes_found_inf = all(optimizer.takes_found_inf and not optimizer.ON_HOST for optimizer in self.each)
+        takes_found_inf = all(optimizer.takes_found_inf and not optimizer.on_host for optimizer in self.each)
         reads = not takes_found_inf or not device.is_asynchronous(self._weights.flat.device)
         if found_inf is not None and reads:
             if found_inf.item():
                 return
             found_inf = None
         for optimizer in self.each:
-            clip = clip_coefficient
-            if clip is not None and optimizer.ON_HOST:
-                clip = clip.cpu()
-            optimizer.step(Step(self.step_count, lr, clip, found_inf))
+            optimizer.step(Step(self.step_count, lr * optimizer.updates.lr, clip_coefficient, found_inf))
+        if self.average is not None:
+            self.average.update(found_inf)
         if self._overlap_param_gather:
             self._weights.start_gather()
         else:
@@ -69,25 +76,25 @@ class Optimizers:
     def refresh_params_from_main(self) -> None:
         """Round the main weights into the parameters, and gather every rank's shards. For loaded main weights."""
         for optimizer in self.each:
-            if not optimizer.aliased:
-                for shard in optimizer.shards:
+            for shard in optimizer.shards:
+                if not optimizer.aliased(shard):
                     self._weights.part(shard.start, shard.stop).copy_(shard.main)
         self._weights.gather()
 
     @property
     def nbytes(self) -> int:
         """Bytes of optimizer state on this rank's device. For a 16-bit model this includes its main weights."""
-        return sum(optimizer.nbytes for optimizer in self.each if not optimizer.ON_HOST)
+        return sum(optimizer.nbytes(on_host=False) for optimizer in self.each)
 
     @property
     def host_nbytes(self) -> int:
-        """Bytes of optimizer state kept in host memory, whatever the device is (`Optimizer.ON_HOST`)."""
-        return sum(optimizer.nbytes for optimizer in self.each if optimizer.ON_HOST)
+        """Bytes of optimizer state kept in host memory, whatever the device is (optimizer.offload)."""
+        return sum(optimizer.nbytes(on_host=True) for optimizer in self.each)
 
     def slices(self) -> Iterator[StateSlice]:
         """Yield what this rank updates, by parameter in the order of the layout. Checkpoints save these slices."""
         for slot in self._weights.layout.slots:
-            optimizer = self._by_name[slot.spec.optimizer]
+            optimizer = self._of[slot.update]
             # A shard may hold a part of a parameter, or several parameters.
             for shard in optimizer.shards:
                 start = max(slot.start, shard.start)
@@ -95,6 +102,9 @@ class Optimizers:
                 if start < stop:
                     part = slice(start - shard.start, stop - shard.start)
                     tensors = {MAIN: shard.main[part]} | {name: x[part] for name, x in shard.state.items()}
+                    remainder = tensors.pop(REMAINDER, None)
+                    states = [tensor for tensor in optimizer.states if tensor.name in tensors]
                     first = start - slot.start
                     last = stop - slot.start
-                    yield StateSlice(slot.param, slot.spec, first, last, tensors, optimizer.STATE)
+                    name = slot.update.optimizer
+                    yield StateSlice(slot.param, slot.spec, first, last, tensors, states, name, remainder)

@@ -1,0 +1,125 @@
+"""A budget in place of knobs: train.memory_gb chooses recomputation and offload by the model of time."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from megapar_models.registry import presets, validate
+
+from megapar.config.options import Config
+from megapar.errors import ConfigError
+from megapar.plan import hardware
+from megapar.plan.choose_memory import check_memory, choices, with_choices_of
+from megapar.plan.memory import fullest_rank
+from megapar.plan.simulate import with_planned_kernels
+from megapar.plan.step_time import step_time
+from megapar.plan.verdict import for_uneven_experts
+from tests.support import program
+from tests.support.options import load
+from tests.support.plans import PARTS
+
+H100 = hardware.load("h100-80g")
+GIB = 2**30
+
+
+def planned(preset: str, world: int, *flags: str) -> Config:
+    """A preset in bf16 on GPUs."""
+    fixed = ["--config", preset, "--train.precision", "bf16", "--launch.device", "cuda", "--kernels.backend", "triton"]
+    return validate(load([*fixed, *flags], presets()).config, world)
+
+
+def budgeted(config: Config, gib: float) -> Config:
+    return replace(config, train=replace(config.train, memory_gb=gib), gpu="h100-80g")
+
+
+def needed(config: Config) -> float:
+    report = fullest_rank(config, PARTS)
+    return (report.total + for_uneven_experts(config, report)) / GIB
+
+
+def seconds(config: Config) -> float:
+    return step_time(with_planned_kernels(config), PARTS, H100).seconds
+
+
+LLAMA = ("--parallel.dp", "8", "--optimizer.zero_stage", "2", "--train.seq_length", "8192")
+MIXTRAL = ("--parallel.dp", "8", "--parallel.ep", "8", "--optimizer.zero_stage", "3")
+
+
+@pytest.mark.parametrize(
+    ("preset", "flags", "budgets"),
+    [("llama3-8b", LLAMA, (76.0, 60.0, 40.0, 30.0)), ("mixtral-8x7b", MIXTRAL, (70.0, 40.0))],
+)
+def test_the_fastest_that_fits_is_taken(preset: str, flags: tuple[str, ...], budgets: tuple[float, ...]) -> None:
+    """Of all choices, each planned and timed by itself."""
+    config = planned(preset, 8, *flags)
+    tried = {choice: (seconds(choice.of(config)), needed(choice.of(config))) for choice in choices(config)}
+    assert len(tried) > 20
+    before = 0.0
+    for budget in budgets:
+        chosen = check_memory(budgeted(config, budget), PARTS)
+        assert needed(chosen) <= budget
+        best = min(time for time, gib in tried.values() if gib <= budget)
+        assert seconds(chosen) == pytest.approx(best, rel=1e-6)
+        assert seconds(chosen) >= before, "less memory is never faster"
+        before = seconds(chosen)
+        assert with_choices_of(chosen, config).train.recompute == chosen.train.recompute
+
+
+def test_what_is_set_stays() -> None:
+    config = planned("llama3-8b", 8, *LLAMA, "--train.recompute", "full", "--train.recompute_every", "2")
+    chosen = check_memory(budgeted(config, 45.0), PARTS)
+    assert (chosen.train.recompute, chosen.train.recompute_every) == ("full", 2)
+    assert chosen.optimizer.offload > 0
+    config = planned("llama3-8b", 8, *LLAMA, "--optimizer.offload", "1")
+    chosen = check_memory(budgeted(config, 50.0), PARTS)
+    assert (chosen.optimizer.offload, chosen.train.recompute) == (1, "light")
+    assert check_memory(config, PARTS) is config
+
+
+def test_a_schedule_keeps_what_is_left() -> None:
+    flags = ("--parallel.pp", "4", "--parallel.schedule", "zb-h1", "--train.seq_length", "8192")
+    config = planned("llama3-8b", 4, *flags, "--train.global_batch_size", "32", "--train.recompute", "light")
+    budget = needed(config) + 24
+    chosen = check_memory(budgeted(config, budget), PARTS)
+    assert chosen.parallel.schedule_memory_gb > 10
+    assert needed(config) + 10 < needed(chosen) <= budget
+    assert seconds(chosen) < seconds(config), "it idles less"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            {"gpu": "auto"},
+            "train.memory_gb=40.0, gpu=auto: what fits is chosen by its predicted time, which needs --gpu",
+        ),
+        (
+            {"gib": 5.0},
+            r"train.memory_gb=5.0: the least is [\d.]+ GiB, with train.recompute full, optimizer.offload 1;",
+        ),
+        ({"schedule": "auto"}, "the schedule is not known before it is measured; name one, or leave memory_gb at 0"),
+    ],
+)
+def test_what_cannot_be_chosen_is_refused(change: dict[str, object], words: str) -> None:
+    config = budgeted(planned("llama3-8b", 8, *LLAMA), float(str(change.get("gib", 40.0))))
+    config = replace(config, gpu=str(change.get("gpu", config.gpu)))
+    schedule = str(change.get("schedule", "1f1b"))
+    config = replace(config, parallel=replace(config.parallel, schedule=schedule))
+    with pytest.raises(ConfigError, match=words) as caught:
+        check_memory(config, PARTS)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_tells_the_choice_and_starts_again_with_it(tmp_path: Path) -> None:
+    flags = ("--train.memory_gb", "0.0035", "--gpu", "h100-80g", "--train.steps", "2")
+    first = program.run(*flags, cwd=tmp_path)
+    assert first.code == 0, first.err
+    line = next(
+        line for line in (first.out + first.err).splitlines() if "train.memory_gb=0.0035: train.recompute " in line
+    )
+    text = (tmp_path / "run/config.toml").read_text()
+    # The file keeps what was given, because it serves other world sizes too. A comment has what was chosen here.
+    chosen = check_memory(validate(load(["--config", str(tmp_path / "run/config.toml")]).config, 1), PARTS)
+    assert chosen.train.recompute != "none"
+    assert f'recompute = "none"  # default, here "{chosen.train.recompute}"' in text
+    assert f"train.recompute {chosen.train.recompute}" in line
