@@ -4,7 +4,6 @@ import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,21 +23,29 @@ from megapar.expert_parallel import dispatch, route
 from megapar.expert_parallel.balance import Float32Products
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
+from megapar.expert_parallel.row_counts import experts_of
 from megapar.grid import Grid, expert_rank_groups
-from megapar.params import Init, StateSlice, selected, spec_of
+from megapar.optimizer_state import StateSlice
+from megapar.params import Init, selected, spec_of
 from megapar.products import MatrixProducts
 from megapar.random import initialize
 from megapar.sharding import Sharding
 from megapar.verify import logical
-from tests.support.distributed import rank_device, run_ranks
+from tests.support.distributed import run_ranks
 from tests.support.flat import flatten
 from tests.support.kernel_checks import DEVICE, needs_triton
+from tests.support.mixture_runs import (
+    CASES,
+    SPLITS_OF_4,
+    SPLITS_OF_8,
+    check_against_one_process,
+    check_runs,
+    make_context,
+    reference,
+    train,
+    world_of,
+)
 from tests.support.mixtures import HIDDEN, Case, Mixture, plain_mixture, small_mixture
-
-SOFTMAX = RouterRule(top_k=2)
-UNNORMALIZED = RouterRule(top_k=3, norm_topk_prob=False, routed_scaling_factor=2.5)
-SIGMOID = RouterRule(top_k=2, scoring_func="sigmoid", routed_scaling_factor=2.5)
-GROUPS = RouterRule(top_k=4, scoring_func="sigmoid", n_group=4, topk_group=2)
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -46,109 +53,6 @@ def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tens
 
 
 # Mixtures on ranks
-
-
-def make_context(sizes: dict[str, int], use_shared_memory: bool = True) -> ParallelContext:
-    return context.create(Grid(**sizes), device=rank_device(dist.get_rank()), use_shared_memory=use_shared_memory)
-
-
-def train(case: Case, ctx: ParallelContext, micro_batches: int) -> dict[str, Any]:
-    """Outputs and gradients of inputs by micro-batch, and the summed gradients of this rank's parameters."""
-    # Uninitialized memory is filled with NaN.
-    torch.use_deterministic_algorithms(True)
-    mixture = small_mixture(case, ctx=ctx)
-    flat = flatten([mixture], ctx, zero_stage=0, bucket_mb=0.001)
-    rank = ctx.world.rank
-    outputs = []
-    input_gradients = []
-    flat.start_step()
-    for micro_batch in range(micro_batches):
-        if micro_batch == micro_batches - 1:
-            flat.gradients.begin()
-        x = case.inputs(rank, micro_batch).requires_grad_()
-        out = mixture(x)
-        (out * case.coefficients(rank, micro_batch)).sum().backward()
-        outputs.append(out.detach())
-        input_gradients.append(x.grad)
-    flat.gradients.finish()
-    return {
-        "outputs": outputs,
-        "inputs": input_gradients,
-        "weights": logical.held([mixture], ctx, logical.main_gradients),
-    }
-
-
-def on_ranks(runs: list[tuple[dict[str, int], Case]], use_shared_memory: bool) -> list[dict[str, Any]]:
-    return [train(case, make_context(split, use_shared_memory), micro_batches=2) for split, case in runs]
-
-
-def reference(case: Case, world: int, micro_batches: int) -> dict[str, Any]:
-    """The same as `train` for all ranks in one process, fp64."""
-    weights = {name: tensor.requires_grad_() for name, tensor in case.weights().items()}
-    outputs: list[list[Tensor]] = []
-    inputs: list[list[Tensor]] = []
-    for rank in range(world):
-        outputs.append([])
-        inputs.append([])
-        for micro_batch in range(micro_batches):
-            x = case.inputs(rank, micro_batch, torch.float64).requires_grad_()
-            out = plain_mixture(x, weights, case)
-            (out * case.coefficients(rank, micro_batch, torch.float64)).sum().backward()
-            outputs[-1].append(out.detach())
-            inputs[-1].append(x.grad)
-    return {"outputs": outputs, "inputs": inputs, "weights": {name: w.grad for name, w in weights.items()}}
-
-
-def assert_close(found: Tensor, expected: Tensor, what: str) -> None:
-    """To 1e-5 of the largest element. What is zero must be zero."""
-    error = (found.double() - expected).abs().max().item() if expected.numel() else 0.0
-    largest = expected.abs().max().item() if expected.numel() else 0.0
-    assert error <= 1e-5 * largest, f"{what}: error {error:.3g} of {largest:.3g}"
-
-
-def check_against_one_process(found: list[dict[str, Any]], case: Case, where: str) -> None:
-    world = len(found)
-    expected = reference(case, world, micro_batches=2)
-    for rank, kind, micro_batch in itertools.product(range(world), ("outputs", "inputs"), range(2)):
-        what = f"{where} {case} {kind} of rank {rank}, micro-batch {micro_batch}"
-        assert_close(found[rank][kind][micro_batch], expected[kind][rank][micro_batch], what)
-    weights = logical.assemble([rank["weights"] for rank in found])
-    assert weights.keys() == expected["weights"].keys()
-    for name, gradient in weights.items():
-        assert_close(gradient, expected["weights"][name], f"{where} {case} gradient of {name}")
-
-
-EIGHT = 8
-CASES = [
-    Case(),
-    Case(rule=RouterRule(top_k=1, norm_topk_prob=False), tokens=(5, 0, 3, 8)),
-    Case(num_experts=EIGHT, rule=GROUPS, tokens=(6, 1, 0, 0)),
-    Case(num_experts=EIGHT, rule=UNNORMALIZED),
-    Case(rule=SIGMOID, routing="one", tokens=(4, 6, 0, 2)),
-    Case(num_experts=EIGHT, rule=RouterRule(top_k=1, norm_topk_prob=False), routing="one"),
-    Case(rule=SOFTMAX, routing="ties"),
-    Case(rule=SOFTMAX, tokens=(0, 0, 0, 0)),
-]
-SPLITS_OF_4 = [
-    *({"dp": 4, "ep": ep, "etp": etp} for ep, etp in ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))),
-    {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
-    {"dp": 2, "tp": 2, "ep": 4, "etp": 1},
-]
-SPLITS_OF_8 = [
-    {"dp": 8, "ep": 8, "etp": 1},
-    {"dp": 4, "tp": 2, "ep": 4, "etp": 2},
-    {"dp": 2, "tp": 4, "ep": 2, "etp": 2},
-]
-
-
-def check_runs(runs: list[tuple[dict[str, int], Case]], use_shared_memory: bool = True) -> None:
-    ranks = run_ranks(world_of(runs[0][0]), on_ranks, runs, use_shared_memory)
-    for number, (split, case) in enumerate(runs):
-        check_against_one_process([rank[number] for rank in ranks], case, str(split))
-
-
-def world_of(split: dict[str, int]) -> int:
-    return split["dp"] * split.get("tp", 1)
 
 
 def test_one_process_is_the_reference() -> None:
@@ -218,9 +122,9 @@ def ends_of_groups(splits: list[dict[str, int]], cases: list[Case]) -> list[tupl
     found = []
     for split, case in itertools.product(splits, cases):
         mixture = small_mixture(case, ctx=make_context(split))
-        groups = mixture.plan(mixture.route(case.inputs(dist.get_rank())).indices).groups
-        assert groups.ends.dtype == torch.int32
-        found.append((groups.ends.tolist(), list(itertools.accumulate(groups.sizes))))
+        for chunk in mixture.plan(mixture.route(case.inputs(dist.get_rank())).indices).chunks:
+            assert chunk.groups.ends.dtype == torch.int32
+            found.append((chunk.groups.ends.tolist(), list(itertools.accumulate(chunk.groups.sizes))))
     return found
 
 
@@ -255,9 +159,9 @@ def directional_derivative(split: dict[str, int], case: Case) -> tuple[float, fl
     def loss(values: list[Tensor]) -> Tensor:
         tokens, weights, gate_up, down = values
         parameters = {"gate_up": gate_up, "down": down}
-        rows = dispatch.receive(dispatch.send(tokens, plan), plan)
-        rows = torch.func.functional_call(mixture.experts, parameters, (rows, plan.groups))
-        out = dispatch.combine(rows, weights, plan)
+        experts = partial(torch.func.functional_call, mixture.experts, parameters)
+        returning = dispatch.compute(lambda *args: experts(args), dispatch.send(tokens, plan), plan)
+        out = dispatch.combine(returning, weights, plan)
         return (out * case.coefficients(rank, dtype=torch.float64)).sum()
 
     moving = [leaf.requires_grad_() for leaf in leaves]
@@ -294,8 +198,8 @@ def test_gradcheck_of_a_round_trip() -> None:
         partial(mixture.mix, plan=plan), (x.requires_grad_(), weights.requires_grad_()), fast_mode=False
     )
     # Rows that go out and come back are the token, as often as it chose an expert.
-    rows = dispatch.receive(dispatch.send(x, plan), plan)
-    torch.testing.assert_close(dispatch.combine(rows, torch.ones(4, 2).double(), plan), 2 * x)
+    returning = dispatch.compute(lambda rows, *_: rows, dispatch.send(x, plan), plan)
+    torch.testing.assert_close(dispatch.combine(returning, torch.ones(4, 2).double(), plan), 2 * x)
 
 
 def test_an_expanded_gradient() -> None:
@@ -358,7 +262,7 @@ def traffic(split: dict[str, int], case: Case) -> dict[str, tuple[dict[str, int]
     chosen = [route.counts(alone.route(case.inputs(rank)).indices, case.num_experts) for rank in world]
     expert_sizes = {"etp": split["etp"], "ep": split["ep"], "expert_grad": len(world) // (split["etp"] * split["ep"])}
     groups = expert_rank_groups({"tp": 1, "cp": 1, "dp": len(world), "pp": 1}, expert_sizes, ["ep"])
-    mine = dispatch.experts_of(case.num_experts, ctx.ep)
+    mine = experts_of(case.num_experts, ctx.ep)
 
     def brought_by(rank: int) -> int:
         """Rows received over ep by `rank`, a rank with parts of the same experts as this one."""
@@ -400,7 +304,7 @@ def in_flight(arriving: ArrivingRows) -> bool:
 
 
 def overlap(case: Case) -> list[bool]:
-    """Whether the rows, then the gradients, were on their way while the work in between ran."""
+    """Whether the rows of all chunks, then their gradients, were on their way while the work in between ran."""
     ctx = make_context({"dp": 2, "ep": 2})
     mixture = small_mixture(case, ctx=ctx)
     x = case.inputs(ctx.world.rank).requires_grad_()
@@ -408,17 +312,19 @@ def overlap(case: Case) -> list[bool]:
     plan = mixture.plan(routing.indices)
     arriving = dispatch.send(x, plan)
     between = x * 2
-    seen = [in_flight(arriving)]
-    between.register_hook(lambda grad: seen.append(arriving.gradient is not None and in_flight(arriving)))
-    rows = dispatch.receive(arriving, plan)
-    out = dispatch.combine(mixture.experts(rows, plan.groups), routing.weights, plan)
+    seen = [all(map(in_flight, arriving))]
+    between.register_hook(lambda grad: seen.append(all(map(in_flight, arriving))))
+    returning = dispatch.compute(mixture.experts, arriving, plan)
+    assert not any(map(in_flight, arriving))
+    out = dispatch.combine(returning, routing.weights, plan)
     (out + between).sum().backward()
-    seen.append(not in_flight(arriving))
+    seen.append(not any(map(in_flight, arriving)))
     return seen
 
 
 def test_work_runs_while_rows_travel_in_forward_and_in_backward() -> None:
-    assert run_ranks(2, overlap, Case()) == [[True, True, True]] * 2
+    for chunks in (1, 2):
+        assert run_ranks(2, overlap, Case(chunks=chunks)) == [[True, True, True]] * 2
 
 
 # Recomputation

@@ -14,7 +14,8 @@ from torch import Tensor
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config import validate as checks
-from megapar.config.options import Config, MoEConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import MoEConfig
+from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.expert_parallel.balance import Router
 from megapar.grid import coordinates, expert_rank_groups
 from megapar.train.metrics import tally_load

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context
 from megapar.comm import collectives
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.context import Axis, ParallelContext
 from megapar.grid import Grid
 from megapar.params import Init

@@ -84,6 +84,8 @@ def from_first(value: Any, ctx: ParallelContext) -> Any:
 
     If only rank 0 has a value, use this instead of `gather_json`, which allocates one row for each rank.
     """
+    if ctx.world.size == 1:
+        return value
     # The other ranks contribute zeros, so the element-wise maximum is what rank 0 sent.
     text = json.dumps(value).encode() if ctx.world.first else b""
     length = collectives.all_reduce(torch.tensor([len(text)], device=ctx.device), ctx.world, "max")

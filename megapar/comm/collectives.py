@@ -129,9 +129,9 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all_async(
-    x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis
+    x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis, out: Tensor | None = None
 ) -> tuple[Tensor, Pending]:
-    """Start sending rows of `x` to every position of `axis`. Read the result after `wait`.
+    """Start sending rows of `x` to every position of `axis`. Read the result, in `out` if given, after `wait`.
 
     The first `sent_rows[0]` rows go to position 0, the next `sent_rows[1]` to position 1, and so on. `received_rows[i]`
     rows arrive from position i. The result holds the rows from position 0, then those from position 1, and so on.
@@ -144,7 +144,8 @@ def all_to_all_async(
         )
     kept_bytes = sent_rows[axis.rank] * x[:1].nbytes  # of the rows that stay on this rank
     position = _begin(axis, "all_to_all", x, x.nbytes - kept_bytes)
-    out = _result(x, sum(received_rows), axis)
+    if out is None:
+        out = _result(x, sum(received_rows), axis)
     return out, axis.transport.all_to_all(x, out, sent_rows, received_rows).logged(axis.log, position, position)
 
 

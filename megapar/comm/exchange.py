@@ -1,11 +1,15 @@
-"""An all-to-all of rows with a gradient: rows travel between the ranks of an axis, and their gradients travel back.
+"""All-to-alls of rows with gradients: rows travel between the ranks of an axis, and their gradients travel back.
 
-    function            forward                 backward
-    start_exchange      starts the all-to-all   waits for the gradients
-    ArrivingRows.wait   waits for the rows      starts the all-to-all of the gradients
+    function            forward                    backward
+    start_exchanges     starts the all-to-alls     waits for the gradients
+    all_arrived         waits for the rows         starts the all-to-alls of the gradients
 
 What runs between the two functions runs while the rows travel. In backward too: autograd runs what was recorded later
 first, so the backward of the work in between runs while the gradients travel.
+
+Rows may travel in several parts, one all-to-all each. They may start together and be waited for one by one, or start
+one by one and be waited for together. No part is copied for that: rows leave from slices of one tensor, and arrive in
+slices of one tensor.
 """
 
 from collections.abc import Sequence
@@ -18,72 +22,137 @@ from megapar.comm import collectives
 from megapar.comm.pending import Pending
 from megapar.context import Axis
 
+Counts = tuple[Sequence[int], Sequence[int]]
+"""For each position of an axis the number of rows sent there, and the number of rows received from there."""
+
+
+class Memory:
+    """Memory for rows of several exchanges: those of the first one, then those of the second one, and so on.
+
+    `counts` are the numbers of their rows. The memory is made when the first exchange starts.
+    """
+
+    def __init__(self, counts: Sequence[int]):
+        self._counts = list(counts)
+        self._whole: Tensor | None = None
+
+    def part(self, number: int, like: Tensor) -> Tensor:
+        """The memory for the rows of one exchange. A row has the shape and dtype of those of `like`."""
+        if self._whole is None:
+            self._whole = like.new_empty(sum(self._counts), *like.shape[1:])
+        # `data`, so autograd takes the part for no view of the whole: each has a place of its own in the graph.
+        return self._whole.split(self._counts)[number].data
+
+    def take(self) -> Tensor:
+        """All of it. Nothing is kept here: the graph would keep it."""
+        whole, self._whole = self._whole, None
+        assert whole is not None, "Memory.take() came before the first exchange"
+        return whole
+
 
 class ArrivingRows:
-    """Rows on their way to this rank. `start_exchange` makes it, and `wait` returns the rows."""
+    """Rows on their way to this rank, by one all-to-all. `start_exchanges` makes it."""
 
-    def __init__(self, x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis):
+    def __init__(self, counts: Counts, axis: Axis, gradients: tuple[Memory, int], arrivals: tuple[Memory, int] | None):
         # Copies of the counts: backward needs them, and the caller may change its lists.
-        self.sent_rows = tuple(sent_rows)
-        self.received_rows = tuple(received_rows)
+        self.sent_rows = tuple(counts[0])
+        self.received_rows = tuple(counts[1])
         self.axis = axis
         self.pending = Pending()
-        self.gradient: Tensor | None = None  # of the rows that were sent, while backward receives it
-        self._memory: Tensor | None = x  # of the rows that arrive
-        if axis.size > 1:
-            self._memory = _Start.apply(x, self)
+        self.gradients = gradients  # where the gradients of the rows that were sent arrive
+        self.arrivals = arrivals or (Memory([sum(self.received_rows)]), 0)
+        self.memory: Tensor | None = None  # of the rows, for autograd
+
+    def post(self, x: Tensor) -> Tensor:
+        """Start to send the rows `x`. Returns the memory in which rows arrive."""
+        memory, number = self.arrivals
+        out, self.pending = collectives.all_to_all_async(
+            x, self.sent_rows, self.received_rows, self.axis, memory.part(number, x)
+        )
+        return out
+
+    def post_gradient(self, grad: Tensor) -> Tensor:
+        """Start to send the gradient of the rows back. Returns what autograd takes for the gradient of `memory`."""
+        memory, number = self.gradients
+        place = memory.part(number, grad)
+        _, self.pending = collectives.all_to_all_async(grad, self.received_rows, self.sent_rows, self.axis, place)
+        # autograd wants a gradient of the shape of `memory`. The gradients in flight have the shape of what was sent,
+        # so they wait in `gradients`, and autograd gets zeros that take no memory.
+        return grad.new_zeros(()).expand(grad.shape)
 
     def wait(self) -> Tensor:
         """The rows received: those from position 0, then those from position 1, and so on. Call it once."""
-        memory = self._memory
-        assert memory is not None, "ArrivingRows.wait() was called twice"
-        self._memory = None
-        if self.axis.size == 1:
-            return memory
-        return _Finish.apply(memory, self)
+        return all_arrived([self])
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rows: ArrivingRows) -> Tensor:
-        ctx.rows = rows
-        memory, rows.pending = collectives.all_to_all_async(x, rows.sent_rows, rows.received_rows, rows.axis)
-        return memory
+    def forward(ctx: Any, x: Tensor, parts: Sequence[ArrivingRows]) -> tuple[Tensor, ...]:
+        ctx.parts = parts
+        pieces = x.split([sum(part.sent_rows) for part in parts])
+        return tuple(part.post(piece) for part, piece in zip(parts, pieces, strict=True))
 
     @staticmethod
-    def backward(ctx: Any, placeholder: Tensor) -> tuple[Tensor | None, None]:
-        ctx.rows.pending.wait()
-        gradient = ctx.rows.gradient
-        ctx.rows.gradient = None  # otherwise the graph would keep its memory
-        return gradient, None
+    def backward(ctx: Any, *placeholders: Tensor) -> tuple[Tensor, None]:
+        for part in ctx.parts:
+            part.pending.wait()
+        return ctx.parts[0].gradients[0].take(), None
 
 
-class _Finish(torch.autograd.Function):
+class _Arrived(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, memory: Tensor, rows: ArrivingRows) -> Tensor:
-        ctx.rows = rows
-        rows.pending.wait()
-        return memory.view_as(memory)
+    def forward(ctx: Any, parts: Sequence[ArrivingRows], *memories: Tensor) -> Tensor:
+        ctx.parts = parts
+        for part in parts:
+            part.pending.wait()
+        return parts[0].arrivals[0].take()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        rows = ctx.rows
-        rows.gradient, rows.pending = collectives.all_to_all_async(grad, rows.received_rows, rows.sent_rows, rows.axis)
-        # autograd wants a gradient of the shape of `memory`. The gradients in flight have the shape of what was sent,
-        # so they wait in `rows`, and autograd gets zeros that take no memory.
-        return grad.new_zeros(()).expand(grad.shape), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        pieces = grad.split([sum(part.received_rows) for part in ctx.parts])
+        # Autograd goes backward: it asks for the gradients of the last part first.
+        found = [part.post_gradient(piece) for part, piece in zip(ctx.parts[::-1], pieces[::-1], strict=True)]
+        return None, *found[::-1]
 
 
-def start_exchange(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> ArrivingRows:
-    """Start sending rows of `x` [rows, ...] to every position of `axis`. `ArrivingRows.wait` returns the rows received.
+def start_exchanges(
+    x: Tensor, counts: Sequence[Counts], axis: Axis, arrivals: tuple[Memory, int] | None = None
+) -> list[ArrivingRows]:
+    """Start sending the rows of `x` [rows, ...] in consecutive parts, one for each of `counts`, to all ranks of `axis`.
 
-    The first `sent_rows[0]` rows go to position 0, the next `sent_rows[1]` to position 1, and so on. `received_rows[i]`
-    rows arrive from position i. Backward sends the gradient of each row back to the sender of the row. Raises
-    ValueError unless both have a count for each position and `x` has as many rows as are sent.
+    The first rows of a part go to position 0, the next to position 1, and so on. Backward sends the gradient of each
+    row back to the sender of the row. A single part may arrive in the part (memory, number) of a larger memory. On an
+    axis of one rank nothing is sent. Raises ValueError unless a part has counts for each position, and `x` as many rows
+    as are sent.
     """
-    return ArrivingRows(x, sent_rows, received_rows, axis)
+    gradients = Memory([sum(sent) for sent, _ in counts])
+    parts = [ArrivingRows(each, axis, (gradients, number), arrivals) for number, each in enumerate(counts)]
+    if axis.size == 1:
+        memories = x.split([sum(sent) for sent, _ in counts]) if len(counts) > 1 else [x]
+    else:
+        memories = _Start.apply(x, parts)
+    for part, memory in zip(parts, memories, strict=True):
+        part.memory = memory
+    return parts
+
+
+def all_arrived(parts: Sequence[ArrivingRows]) -> Tensor:
+    """The rows of all parts, one part after the other. Call it once.
+
+    Several parts must arrive in one memory, in the order of its parts.
+    """
+    memories = [part.memory for part in parts]
+    for part in parts:
+        part.memory = None  # it holds the graph, and the graph holds the part
+    first = memories[0]
+    assert first is not None, "the rows of an exchange were asked for twice"
+    if parts[0].axis.size == 1:
+        return first if len(memories) == 1 else torch.cat([x for x in memories if x is not None])
+    rows: Tensor = _Arrived.apply(parts, *memories)
+    return rows
 
 
 def exchange_rows(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
-    """Do `start_exchange`, and wait for it. Returns the rows received."""
-    return start_exchange(x, sent_rows, received_rows, axis).wait()
+    """Send rows of `x` [rows, ...] to every position of `axis`, and wait for those received, as `start_exchanges`."""
+    (arriving,) = start_exchanges(x, [(sent_rows, received_rows)], axis)
+    return arriving.wait()

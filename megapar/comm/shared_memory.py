@@ -33,7 +33,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from megapar.device import usable_cores
+from megapar.environment import usable_cores
 from megapar.system import limits
 
 SMALL = 4096  # bytes: a message up to this size travels in the packet itself and needs no block

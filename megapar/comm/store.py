@@ -33,6 +33,7 @@ class StoreUser(StrEnum):
     """Who keeps keys in the job's store. Each user's keys begin with its name."""
 
     MEETING = "meeting"  # megapar.comm.rendezvous
+    PREFLIGHT = "preflight"  # megapar.launch.preflight and reach
     MONITOR = "monitor"  # megapar.launch.monitor
     GROUPS = "groups"  # torch's process groups; what follows lies in their part
     EXCHANGE = "exchange"  # megapar.comm.host_meeting

@@ -6,6 +6,7 @@
     SharedMemory      transport_shared_memory.py      CPU ranks of one host
     Gloo              transport_gloo.py               CPU ranks of several hosts
     TorchDistributed  transport_torch.py              GPUs, over NCCL
+    SymmetricMemory   transport_symmetric.py          GPUs of one node, from memory to memory
 
 `megapar.context` gives each axis its transport. `megapar.comm.collectives` checks, counts and logs, the same for all.
 """

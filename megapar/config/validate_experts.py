@@ -4,8 +4,9 @@ import math
 from collections.abc import Iterator
 
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
+from megapar.config.model_options import MoEConfig
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import Config, MoEConfig, ParallelConfig
+from megapar.config.options import Config, ParallelConfig
 
 
 def problems(config: Config, rules: ModelRules) -> Iterator[str]:
@@ -20,13 +21,14 @@ def problems(config: Config, rules: ModelRules) -> Iterator[str]:
         yield problem(config, "model.moe.num_experts", text)
     else:
         yield from _widths(config, moe)
+        yield from _chunks(config, moe)
         yield from _router(config, moe)
         yield from _balance(config, moe)
 
 
 def _without_experts(config: Config, text: str) -> Iterator[str]:
-    """A line for each axis of experts in a model without them. `text` is its beginning."""
-    for name in ("ep", "etp"):
+    """A line for each option of experts' ranks in a model without them. `text` is its beginning."""
+    for name in ("ep", "etp", "ep_overlap_chunks"):
         default = getattr(ParallelConfig(), name)
         if getattr(config.parallel, name) != default:
             yield problem(config, f"parallel.{name}", f"{text} at {shown(default)}")
@@ -67,6 +69,24 @@ def _widths(config: Config, moe: MoEConfig) -> Iterator[str]:
     if moe.shared_expert_gate and not moe.shared_expert_intermediate_size:
         text = "there is no shared expert to gate; set its width, or leave the gate at false"
         yield problem(config, "model.moe.shared_expert_gate model.moe.shared_expert_intermediate_size", text)
+
+
+def _chunks(config: Config, moe: MoEConfig) -> Iterator[str]:
+    """Problems of the chunks in which the rows of experts travel."""
+    parallel = config.parallel
+    options = "parallel.ep_overlap_chunks parallel.ep"
+    if parallel.ep_overlap_chunks > 1 and parallel.ep == 1:
+        text = "without expert parallelism no expert waits for other ranks; set parallel.ep, or leave it at 1"
+        yield problem(config, options, text)
+    elif parallel.ep_overlap_chunks > max(fewest_experts(config), 1):
+        here = counted(moe.num_experts // parallel.ep, "expert")
+        text = f"a rank with {here} has no more chunks; use at most {max(fewest_experts(config), 1)}"
+        yield problem(config, f"{options} model.moe.num_experts", text)
+
+
+def fewest_experts(config: Config) -> int:
+    """The number of experts of a layer on the rank with the fewest of them."""
+    return config.model.num_experts // config.parallel.ep
 
 
 def _router(config: Config, moe: MoEConfig) -> Iterator[str]:

@@ -1,18 +1,22 @@
 """Dispatch: the hidden states of tokens travel to the ranks of their experts, and the results travel back.
 
-A row is the hidden state of one token for one of its experts.
+A row is the hidden state of one token for one of its experts. Rows travel in chunks (`row_counts`), often just one.
 
     function    what it does                                                                  axis
     send        copies each token's hidden state once for each of its experts
-                sorts these rows by expert
-                all-to-all: each row goes to the position of its expert                       ep
-    receive     gathers the rows of all ranks with other parts of the same experts            etp
+                sorts these rows by chunk, and by expert
+                all-to-all of each chunk: each row goes to the position of its expert         ep
+    compute     for one chunk after the other:
+                gathers the rows of all ranks with other parts of the same experts            etp
                 sorts the rows by expert
-    (experts)   `megapar.expert_parallel.experts` computes one result row for each row
-    combine     undoes the sort of receive
+                computes one result row for each row (`megapar.expert_parallel.experts`)
+                undoes the sort
                 sums the parts of each result row on the rank that brought the row            etp
                 all-to-all: each result row goes back to the rank of its token                ep
-                sums the result rows of each token, multiplied by the weights of its experts
+    combine     sums the result rows of each token, multiplied by the weights of its experts
+
+All chunks leave at once, and arrive one by one. The results of a chunk travel while the experts work on the next one.
+Autograd runs the same backward: all gradients of results leave at once.
 
 No row is dropped: there is one row for each token and each of its experts. Every rank takes part in every exchange,
 even if it has no token, or holds no expert. The weights of experts never travel: the token's rank multiplies by them
@@ -23,8 +27,8 @@ p positions of ep, q positions of etp.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from megapar_kernels.dispatch import Implementation
@@ -34,10 +38,11 @@ from torch import Tensor
 
 from megapar import device, recompute
 from megapar.comm import collectives
-from megapar.comm.exchange import ArrivingRows, exchange_rows, start_exchange
+from megapar.comm.exchange import ArrivingRows, Memory, all_arrived, exchange_rows, start_exchanges
 from megapar.context import Axis
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.expert_parallel.route import counts
+from megapar.expert_parallel.row_counts import Chunk, RowCounts, experts_of, inverse_of
 from megapar.params import cut
 
 
@@ -45,7 +50,6 @@ from megapar.params import cut
 class Dispatch:
     """Where each row goes, there and back. `plan_dispatch` makes it from the experts that tokens chose.
 
-    Numbers of rows are on their way to the host. The first use of one waits for them, so a GPU should have work then.
     A recomputed forward pass uses the Dispatch of the first forward pass again. So it communicates no counts, and
     copies nothing to the host.
     """
@@ -55,90 +59,33 @@ class Dispatch:
     indices_tk: Tensor
     """int64 [t, k]: the experts of each token."""
     token_of_row: Tensor
-    """int64 [t k]: the token of each row. Rows are sorted by expert, and the rows of one expert by token."""
+    """int64 [t k]: the token of each row. Rows are sorted by chunk and expert, and the rows of one expert by token."""
     row_of_choice: Tensor
     """int64 [t, k]: for each choice of each token, its index among these rows."""
-    num_experts: int
-    arriving_qpe: Tensor
-    """int64 [q, p, e], on the device: the rows for this rank's e-th expert received by position q of etp from position
-    p of ep."""
-    numbers: Callable[[], Tensor]
-    """Waits for the numbers on the host: int64 [E], the rows sent by this rank to each expert, then `arriving_qpe`."""
-
-    @cached_property
-    def _on_host(self) -> tuple[Tensor, Tensor]:
-        sent_e, arriving = self.numbers().split([self.num_experts, self.arriving_qpe.numel()])
-        return sent_e, arriving.view(self.arriving_qpe.shape)
-
-    @cached_property
-    def sent_rows(self) -> tuple[int, ...]:
-        """The number of rows sent by this rank to each position of ep."""
-        sent_e, _ = self._on_host
-        experts = [experts_of(self.num_experts, replace(self.ep, rank=position)) for position in range(self.ep.size)]
-        return tuple(int(sent_e[numbers.start : numbers.stop].sum()) for numbers in experts)
-
-    @cached_property
-    def received_rows(self) -> tuple[int, ...]:
-        """The number of rows received by this rank from each position of ep."""
-        return tuple(self._on_host[1][self.etp.rank].sum(1).tolist())
-
-    @cached_property
-    def brought_rows(self) -> tuple[int, ...]:
-        """The number of rows received over ep by each position of etp."""
-        return tuple(self._on_host[1].sum((1, 2)).tolist())
-
-    @cached_property
-    def rows_of_expert(self) -> tuple[int, ...]:
-        """The number of rows of each expert of this rank."""
-        return tuple(self._on_host[1].sum((0, 1)).tolist())
-
-    @cached_property
-    def groups(self) -> RowGroups:
-        """The rows of each expert of this rank, on the host and on the device."""
-        return RowGroups(self.rows_of_expert, self.arriving_qpe.sum((0, 1)).cumsum(0, dtype=torch.int32))
-
-    @cached_property
-    def expert_order(self) -> Tensor | None:
-        """int64 [rows]: the indices of the arrived rows in the order of experts. None if rows arrive in this order.
-
-        Rows of one expert stay in their order of arrival.
-        """
-        arriving_qpe = self.arriving_qpe
-        etp_size, ep_size, experts = arriving_qpe.shape
-        if etp_size * ep_size == 1 or experts <= 1:
-            return None
-        expert_qpe = torch.arange(experts, device=arriving_qpe.device).expand(arriving_qpe.shape)
-        # The sum is given, because repeat_interleave would otherwise wait for the GPU to read it.
-        expert_of_row = torch.repeat_interleave(
-            expert_qpe.reshape(-1), arriving_qpe.reshape(-1), output_size=sum(self.brought_rows)
-        )
-        return torch.argsort(expert_of_row, stable=True)
-
-    @cached_property
-    def arrival_order(self) -> Tensor | None:
-        """int64 [rows]: the inverse permutation. It brings rows back into their order of arrival."""
-        return None if self.expert_order is None else _inverse(self.expert_order)
+    chunks: Sequence[Chunk]
 
     @property
     def rows(self) -> int:
         """The number of rows for this rank's experts to work on."""
-        return sum(self.rows_of_expert)
-
-
-def experts_of(num_experts: int, ep: Axis) -> range:
-    """The global numbers of this rank's experts. There may be none."""
-    return range(*cut(num_experts, ep))
+        return sum(chunk.rows for chunk in self.chunks)
 
 
 @torch.no_grad()
 def plan_dispatch(
-    indices_tk: Tensor, num_experts: int, ep: Axis, etp: Axis, layer: int = 0, load: ExpertLoad = EVEN
+    indices_tk: Tensor,
+    num_experts: int,
+    ep: Axis,
+    etp: Axis,
+    layer: int = 0,
+    load: ExpertLoad = EVEN,
+    chunks: int = 1,
+    place_e: Tensor | None = None,
 ) -> Dispatch:
     """Plan where the rows of this rank's tokens go. `indices_tk` are their experts. A collective over ep and over etp.
 
     Only numbers of rows are communicated: int64 [E] over ep, and int64 [p, e] over etp. One copy brings them to the
     host, because the sizes of messages must be known there. On the meta device they have no values: `load` says them
-    for the `layer`.
+    for the `layer`. `place_e` is what `place_of_expert` says for this number of chunks.
     """
     top_k = indices_tk.shape[1]
     chosen = indices_tk.reshape(-1)
@@ -151,16 +98,15 @@ def plan_dispatch(
     else:
         # Begun here and waited for behind the copies of rows: a GPU would be idle while the host gets it.
         numbers = device.HostCopy(torch.cat([sent_e, arriving_qpe.reshape(-1)])).wait
-    choice_of_row = torch.argsort(chosen, stable=True)
+    row_counts = RowCounts(ep, etp, num_experts, arriving_qpe, numbers)
+    choice_of_row = torch.argsort(chosen if place_e is None else place_e[chosen], stable=True)
     return Dispatch(
         ep,
         etp,
         indices_tk=indices_tk,
         token_of_row=choice_of_row // top_k,
-        row_of_choice=_inverse(choice_of_row).view(indices_tk.shape),
-        num_experts=num_experts,
-        arriving_qpe=arriving_qpe,
-        numbers=numbers,
+        row_of_choice=inverse_of(choice_of_row).view(indices_tk.shape),
+        chunks=[Chunk(row_counts, number, chunks) for number in range(chunks)],
     )
 
 
@@ -183,35 +129,46 @@ def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[
     return sent_e, collectives.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
 
 
-def _inverse(permutation: Tensor) -> Tensor:
-    indices = torch.arange(permutation.numel(), device=permutation.device)
-    return torch.empty_like(permutation).scatter_(0, permutation, indices)
-
-
-def send(x_th: Tensor, plan: Dispatch, impl: Implementation = "torch") -> ArrivingRows:
-    """Start to send each token's rows to the ranks of its experts. What runs before `receive` overlaps the transfer."""
+def send(x_th: Tensor, plan: Dispatch, impl: Implementation = "torch") -> list[ArrivingRows]:
+    """Start to send each token's rows to the ranks of its experts. What runs before `compute` overlaps the transfer."""
     # Before the numbers of rows are waited for. The experts keep the rows if they do not travel.
     copied = partial(rows_of_tokens, impl=impl)
     rows = recompute.remade(copied, x_th, plan.token_of_row, plan.row_of_choice)
-    return start_exchange(rows, plan.sent_rows, plan.received_rows, plan.ep)
+    return start_exchanges(rows, [(chunk.sent_rows, chunk.received_rows) for chunk in plan.chunks], plan.ep)
 
 
-def receive(arriving: ArrivingRows, plan: Dispatch, impl: Implementation = "torch") -> Tensor:
-    """The rows for this rank's experts, [rows, h], sorted by expert."""
-    rows = _gather_rows(arriving.wait(), plan.brought_rows, plan.etp)
-    return _reorder(rows, plan.expert_order, plan.arrival_order, impl)
+def compute(
+    experts: Callable[[Tensor, RowGroups, slice], Tensor],
+    arriving: Sequence[ArrivingRows],
+    plan: Dispatch,
+    impl: Implementation = "torch",
+) -> list[ArrivingRows]:
+    """Compute the experts' results, and start to send them back.
 
-
-def combine(rows: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch") -> Tensor:
-    """Send the experts' results [rows, h] back, and sum them by token, multiplied by `weights_tk`: [t, h].
-
-    With etp above 1, each rank of etp has a part of each result, and their sum is the result. Sums over the experts of
-    a token are in fp32, or in fp64 for fp64. The returned tensor has the dtype of `rows`.
+    `experts` maps the rows [rows, h] of some of this rank's experts, sorted by expert, to results [rows, h]. With etp
+    above 1, each rank of etp has a part of each result, and their sum is the result.
     """
-    rows = _reorder(rows, plan.arrival_order, plan.expert_order, impl)
-    rows = _sum_rows(rows, plan.brought_rows, plan.etp)
-    rows = exchange_rows(rows, plan.received_rows, plan.sent_rows, plan.ep)
-    return weighted_sum(rows, weights_tk, plan.token_of_row, plan.row_of_choice, impl)
+    returning = []
+    memory = Memory([sum(chunk.sent_rows) for chunk in plan.chunks])
+    for chunk, arriving_rows in zip(plan.chunks, arriving, strict=True):
+        rows = _gather_rows(arriving_rows.wait(), chunk.brought_rows, plan.etp)
+        rows = _reorder(rows, chunk.expert_order, chunk.arrival_order, impl)
+        rows = experts(rows, chunk.groups, chunk.experts)
+        rows = _reorder(rows, chunk.arrival_order, chunk.expert_order, impl)
+        rows = _sum_rows(rows, chunk.brought_rows, plan.etp)
+        back = [(chunk.received_rows, chunk.sent_rows)]
+        returning += start_exchanges(rows, back, plan.ep, (memory, chunk.number))
+    return returning
+
+
+def combine(
+    returning: Sequence[ArrivingRows], weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch"
+) -> Tensor:
+    """Wait for the experts' results, and sum them by token, multiplied by `weights_tk`: [t, h].
+
+    Sums over the experts of a token are in fp32, or in fp64 for fp64. The returned tensor has the dtype of the rows.
+    """
+    return weighted_sum(all_arrived(returning), weights_tk, plan.token_of_row, plan.row_of_choice, impl)
 
 
 def _gather_rows(rows: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:

@@ -30,12 +30,15 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar import recompute
-from megapar.expert_parallel.dispatch import experts_of
+from megapar.expert_parallel.row_counts import experts_of
 from megapar.low_rank import LoraRule
 from megapar.main_grad import DeferredWeightGradient
 from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, cut, held_by_all, make_piece
 from megapar.products import TORCH_PRODUCTS, ConvertedWeight, MatrixProducts
 from megapar.sharding import Sharding
+
+ALL = slice(None)
+"""All experts of a rank."""
 
 
 class Experts(nn.Module):
@@ -131,6 +134,7 @@ class Experts(nn.Module):
             init,
             decay=len(shape) == 2,
             grad_axis=sharding.expert_grad_axis,
+            update="matrix" if kind == "weight" else "element",
             optimizer=sharding.optimizer,
             token_share=self.token_share,
             # Those of other ranks too: which experts share a parameter depends on ep.
@@ -141,36 +145,44 @@ class Experts(nn.Module):
         )
         return sharding.parameter_of(spec, (rows, *pieces[0].local_shape[1:]))
 
-    def forward(self, rows: Tensor, groups: RowGroups) -> Tensor:
-        """The experts' results [rows, h] for `rows` [rows, h], sorted by expert.
+    def forward(self, rows: Tensor, groups: RowGroups, experts: slice = ALL) -> Tensor:
+        """The results [rows, h] of some of this rank's `experts` for `rows` [rows, h], sorted by expert.
 
-        `groups` has the rows of each expert of this rank. With etp above 1 the results are this rank's parts of the
-        sum.
+        `groups` has the rows of each of them. With etp above 1 the results are this rank's parts of the sum.
         """
-        products = self.products
         width = self.local_width
-        gate_up = _GroupedLinear.apply(rows, self.gate_up, 2 * width, groups, products)
-        gate_up = self._adapted("gate", gate_up, rows, slice(0, width), groups)
-        gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), groups)
-        has_bias = self.gate_up_bias is not None and groups.sizes
-        if has_bias:
-            gate_up = _GroupedBias.apply(gate_up, self.gate_up_bias, groups.sizes, True)
+        gate_up = self._product(rows, self.gate_up, 2 * width, groups, experts)
+        gate_up = self._adapted("gate", gate_up, rows, slice(0, width), groups, experts)
+        gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), groups, experts)
+        gate_up = self._biased(gate_up, self.gate_up_bias, groups, experts, adds=True)
         inner = recompute.remade(self.activation, gate_up)
-        y = _GroupedLinear.apply(inner, self.down, self.hidden_size, groups, products)
-        y = self._adapted("down", y, inner, slice(0, self.hidden_size), groups)
-        if has_bias:
-            # The ranks of etp have parts of a sum, to which the bias is added once.
-            y = _GroupedBias.apply(y, self.down_bias, groups.sizes, self.sharding.etp.first)
+        y = self._product(inner, self.down, self.hidden_size, groups, experts)
+        y = self._adapted("down", y, inner, slice(0, self.hidden_size), groups, experts)
+        # The ranks of etp have parts of a sum, to which the bias is added once.
+        return self._biased(y, self.down_bias, groups, experts, adds=self.sharding.etp.first)
+
+    def _product(self, rows: Tensor, weight: Tensor, out_features: int, groups: RowGroups, experts: slice) -> Tensor:
+        """The rows of each expert, multiplied by its matrix in `weight`."""
+        y: Tensor = _GroupedLinear.apply(rows, weight, out_features, groups, experts, self.products)
         return y
 
-    def _adapted(self, matrix: str, y: Tensor, rows: Tensor, columns: slice, groups: RowGroups) -> Tensor:
+    def _adapted(
+        self, matrix: str, y: Tensor, rows: Tensor, columns: slice, groups: RowGroups, experts: slice
+    ) -> Tensor:
         """y with s B A `rows` added to the columns of `matrix`, in place, if it has adapters."""
         if matrix not in self.lora_a:
             return y
         b = self.lora_b[matrix]
-        z = _GroupedLinear.apply(rows, self.lora_a[matrix], b.shape[1], groups, self.products)
-        added = _GroupedLinear.apply(z, b, columns.stop - columns.start, groups, self.products)
+        z = self._product(rows, self.lora_a[matrix], b.shape[1], groups, experts)
+        added = self._product(z, b, columns.stop - columns.start, groups, experts)
         return _AddToColumns.apply(y, added, columns, self.scale)
+
+    def _biased(self, y: Tensor, bias: Tensor | None, groups: RowGroups, experts: slice, *, adds: bool) -> Tensor:
+        """y with the bias of each expert added to its rows, in place, if there are biases and this rank `adds` them."""
+        if bias is None or not groups.sizes:
+            return y
+        of_experts = bias.view(len(self.expert_numbers), -1)[experts].flatten()
+        return _GroupedBias.apply(y, of_experts, groups.sizes, adds)
 
 
 class _AddToColumns(torch.autograd.Function):
@@ -222,8 +234,9 @@ class _GroupedBias(torch.autograd.Function):
 class _GroupedLinear(torch.autograd.Function):
     """y = x W_e^T, [rows, out], for rows [rows, in] sorted by expert. The weight is [experts * out, in].
 
-    The weight gradient goes straight to the main gradient if the weight has one. An expert without rows adds nothing to
-    it, and its gradient is zero if it has none from earlier micro-batches.
+    The rows are those of the slice `experts` of them. The weight gradient goes straight to the main gradient if the
+    weight has one. An expert without rows adds nothing to it, and its gradient is zero if it has none from earlier
+    micro-batches.
     """
 
     @staticmethod
@@ -233,30 +246,31 @@ class _GroupedLinear(torch.autograd.Function):
         weight: Tensor,
         out_features: int,
         groups: RowGroups,
+        experts: slice,
         products: MatrixProducts,
     ) -> Tensor:
-        ctx.shape = (len(groups.sizes), out_features, rows.shape[1])
+        ctx.shape = (weight.shape[0] // out_features, out_features, weight.shape[1])
         rows = products.convert_input(rows)
         ctx.save_for_backward(rows, weight)
         ctx.groups = groups
+        ctx.experts = experts
         ctx.products = products
         # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
         ctx.converted = ConvertedWeight.of(weight)
         ctx.main_grad = main_grad_of(weight)
-        return products.grouped_forward(rows, ctx.converted.get(weight.view(ctx.shape), products), ctx.groups)
+        return products.grouped_forward(rows, _converted(ctx, weight), ctx.groups)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         rows, weight = ctx.saved_tensors
         needs_rows, needs_weight = ctx.needs_input_grad[:2]
         grad = grad.contiguous()  # the gradient of a sum is expanded, which products of groups may not accept
         grad_rows = grad_weight = None
         if needs_rows:
-            converted = ctx.converted.get(weight.view(ctx.shape), ctx.products)
-            grad_rows = ctx.products.grouped_input_gradient(grad, converted, ctx.groups)
+            grad_rows = ctx.products.grouped_input_gradient(grad, _converted(ctx, weight), ctx.groups)
         if needs_weight:
-            add = partial(_add_products, ctx.products, ctx.shape, ctx.groups)
+            add = partial(_add_products, ctx.products, ctx.shape, ctx.groups, ctx.experts)
             if ctx.main_grad is None:
                 total = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
                 add(total, grad, rows, True)
@@ -264,17 +278,28 @@ class _GroupedLinear(torch.autograd.Function):
             else:
                 # The rows have been dispatched already, so W communicates nothing.
                 DeferredWeightGradient(ctx.main_grad, grad, rows, add).add_or_defer()
-        return grad_rows, grad_weight, None, None, None
+        return grad_rows, grad_weight, None, None, None, None
+
+
+def _converted(ctx: Any, weight: Tensor) -> Any:
+    """The matrices [experts, out, in] of the chunk's experts, as products get them."""
+    return ctx.converted.get(weight.view(ctx.shape)[ctx.experts], ctx.products)
 
 
 def _add_products(
     products: MatrixProducts,
     shape: tuple[int, int, int],
     groups: RowGroups,
+    experts: slice,
     total: Tensor,
     grad: Tensor,
     rows: Tensor,
     overwrite: bool,
 ) -> None:
-    """Add the gradients of the matrices [experts, out, in] of `shape` to `total`, [experts * out, in]."""
-    products.add_grouped_weight_gradient(total.view(shape), grad, rows, groups, overwrite=overwrite)
+    """Add the gradients of the matrices [out, in] of `experts` to `total`, those of all experts of `shape`."""
+    totals = total.view(shape)
+    if overwrite and len(groups.sizes) < len(totals):
+        # The other experts' gradients are added later, to zeros.
+        totals.zero_()
+        overwrite = False
+    products.add_grouped_weight_gradient(totals[experts], grad, rows, groups, overwrite=overwrite)

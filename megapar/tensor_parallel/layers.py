@@ -104,7 +104,7 @@ class ColumnParallelLinear(nn.Module):
         tp = sharding.tp
         rows = sum(c.stop - c.start for c in columns)
         weights = tuple(c.piece("weight", (c.size, in_features), tp) for c in columns)
-        self.weight = sharding.parameter(weights, (rows, in_features), init, decay=True)
+        self.weight = sharding.parameter(weights, (rows, in_features), init, decay=True, update="matrix")
         self.bias = None
         if bias:
             biases = tuple(c.piece("bias", (c.size,), tp) for c in columns)
@@ -143,7 +143,7 @@ class RowParallelLinear(nn.Module):
         self.lora = lora
         start, stop = cut(in_features, sharding.tp)
         weight = make_piece(f"{name}.weight", (out_features, in_features), {1: (start, stop)})
-        self.weight = sharding.parameter((weight,), weight.local_shape, init, decay=True)
+        self.weight = sharding.parameter((weight,), weight.local_shape, init, decay=True, update="matrix")
         self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
 
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:

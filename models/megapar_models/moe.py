@@ -15,10 +15,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.batch import add_loss
-from megapar.config.options import ModelConfig, MoEConfig
+from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
-from megapar.expert_parallel.dispatch import Dispatch, combine, plan_dispatch, receive, send
+from megapar.expert_parallel.dispatch import Dispatch, combine, compute, plan_dispatch, send
 from megapar.expert_parallel.route import RouterRule
+from megapar.expert_parallel.row_counts import place_of_expert
 from megapar.params import cut, shared_piece
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
@@ -53,6 +54,8 @@ def balance_rule(moe: MoEConfig) -> BalanceRule:
 class MixtureOfExperts(nn.Module):
     """The sum over a token's experts of weight * expert(token), plus the shared expert's output if there is one."""
 
+    place_e: Tensor | None
+
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
         assert kind.mixture is not None, "a layer with mlp mixture has options of it"
@@ -62,6 +65,9 @@ class MixtureOfExperts(nn.Module):
         self.num_experts = moe.num_experts
         self.sharding = factory.sharding
         self.impl = factory.kernels.token_rows
+        sharding = factory.sharding
+        place_e = place_of_expert(self.num_experts, sharding.ep, sharding.expert_chunks, sharding.device)
+        self.register_buffer("place_e", place_e)
         self.router = Router(
             f"{name}.router",
             model.hidden_size,
@@ -97,8 +103,8 @@ class MixtureOfExperts(nn.Module):
         shared_sbh = None
         if self.shared is not None:
             shared_sbh = self.shared(x_sbh, context)
-        results = self.experts(receive(arriving, dispatch, self.impl), dispatch.groups)
-        y_sbh = combine(results, routing.weights, dispatch, self.impl).view(own_sbh.shape)
+        returning = compute(self.experts, arriving, dispatch, self.impl)
+        y_sbh = combine(returning, routing.weights, dispatch, self.impl).view(own_sbh.shape)
         if self.training and self.router.balance.has_loss:
             y_sbh = self._with_losses(y_sbh, routing, context)
         y_sbh = _tokens_of_all(y_sbh, x_sbh.shape[0], self.sharding)
@@ -123,8 +129,16 @@ class MixtureOfExperts(nn.Module):
             return self.router(own_sbh, dispatch.indices_tk), dispatch
         routing = self.router(own_sbh)
         sharding = self.sharding
-        load = sharding.expert_load
-        dispatch = plan_dispatch(routing.indices, self.num_experts, sharding.ep, sharding.etp, self.number, load)
+        dispatch = plan_dispatch(
+            routing.indices,
+            self.num_experts,
+            sharding.ep,
+            sharding.etp,
+            self.number,
+            sharding.expert_load,
+            sharding.expert_chunks,
+            self.place_e,
+        )
         context.dispatches[self.number] = dispatch
         return routing, dispatch
 
