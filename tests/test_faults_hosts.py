@@ -71,7 +71,7 @@ CASES = [
         marks=pytest.mark.slow,
     ),
     pytest.param(on_one_host, 1, signal.SIGKILL, "did not arrive: its process has ended", id="killed, one host"),
-    pytest.param(on_two_hosts, 1, signal.SIGSTOP, "did not arrive: ", id="stopped, two hosts"),
+    pytest.param(on_two_hosts, 1, signal.SIGSTOP, "did not arrive: ", id="stopped, two hosts", marks=pytest.mark.slow),
     pytest.param(on_two_hosts, 1, signal.SIGINT, "it ended with Interrupted", id="interrupted, two hosts"),
     pytest.param(on_two_hosts, 1, signal.SIGKILL, "did not arrive: ", id="killed, two hosts", marks=pytest.mark.slow),
 ]

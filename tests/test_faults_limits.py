@@ -47,7 +47,7 @@ def with_forks(count: int) -> Callable[[], None]:
 
 LAYOUTS = {"one": (), "two": TWO, "threads": (*TWO, "--launch.threads", "8")}
 MEMORY = [(layout, mib) for layout in LAYOUTS for mib in (4, 8, 12, 24, 32, 40, 60)]
-FEW_MEMORY = (("two", 8), ("threads", 60))
+FEW_MEMORY = (("threads", 60),)
 
 # All that the program imports is there before the limit holds, as in a run.
 FRESH = """

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megapar.checkpoint.format import BUFFER, TRAINING_STATE
-from megapar.params import MAIN, ParamSpec, StateSlice, spec_of
+from megapar.optimizer_state import StateSlice
+from megapar.params import MAIN, ParamSpec, spec_of
 
 
 def fixed_slices(

@@ -186,6 +186,17 @@ def prune(root: Path, step: int, keep: Keep) -> None:
             logging.getLogger(__name__).warning("old checkpoint %s not removed: %s", folder, error)
 
 
+def remove(path: Path) -> None:
+    """Remove a checkpoint of a faster tier. A failure is a warning."""
+    # The rename first: a removal that is interrupted must not leave half a checkpoint under its name.
+    trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
+    try:
+        path.rename(trash)
+        _remove(trash)
+    except OSError as error:
+        logging.getLogger(__name__).warning("step %d: %s not removed: %s", step_of(path), path, error)
+
+
 def _remove(path: Path) -> None:
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)

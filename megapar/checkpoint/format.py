@@ -169,7 +169,7 @@ class Manifest:
 
     `files` maps each file's name to its bytes. `layout` is the layout of the writing job. It is for people and is never
     needed to read the checkpoint. `states` has an object for each state of an optimizer, by its name: the name of the
-    `optimizer` (`ParamSpec.optimizer`), and what it declares (`StateTensor`). `content` has a number for each state of
+    `optimizer` (`StateSlice.optimizer`), and what it declares (`StateTensor`). `content` has a number for each state of
     `WEIGHTS`, that of all its tensors in any layout (`megapar.checkpoint.values.content`).
     """
 

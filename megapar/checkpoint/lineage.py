@@ -56,7 +56,7 @@ def set_aside(root: Path, lineage: Lineage) -> list[str]:
 
     Returns a line with their names, or no line if there are none.
     """
-    abandoned = _abandoned(root, lineage)
+    abandoned = abandoned_by(root, lineage)
     if not abandoned:
         return []
     # The plan is on disk before the first checkpoint is moved. After a kill, the next start completes it.
@@ -74,7 +74,7 @@ def complete_plan(root: Path) -> None:
         return
     lineage: Lineage = [(str(start), int(step)) for start, step in json.loads(read_regular(plan))["lineage"]]
     folder = _folder(root, lineage)
-    for path in _abandoned(root, lineage):
+    for path in abandoned_by(root, lineage):
         folder.mkdir(exist_ok=True)
         path.rename(folder / path.name)
     remaining = checkpoint_folders(root)
@@ -87,7 +87,7 @@ def _folder(root: Path, lineage: Lineage) -> Path:
     return root / f"abandoned-{lineage[-1][0]}"
 
 
-def _abandoned(root: Path, lineage: Lineage) -> Sequence[Path]:
+def abandoned_by(root: Path, lineage: Lineage) -> Sequence[Path]:
     """The checkpoints the run would replace, and those of another branch, newest first.
 
     A checkpoint with an unreadable manifest stays if its step is not later, because it may be mended.

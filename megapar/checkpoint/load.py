@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -38,7 +39,8 @@ from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.messages import counted
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError
-from megapar.params import MAIN, Sizes, StateSlice, spec_of
+from megapar.optimizer_state import StateSlice
+from megapar.params import AVERAGE, MAIN, Sizes, spec_of
 
 Kind = tuple[str, Sizes]  # dtype and shape of a tensor
 
@@ -47,20 +49,23 @@ _MOST_NEARBY = 5  # checkpoints that a message names
 _DOING = "checkpoint not loaded"
 
 
-def choose(resume: str, root: Path, ctx: ParallelContext, check: Check | None = None) -> Path | None:
+def choose(
+    resume: str, root: Path, ctx: ParallelContext, check: Check | None = None, faster: Sequence[Path] = ()
+) -> Path | None:
     """The checkpoint named by `checkpoint.resume`, the same on every rank. A collective over `ctx.world`.
 
     `resume` is none, auto or the path of a folder. none gives None. auto gives the newest complete checkpoint in `root`
-    that passes `check`, or None if there is no checkpoint, complete or not.
-    Raises CheckpointError on every rank in three cases: `root` holds checkpoints but none is complete, the newest is of
-    a later version, or the path is not a checkpoint's.
+    or in the folders `faster` that passes `check`, or None if there is no checkpoint, complete or not. Of several of
+    one step it gives the one in the first of `faster`.
+    Raises CheckpointError on every rank in three cases: no folder has a complete checkpoint, but `root` has others; the
+    newest is of a later version; the path is not a checkpoint's.
     """
 
     def pick() -> str | None:
         if not ctx.world.first or resume == "none":
             return None
         if resume == "auto":
-            return _newest(root, check)
+            return _newest(root, check, faster)
         return _named(Path(resume), root)
 
     # Rank 0 alone looks, so that all ranks go on from the same checkpoint.
@@ -71,17 +76,17 @@ def choose(resume: str, root: Path, ctx: ParallelContext, check: Check | None = 
     return Path(picked)
 
 
-def _newest(root: Path, check: Check | None) -> str | None:
+def _newest(root: Path, check: Check | None, faster: Sequence[Path]) -> str | None:
     try:
-        newest = next(find_complete(root, check), None)
+        found = [path for folder in (*faster, root) for path in islice(find_complete(folder, check), 1)]
     except ForeignCheckpointError as error:
         # If it were passed over, this run would replace it by its own checkpoint of the same step.
         raise CheckpointError(
             f"{error}; read it with the version that wrote it, or name another checkpoint with --checkpoint.resume: "
             "later ones are then set aside"
         ) from None
-    if newest is not None:
-        return str(newest)
+    if found:
+        return str(max(found, key=step_of))  # of equal steps the first
     folders = checkpoint_folders(root)
     if folders:
         # A run that lost its state must not start over without being asked to.
@@ -139,6 +144,7 @@ def load(
     ctx: ParallelContext,
     model_config: Mapping[str, Any],
     why: Callable[[Manifest], str] = _no_reason,
+    whole: bool = True,
 ) -> Manifest:
     """Fill `slices`, all those of this rank, from the checkpoint `path` and return its manifest.
 
@@ -152,9 +158,10 @@ def load(
 
     Raises CheckpointError on every rank. If names, shapes, dtypes, `model_config` or a parameter's optimizer differ, or
     a file is missing or cut, nothing has been changed then. If a chunk's contents are damaged, slices may be filled in
-    part. If a checkpoint does not fit, `why` may give the reason. The message then begins with it.
+    part. If a checkpoint does not fit, `why` may give the reason. The message then begins with it. Without `whole` the
+    folder may lack files that this host does not need.
     """
-    return _load(path, list(slices), ctx, model_config, why=why)
+    return _load(path, list(slices), ctx, model_config, why=why, whole=whole)
 
 
 def load_weights(
@@ -204,6 +211,16 @@ def weight_slices(parameters: Iterable[Tensor]) -> Iterator[StateSlice]:
         yield StateSlice(param, spec_of(param), 0, param.numel(), {MAIN: param.detach().view(-1)})
 
 
+def has_average(manifest: Manifest) -> bool:
+    """Whether a checkpoint has an average of the weights (optimizer.ema)."""
+    return any(name.startswith(f"{AVERAGE}.") for name in manifest.tensors)
+
+
+def without_average(item: StateSlice) -> StateSlice:
+    """The slice without the average of its weights."""
+    return replace(item, tensors={name: tensor for name, tensor in item.tensors.items() if name != AVERAGE})
+
+
 def weights_of(slices: Iterable[StateSlice]) -> list[StateSlice]:
     """The slices without the optimizer's state."""
     kept = []
@@ -222,11 +239,16 @@ def _load(
     weights_alone: bool = False,
     why: Callable[[Manifest], str] = _no_reason,
     unused: Collection[str] = (),
+    whole: bool = True,
 ) -> Manifest:
     wanted = _wanted_kinds(slices, ctx)
-    manifest = verified_manifest(path, ctx)
+    manifest = verified_manifest(path, ctx, whole=whole)
+    if not has_average(manifest):
+        slices = [without_average(item) for item in slices]
     allowed = [f"{MAIN}.{name}: " for name in unused]
     lines = _differences(manifest, wanted, ctx, model_config, weights_alone=weights_alone)
+    if has_average(manifest) != any(name.startswith(f"{AVERAGE}.") for name in wanted):
+        allowed.append(f"{AVERAGE}.")  # a run may begin to average, or stop
     lines = [line for line in lines if not line.startswith(tuple(allowed))]
     if not weights_alone:
         _require_same_optimizers(path, manifest, slices, ctx)
@@ -262,12 +284,17 @@ def _require_same_optimizers(
 
     State of the same name may mean something else to another optimizer.
     """
+
+    def states(optimizer: str) -> str:
+        return ", ".join(state for state, declared in manifest.states.items() if declared["optimizer"] == optimizer)
+
     found = [
-        f"{piece.name} was updated by {then}, and this run updates it by {item.spec.optimizer}"
+        f"{piece.name} was updated by {then}, and this run updates it by {item.optimizer} ({states(then)} would be "
+        f"dropped, and {', '.join(state.name for state in item.states)} would be missing)"
         for item in slices
         if item.states  # a frozen parameter has none
         for piece in item.spec.pieces
-        if (then := manifest.optimizer_of(piece.name)) not in ("", item.spec.optimizer)
+        if (then := manifest.optimizer_of(piece.name)) not in ("", item.optimizer)
     ]
     gathered = collectives.gather_json(found[:1], ctx.world, ctx.device)
     changed = [text for texts in gathered for text in texts]
@@ -280,8 +307,8 @@ def _require_same_optimizers(
         )
 
 
-def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
-    """The manifest of a complete checkpoint. A collective over `ctx.world`.
+def verified_manifest(path: Path, ctx: ParallelContext, *, whole: bool = True) -> Manifest:
+    """The manifest of a complete checkpoint; without `whole` it may lack files. A collective over `ctx.world`.
 
     Raises CheckpointError on every rank if the checkpoint is not complete.
     """
@@ -291,7 +318,7 @@ def verified_manifest(path: Path, ctx: ParallelContext) -> Manifest:
     # the parsed manifest may take a gigabyte.
     def verify() -> Manifest | None:
         if ctx.world.first:
-            return read_manifest(path)
+            return read_manifest(path) if whole else open_manifest(path)
         return None
 
     verified = on_all_ranks(verify, ctx, CheckpointError, _DOING)
@@ -354,6 +381,8 @@ def _stored_dtype(name: str, tensor: Tensor) -> str:
     return dtype_name(tensor.dtype)
 
 
+_CAST = {"float32", "bfloat16"}  # dtypes of an optimizer's state cast into each other (optimizer.moments)
+
 # Options of some families that checkpoints of all families once stated, each with its value in the other families.
 _ONCE_STATED: Mapping[str, Any] = {"attention_bias": False, "qk_norm": False, "moe.mlp_only_layers": []}
 
@@ -363,8 +392,9 @@ def differences(
 ) -> list[str]:
     """A line for each reason why the checkpoint does not fit the run; no line if it fits.
 
-    `wanted` are the dtype and shape of each tensor of the run. With `weights_alone`, the checkpoint's tensors other
-    than weights do not matter.
+    `wanted` are the dtype and shape of each tensor of the run. State of an optimizer may have another dtype of _CAST:
+    it is rounded to nearest, or exact in the wider one. With `weights_alone`, the checkpoint's tensors other than
+    weights do not matter.
     """
     ours = flatten(json.loads(json.dumps(model_config)))  # JSON turns tuples into lists, as in the manifest
     stored = flatten(manifest.model_config)
@@ -388,7 +418,9 @@ def differences(
             lines.append(f"{name}: {list(shape)} | unknown")
         elif shape != wanted_shape:
             lines.append(f"{name}: shape {list(shape)} | {list(wanted_shape)}")
-        elif dtype != wanted_dtype:
+        elif dtype != wanted_dtype and not (
+            name.partition(".")[0] in manifest.states and {dtype, wanted_dtype} <= _CAST
+        ):
             lines.append(f"{name}: dtype {dtype} | {wanted_dtype}")
     return lines
 
@@ -426,14 +458,22 @@ def fill(
         for item in slices:
             initial = {tensor.name: tensor.initial for tensor in item.states}
             for state, flat in item.tensors.items():
+                in_halves = state == MAIN and item.remainder is not None
                 end = item.start
                 for piece, box in logical_boxes(item.spec, item.start, item.stop):
                     begin = box.position
                     end = begin + math.prod(box.size)
                     name = f"{state}.{piece.name}"
-                    if names is None or name in names:
-                        reader.fill(name, box.offset, flat[begin - item.start : end - item.start].view(box.size))
-                flat[end - item.start :].fill_(initial.get(state, 0.0))  # the padding rows come last
+                    if names is not None and name not in names:
+                        continue
+                    values = flat[begin - item.start : end - item.start]
+                    if in_halves:
+                        values = torch.empty_like(values, dtype=torch.float32)
+                    reader.fill(name, box.offset, values.view(box.size))
+                    if in_halves:
+                        item.assign(state, begin - item.start, values)
+                padding = torch.full_like(flat[end - item.start :], initial.get(state, 0.0))
+                item.assign(state, end - item.start, padding)  # the padding rows come last
 
 
 class Reader:

@@ -10,7 +10,7 @@ import shutil
 import time
 import uuid
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Event, Thread
@@ -41,7 +41,8 @@ from megapar.comm import collectives
 from megapar.comm.agreement import Problem, any_rank, from_first, on_all_ranks, relayed, shared_error, until_all
 from megapar.context import ParallelContext
 from megapar.errors import NumericError, StorageError
-from megapar.params import MAIN, Piece, StateSlice, StateTensor
+from megapar.optimizer_state import StateSlice, StateTensor
+from megapar.params import MAIN, Piece
 
 _REMEDY = "a lower optimizer.lr or a longer optimizer.warmup_steps often helps from the newest checkpoint on"
 _PAUSE_SECONDS = 0.01  # between two checks of what other ranks have finished
@@ -246,7 +247,7 @@ def save(
 
 def snapshot_bytes(slices: Iterable[StateSlice]) -> int:
     """The bytes of the buffer for `snapshot`."""
-    return sum(_aligned_bytes(tensor) for item in slices for tensor in item.tensors.values())
+    return sum(_aligned_bytes(tensor) for item in slices for tensor in item.parts())
 
 
 def snapshot(slices: Iterable[StateSlice], buffer: Tensor) -> list[StateSlice]:
@@ -257,14 +258,18 @@ def snapshot(slices: Iterable[StateSlice], buffer: Tensor) -> list[StateSlice]:
     """
     copies = []
     position = 0
+
+    def copied(tensor: Tensor) -> Tensor:
+        nonlocal position
+        copy = buffer[position : position + tensor.nbytes].view(tensor.dtype)
+        copy.copy_(tensor.detach(), non_blocking=True)
+        position += _aligned_bytes(tensor)
+        return copy
+
     for item in slices:
-        tensors = {}
-        for name, tensor in item.tensors.items():
-            copy = buffer[position : position + tensor.nbytes].view(tensor.dtype)
-            copy.copy_(tensor.detach(), non_blocking=True)
-            tensors[name] = copy
-            position += _aligned_bytes(tensor)
-        copies.append(replace(item, tensors=tensors))
+        tensors = {name: copied(tensor) for name, tensor in item.tensors.items()}
+        remainder = None if item.remainder is None else copied(item.remainder)
+        copies.append(replace(item, tensors=tensors, remainder=remainder))
     return copies
 
 
@@ -305,8 +310,8 @@ def needed_bytes(own_slices: Sequence[StateSlice], ctx: ParallelContext) -> int:
     needed = 0
     for item in own_slices:
         for _, box in owned_boxes(item):
-            for tensor in item.tensors.values():
-                needed += math.prod(box.size) * tensor.itemsize + _CHUNK_OVERHEAD
+            for name in item.tensors:
+                needed += math.prod(box.size) * item.dtype(name).itemsize + _CHUNK_OVERHEAD
     return sum(collectives.gather_json(needed, ctx.world, ctx.device))
 
 
@@ -329,10 +334,9 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
         states |= declared
         for piece, box in owned_boxes(item):
             begin = box.position - item.start
-            for state, tensor in item.tensors.items():
+            for state in item.tensors:
                 name = f"{state}.{piece.name}"
-                flat = tensor[begin : begin + math.prod(box.size)]
-                values = flat.detach().view(box.size).cpu()
+                values = item.values(state, begin, begin + math.prod(box.size)).view(box.size).cpu()
                 nonnegative = state in declared and declared[state]["nonnegative"]
                 crc32, problem = examine(name, values, nonnegative=nonnegative)
                 # Weights that are finite in fp32 may be infinite in a 16-bit model. Every start from them would fail.
@@ -361,7 +365,7 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
 
 def _declaration(item: StateSlice, tensor: StateTensor) -> dict[str, Any]:
     """What the manifest says of a state of the slice's parameter (`Manifest.states`)."""
-    return {"optimizer": item.spec.optimizer, "initial": tensor.initial, "nonnegative": tensor.nonnegative}
+    return {"optimizer": item.optimizer, "initial": tensor.initial, "nonnegative": tensor.nonnegative}
 
 
 def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
@@ -396,10 +400,17 @@ def merge_tensors(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str,
     return {name: merged[name]._replace(chunks=tuple(chunks[name])) for name in sorted(merged)}
 
 
-def publish(temporary: Path, root: Path, header: Mapping[str, Any], parts: Iterable[Mapping[str, Any] | None]) -> None:
+def publish(
+    temporary: Path,
+    root: Path,
+    header: Mapping[str, Any],
+    parts: Iterable[Mapping[str, Any] | None],
+    here: Container[str] | None = None,
+) -> None:
     """Make the folder `temporary`, to which all ranks wrote their `parts`, the checkpoint of its step in `root`.
 
-    `header` has the manifest's fields besides files and tensors.
+    `header` has the manifest's fields besides files and tensors. `here` are the files of this folder if others are on
+    other hosts.
     Raises CheckpointError if the parts do not cover every tensor exactly once, ValueError if they disagree on one.
     """
     written = [part for part in parts if part]
@@ -410,7 +421,7 @@ def publish(temporary: Path, root: Path, header: Mapping[str, Any], parts: Itera
     total = sum_of_contents(part["content"] for part in written)
     manifest = Manifest(**header, files=files, tensors=tensors, states=states, content=total)
     # The same checks as when a checkpoint is loaded: one that could not be loaded must not replace an older one.
-    check_files(temporary, files)
+    check_files(temporary, {name: size for name, size in files.items() if here is None or name in here})
     check_tensors(temporary, manifest)
     write_manifest(temporary, manifest)
     final = root / folder_name(manifest.step)

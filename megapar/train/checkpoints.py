@@ -1,10 +1,10 @@
 """Saves a training state to the checkpoints of its run folder, and restores it from them."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -13,29 +13,40 @@ import torch
 from torch import Tensor
 
 from megapar import device
+from megapar.checkpoint import by_host, tiers
 from megapar.checkpoint.fixed import fixed_slices
-from megapar.checkpoint.folder import Keep, Ownership, check, exclusive
-from megapar.checkpoint.format import BASE, MOST, Manifest, open_manifest
-from megapar.checkpoint.lineage import Lineage, lineage_of, new_id, set_aside
-from megapar.checkpoint.load import choose, holds, load, load_fitting, load_weights, verified_manifest, weights_of
+from megapar.checkpoint.folder import Ownership, check, exclusive, remove
+from megapar.checkpoint.format import Manifest, folder_name, open_manifest, step_of
+from megapar.checkpoint.lineage import Lineage, new_id, set_aside
+from megapar.checkpoint.load import (
+    choose,
+    has_average,
+    holds,
+    load,
+    load_fitting,
+    load_weights,
+    verified_manifest,
+    weights_of,
+)
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
+from megapar.checkpoint.tiers import FOLDER, Tier
 from megapar.checkpoint.values import rounding_problem
 from megapar.comm.agreement import from_first, on_all_ranks
-from megapar.config.compatible import adapter_changes, changes, function_changes, weight_options
+from megapar.config.compatible import adapter_changes, changes, function_changes
 from megapar.config.messages import shown
 from megapar.config.model_rules import HEAD, SELECTION_BIAS
 from megapar.config.options import SCORE, Config, flatten, unflatten
 from megapar.context import ParallelContext
 from megapar.errors import CheckpointError, CommunicationError, StorageError
 from megapar.optimizer.schedule import change_of_rate
-from megapar.params import ADAPTER, MAIN, StateSlice
-from megapar.precision import LossScale
+from megapar.optimizer_state import StateSlice
+from megapar.params import ADAPTER, MAIN
 from megapar.random import Draws
 from megapar.train import adapter_base
-from megapar.train.data import ORDER, compare
+from megapar.train.data import compare
+from megapar.train.position import Position, options_of_weights, position, trainer_state
 from megapar.train.state import TrainState
 
-FOLDER = "checkpoints"
 # One save writes while another waits with its copy of the state. Each further one would cost another copy in memory.
 _UNDER_WAY = 2
 _PATIENCE_SECONDS = 10.0  # how long a failed run waits for the parts of ranks that may be gone
@@ -47,29 +58,31 @@ def lock_run_dir(run_dir: Path, ctx: ParallelContext) -> AbstractContextManager[
 
 
 class Saver:
-    """Saves the checkpoints of a run. It is a context manager: leaving it waits for the saves in progress.
+    """Saves the checkpoints of one folder. It is a context manager: leaving it waits for the saves in progress.
 
-    It is made before the first step. If the options ask for checkpoints and the folder cannot take them, making it
-    raises StorageError on every rank. All methods are collectives.
+    It is made before the first step. `tier` is the folder; None is that of the run folder. If the options ask for
+    checkpoints and the folder cannot take them, making it raises StorageError on every rank. All methods are
+    collectives.
     """
 
-    def __init__(self, state: TrainState, run_dir: Path):
-        self._root = run_dir / FOLDER
+    def __init__(self, state: TrainState, run_dir: Path, tier: Tier | None = None):
         self._options = state.config.checkpoint
+        self.tier = tier or tiers.shared(self._options, run_dir)
+        self._root = self.tier.root
         self._timeout_seconds = state.config.launch.timeout_seconds
-        self._keep = Keep(self._options.keep_last, self._options.keep_every)
         self._saves: list[tuple[Save, Tensor | None]] = []  # oldest first, each with its copy of the state
         self._last: Save | None = None  # the newest save; it may still have to remove old checkpoints
         self._owned = Ownership(run_dir)
         # Buffers of finished saves. The next save takes one of them: pinned memory is slow to allocate.
         self._idle: list[Tensor] = []
-        if self._options.every or self._options.save_last:
+        if self.tier.disks:
+            by_host.require_room(self._root, self._slices_to_save(state), state.ctx, self.tier.disks)
+        elif self.tier.every or self.tier.at_end:
             check(self._root, needed_bytes(self._slices_to_save(state), state.ctx), state.ctx)
 
     def due(self, step: int, last: bool) -> bool:
         """Whether the options ask for a checkpoint after `step` steps; `last`: these are all steps of the run."""
-        every = self._options.every
-        return (every > 0 and step % every == 0) or (last and self._options.save_last)
+        return self.tier.due(step, last)
 
     def save(self, state: TrainState, ready: Callable[[], None] = lambda: None) -> list[Path]:
         """Save the weights, moments and position, completely or not at all.
@@ -86,6 +99,10 @@ class Saver:
                 logging.getLogger(__name__).warning(text, state.step, self._saves[0][0].step)
             paths.append(self._finish())
         slices = self._slices_to_save(state)
+        if self.tier.disks:
+            header = trainer_state(state)
+            last = self.tier.keep.last
+            return [by_host.save(self._root, slices, state.ctx, header, self.tier.disks, keep_last=last, ready=ready)]
         buffer = None
         if self._options.async_save:
             doing = f"checkpoint of step {state.step} not saved"
@@ -98,7 +115,7 @@ class Saver:
             slices,
             state.ctx,
             trainer_state(state),
-            keep=self._keep,
+            keep=self.tier.keep,
             after=self._last,
             require=self._owned.require,
             ready=ready,
@@ -154,74 +171,40 @@ class Saver:
         return trained + share(fixed)
 
 
-def trainer_state(state: TrainState) -> dict[str, Any]:
-    """The fields of a checkpoint's manifest besides its tensors, as JSON types."""
-    config = state.config
-    parallel = state.config.parallel
-    return {
-        "step": state.step,
-        "consumed_samples": state.consumed_samples,
-        "layout": {name: getattr(parallel, name) for name in ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")},
-        "model_config": _weight_options(state),
-        "trainer": {
-            "updates": state.optimizer.step_count,
-            "loss_scale": asdict(state.loss_scale) if state.loss_scale.dynamic else None,
-            "config": flatten(config),
-            "lineage": [list(start) for start in state.lineage],
-            **({BASE: dict(state.base)} if state.base else {}),
-        },
-        "data": {"train": list(config.data.train), "tokenizer": config.data.tokenizer, **ORDER, **state.data_identity},
-    }
+def find(
+    config: Config,
+    run_dir: Path,
+    ctx: ParallelContext,
+    faster: Sequence[Tier] = (),
+    *,
+    again: bool = False,
+    last_step: int | None = None,
+) -> Path | None:
+    """The checkpoint named by `checkpoint.resume`, or None. A collective.
 
+    `faster` are the tiers besides the run folder. `again`: the job's launcher has started the ranks again, and they go
+    on from the newest whatever the option says. With `last_step` they go on from the newest that is not later.
+    """
+    resume = "auto" if again or last_step is not None else config.checkpoint.resume
 
-def _weight_options(state: TrainState) -> dict[str, Any]:
-    # All stages are of one family.
-    stage = next(iter(state.stages.values()))
-    return weight_options(state.config, stage.sizes_of_weights)
+    def check(manifest: Manifest) -> Position:
+        if last_step is not None and manifest.step > last_step:
+            raise CheckpointError(f"step {manifest.step} is too close to a spike")
+        return position(manifest)
 
-
-@dataclass(frozen=True)
-class Position:
-    """The state of the trainer in a checkpoint: the fields missing from some checkpoints."""
-
-    updates: int
-    loss_scale: LossScale | None
-    config: dict[str, Any]
-    lineage: Lineage
-
-
-def position(manifest: Manifest) -> Position:
-    """Parse the `trainer` section of a manifest. Raises CheckpointError if a field is missing or has another type."""
-    trainer = manifest.trainer
-    updates = trainer.get("updates")
-    config = trainer.get("config")
-    prefix = f"checkpoint of step {manifest.step}: trainer"
-    # Not isinstance: True is an int to Python, and JSON's true is no number of updates.
-    if type(updates) is not int or not 0 <= updates < MOST:
-        raise CheckpointError(f"{prefix}.updates is {updates!r}, not a number of updates")
-    if type(config) is not dict:
-        raise CheckpointError(f"{prefix}.config is {config!r}, not the run's options")
-    for name in ("hashes", "modified"):
-        if type(manifest.data.get(name, {})) is not dict:
-            raise CheckpointError(f"checkpoint of step {manifest.step}: data.{name} is no object")
-    return Position(updates, _loss_scale(trainer.get("loss_scale"), prefix), config, lineage_of(trainer))
-
-
-def _loss_scale(saved: object, prefix: str) -> LossScale | None:
-    if saved is None:
-        return None
-    types = {name: type(value) for name, value in asdict(LossScale.of("fp16")).items()}
-    if type(saved) is not dict or {name: type(value) for name, value in saved.items()} != types:
-        raise CheckpointError(f"{prefix}.loss_scale is {saved!r}, not a loss scale")
-    scale = LossScale(**saved)
-    if not 1.0 <= scale.scale <= LossScale.LARGEST:
-        raise CheckpointError(f"{prefix}.loss_scale.scale is {scale.scale}, not from 1 to {LossScale.LARGEST:.0f}")
-    return scale
-
-
-def find(config: Config, run_dir: Path, ctx: ParallelContext) -> Path | None:
-    """The checkpoint named by `checkpoint.resume`, or None. A collective."""
-    return choose(config.checkpoint.resume, run_dir / FOLDER, ctx, check=position)
+    whole = [tier.root for tier in faster if not tier.disks]
+    try:
+        path = choose(resume, run_dir / FOLDER, ctx, check=check, faster=whole)
+    except CheckpointError:
+        if last_step is None:
+            raise
+        return find(config, run_dir, ctx, faster, again=True)  # none is old enough: the newest has to do
+    for tier in faster:
+        if tier.disks and resume == "auto":
+            found = by_host.newest(tier.root, ctx, tier.disks, check)
+            if found and (path is None or found[0] > step_of(path)):
+                path = tier.root / folder_name(found[0])
+    return path
 
 
 def draws(config: Config, path: Path | None) -> Draws:
@@ -243,30 +226,78 @@ def resume(state: TrainState, run_dir: Path, path: Path | None) -> list[str]:
     ctx = state.ctx
     state.base = adapter_base.identity(state.config, ctx)
     past: Lineage = []
+    averaged = False
     if path is None:
         notes = [*_start_from_weights(state), *_start_from_adapters(state)]
     else:
         if state.base:
             adapter_base.require_same(verified_manifest(path, ctx).base, dict(state.base), path, state.config)
             _start_from_weights(state)
-        manifest = load(
-            path,
-            slices=_saved_slices(state),
-            ctx=ctx,
-            model_config=_weight_options(state),
-            why=lambda manifest: _other_training_state(manifest, state.config),
-        )
+        slices = list(_saved_slices(state))
+        disks = next((tier.disks for tier in state.tiers if tier.root == path.parent), None)
+        if disks:
+            found = by_host.newest(path.parent, ctx, disks, partial(_of_step, step_of(path)))
+            assert found, path  # `find` has found it
+            by_host.fetch(path, found[1], slices, ctx, disks)
+        with _removed_if_damaged(path, state):
+            manifest = load(
+                path,
+                slices=slices,
+                ctx=ctx,
+                whole=disks is None,
+                model_config=options_of_weights(state),
+                why=lambda manifest: _other_training_state(manifest, state.config),
+            )
         saved = position(manifest)
         _require_same_function(saved, path, state)
         _require_fitting_weights(state, path)
         notes = compare(manifest.data, state.data_identity, path, accept=state.config.data.accept_changed)
         notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, saved), *notes]
         past = saved.lineage
+        averaged = has_average(manifest)
+        notes += _change_of_average(averaged, state)
+    if state.optimizer.average is not None and not averaged:
+        state.optimizer.average.restart()
     # Last, because everything above can refuse the start: a refused start must change nothing on disk.
     state.lineage = [*past, (from_first(new_id(), ctx), state.step)]
     doing = "checkpoints of an abandoned branch not set aside"
-    moved = on_all_ranks(lambda: set_aside(root, state.lineage) if ctx.world.first else [], ctx, StorageError, doing)
-    return [*notes, *moved]
+
+    def leave() -> list[str]:
+        tiers.discard(state.tiers, state.lineage, ctx.world.rank)
+        return set_aside(root, state.lineage) if ctx.world.first else []
+
+    return [*notes, *on_all_ranks(leave, ctx, StorageError, doing)]
+
+
+def _of_step(step: int, manifest: Manifest) -> None:
+    """Raise CheckpointError if the manifest is of another step."""
+    if manifest.step != step:
+        raise CheckpointError(f"step {manifest.step} is not {step}")
+
+
+@contextmanager
+def _removed_if_damaged(path: Path, state: TrainState) -> Iterator[None]:
+    """Remove a checkpoint of a faster tier if it does not load. Then the next start goes on from another one."""
+    try:
+        yield
+    except CheckpointError as error:
+        tier = next((tier for tier in state.tiers if tier.root == path.parent and tier.name != "shared"), None)
+        if tier is None:
+            raise
+        if tier.is_led_by(state.ctx.world.rank):
+            remove(path)
+        found = CheckpointError(f"{error}; this copy of step {step_of(path)} is removed: start again without it")
+        found.everywhere = error.everywhere
+        raise found from error
+
+
+def _change_of_average(averaged: bool, state: TrainState) -> list[str]:
+    """A line if the run begins to average its weights, or stops."""
+    averages = state.optimizer.average is not None
+    if averages == averaged:
+        return []
+    text = "begins with the weights of this step" if averages else "of the checkpoint is left out: optimizer.ema is 0"
+    return [f"the average of the weights {text}"]
 
 
 def _other_training_state(manifest: Manifest, config: Config) -> str:
@@ -328,7 +359,7 @@ def _require_fitting_weights(state: TrainState, path: Path) -> None:
     def look() -> None:
         for item in _all_slices(state):
             if MAIN in item.tensors:
-                problem = rounding_problem(item.spec.pieces[0].name, item.tensors[MAIN], item.param.dtype)
+                problem = rounding_problem(item.spec.pieces[0].name, item.main, item.param.dtype)
                 if problem:
                     raise CheckpointError(f"{problem}; go on in the precision that it was trained in, or in bf16")
 
@@ -355,6 +386,8 @@ def _go_on(state: TrainState, manifest: Manifest, saved: Position) -> list[str]:
     state.step = manifest.step
     state.consumed_samples = manifest.consumed_samples
     lines = [f"changed since: {line}" for line in changes(saved.config, state.config)]
+    if state.config.optimizer.moments == "bf16" and saved.config.get("optimizer.moments", "fp32") == "fp32":
+        lines.append("the fp32 moments of the checkpoint are rounded to bf16, to nearest")
     return [*lines, *_change_of_rate(state, saved.config)]
 
 
@@ -382,7 +415,7 @@ def _start_from_weights(state: TrainState) -> list[str]:
     if options.init_from == "none":
         return []
     path = Path(options.init_from)
-    slices, model_config, unused, notes = without_added(path, _all_slices(state), _weight_options(state), state.ctx)
+    slices, model_config, unused, notes = without_added(path, _all_slices(state), options_of_weights(state), state.ctx)
     _require_trained_head(path, state)
     # The base of adapters has none. They start as they were made.
     slices = [item for item in slices if item.spec.added_by != ADAPTER]
@@ -426,7 +459,9 @@ def _start_from_adapters(state: TrainState) -> list[str]:
         item for item in weights_of(_saved_slices(state)) if item.spec.added_by == ADAPTER or holds(manifest, item)
     ]
     reason = "; adapter.targets and train.trainable must name what was trained there"
-    load_weights(path, slices=slices, ctx=state.ctx, model_config=_weight_options(state), why=lambda manifest: reason)
+    load_weights(
+        path, slices=slices, ctx=state.ctx, model_config=options_of_weights(state), why=lambda manifest: reason
+    )
     _require_fitting_weights(state, path)
     state.optimizer.refresh_params_from_main()
     return [f"started from the adapters of {path}, step 0"]

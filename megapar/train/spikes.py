@@ -1,0 +1,109 @@
+"""Spikes of the loss and of the gradient norm: when a step has one, and what then happens (guard.on_spike).
+
+A spike is a value far above those of the last steps: above their median by six standard deviations, taken from the
+median absolute deviation (1.4826 of it, for a normal distribution), and by a share of the median. PaLM went back some
+hundred steps before a spike and skipped the data around it; the same data gave no spike to other weights (arXiv
+2204.02311, section 5.1).
+"""
+
+import json
+import math
+import statistics
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from megapar.config.options import Config
+from megapar.errors import Rewind
+from megapar.system import events
+from megapar.system.atomic_files import write_json
+from megapar.system.regular_files import read_regular
+from megapar.train.state import StepResult
+
+_WINDOW = 100  # steps
+_FEWEST = 50  # steps before the first judgement
+_DEVIATIONS = 6 * 1.4826
+_LOSS_SHARE = 0.1  # of the median loss: a spike is at least so much above it
+_NORM_SHARE = 2.0  # of the median norm
+_BACK = 10  # steps: a checkpoint so close to a spike may have its seed in it
+_MOST_REWINDS = 3
+FILE = "rewind.json"
+
+
+class Spikes:
+    """The last losses and gradient norms of a run, equal on all ranks, and the judgement of the next ones."""
+
+    def __init__(self, config: Config, run_dir: Path, past_rewinds: int = 0):
+        """`past_rewinds` is the number of rewinds since the run last got beyond a spike, the same on every rank."""
+        self._policy = config.guard.on_spike
+        self._run_dir = run_dir
+        self._past_rewinds = past_rewinds
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._norms: deque[float] = deque(maxlen=_WINDOW)
+
+    def norm_limit(self) -> float:
+        """The largest gradient norm with which the next step updates weights."""
+        return _limit(self._norms, _NORM_SHARE) if self._policy == "skip" else math.inf
+
+    def judge(self, result: StepResult, norm_limit: float, *, writes: bool) -> str:
+        """A line about the spike of a finite step, "" without one. `norm_limit` is the one that the step had.
+
+        Rank 0 `writes` an event. Raises Rewind if the run is to go back.
+        """
+        skipped = result.grad_norm > norm_limit
+        found = []
+        for name, value, past, share in (
+            ("loss", result.loss, self._losses, _LOSS_SHARE),
+            ("gradient norm", result.grad_norm, self._norms, _NORM_SHARE),
+        ):
+            if value > _limit(past, share):
+                found.append((name, value, statistics.median(past)))
+        if not skipped:  # the next values are compared with those of steps that changed the weights
+            self._losses.append(result.loss)
+            self._norms.append(result.grad_norm)
+        if not found and not skipped:
+            return ""
+        words = ", ".join(f"{name} {value:.4g} where {median:.4g} is the median" for name, value, median in found)
+        rewinds = self._policy == "rewind" and self._past_rewinds < _MOST_REWINDS
+        action = "skipped" if skipped else "rewinds" if rewinds else "none"
+        if writes:
+            fields = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm}
+            events.append(self._run_dir, "spike", **fields, policy=self._policy, action=action)
+        if rewinds:
+            if writes:
+                self._plan_rewind(result)
+            raise Rewind(
+                f"step {result.step}: spike: {words}; the next start goes on from a checkpoint of step "
+                f"{result.step - _BACK} or before, and leaves out the samples up to this step's"
+            )
+        done = "the weights are not updated" if skipped else "the run goes on"
+        if self._policy == "rewind":
+            done += f", as {_MOST_REWINDS} rewinds have not helped"
+        return f"spike: {words}; {done}"
+
+    def _plan_rewind(self, result: StepResult) -> None:
+        plan = {"last_step": max(result.step - _BACK, 0), "consumed_samples": result.consumed_samples}
+        write_json(self._run_dir / FILE, plan)
+
+
+def _limit(past: deque[float], share: float) -> float:
+    if len(past) < _FEWEST:
+        return math.inf
+    median = statistics.median(past)
+    deviation = statistics.median(abs(value - median) for value in past)
+    return median + max(_DEVIATIONS * deviation, share * abs(median))
+
+
+def planned_rewind(run_dir: Path) -> dict[str, int] | None:
+    """What a start must follow: the last step of a checkpoint that serves, and the samples consumed from then on."""
+    path = run_dir / FILE
+    if not path.exists():
+        return None
+    plan: Any = json.loads(read_regular(path))
+    return {name: int(plan[name]) for name in ("last_step", "consumed_samples")}
+
+
+def rewinds_in_a_row(run_dir: Path) -> int:
+    """The rewinds after which the run has not got further than to the step of the newest one plus the window."""
+    steps = [event["step"] for event in events.read(run_dir) if event.get("action") == "rewinds"]
+    return sum(type(step) is int and step > steps[-1] - _WINDOW for step in steps)

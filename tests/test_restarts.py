@@ -1,0 +1,467 @@
+"""Ranks that start again after a fault: from a snapshot or a checkpoint, in the same world or a smaller one."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.checkpoint import tiers
+from megapar.checkpoint.format import open_manifest
+from megapar.errors import CommunicationError, DataError
+from megapar.launch import rank_process
+from megapar.launch.restarts import Fault as Past
+from megapar.launch.restarts import judge
+from megapar.system import events
+from megapar.train import savers
+from megapar.train.savers import best_interval
+from tests.support import faults
+from tests.support.faults import LAYOUTS, Scene
+from tests.support.injector import Fault, plant, struck
+from tests.support.program import Ended
+from tests.support.small_training import make_config, make_state
+from tests.support.sweeps import slow_but
+
+STEPS = 8
+
+
+def flags_of(steps: int, every: int = 4) -> tuple[str, ...]:
+    """Flags of a run of so many steps, with a checkpoint after every `every`-th."""
+    sizes = ("--train.steps", str(steps), "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
+    return (*sizes, "--checkpoint.every", str(every), "--log.no-tensorboard", "--launch.timeout_seconds", "6")
+
+
+FLAGS = flags_of(STEPS)
+RESTARTS = ("--launch.max_restarts", "3")
+MEMORY = ("--checkpoint.memory_every", "1")
+
+LOST, INTERNAL = CommunicationError.exit_code, 70
+
+
+# The decision
+
+
+def nothing_smaller(_: int) -> int:
+    return 0
+
+
+def past(step: int, *, rank: int = 1, code: int = LOST, world: int = 4) -> Past:
+    return Past(code, "CommunicationError", rank, step, world)
+
+
+def test_what_may_pass_is_started_again_and_what_would_come_again_is_not() -> None:
+    assert judge([past(7)], nothing_smaller, 3).world == 4
+    assert judge([past(7, code=INTERNAL)], nothing_smaller, 3).world == 4
+    for code in (2, DataError.exit_code, 5, 7, 8):
+        assert judge([past(7, code=code)], nothing_smaller, 3).ends == "this error would come again"
+    assert judge([past(7)], nothing_smaller, 0).ends == "launch.max_restarts=0 are used up"
+
+
+def test_a_fault_that_comes_again_at_its_step_ends_the_run_and_others_do_not() -> None:
+    assert judge([past(7), past(7)], nothing_smaller, 9).ends == "it came twice at step 7"
+    assert judge([past(7), past(7, rank=2)], nothing_smaller, 9).world == 4, "of another rank"
+    assert judge([past(7), past(9)], nothing_smaller, 9).world == 4, "two steps further"
+    assert judge([past(7), past(3)], nothing_smaller, 9).world == 4, "at another step"
+    assert judge([past(7), past(3), past(5)], nothing_smaller, 9).ends == "3 starts came no further than step 7"
+    many = [past(step) for step in range(1, 9)]
+    assert judge(many, nothing_smaller, 9).world == 4
+    assert judge(many, nothing_smaller, 7).ends == "launch.max_restarts=7 are used up"
+
+
+def test_pauses_grow_without_progress() -> None:
+    assert judge([past(7)], nothing_smaller, 9).pause_seconds == 0
+    assert judge([past(7), past(3, rank=2)], nothing_smaller, 9).pause_seconds == 1
+    assert judge([past(7), past(9)], nothing_smaller, 9).pause_seconds == 0
+
+
+def test_a_rank_lost_twice_without_progress_is_left_out() -> None:
+    assert judge([past(7), past(7)], lambda world: world - 1, 9).world == 3
+    assert judge([past(7), past(6)], lambda world: world - 1, 9).world == 3
+    assert judge([past(7), past(9)], lambda world: world - 1, 9).world == 4
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Scene]:
+    """The scene of a run without faults, by layout; each is made when it is first asked for."""
+
+    class Runs(dict[str, Scene]):
+        def __missing__(self, layout: str) -> Scene:
+            self[layout] = scene = Scene(tmp_path_factory.mktemp(layout))
+            ended = scene.run(*FLAGS, *LAYOUTS[layout])
+            assert (ended.code, ended.err) == (0, "")
+            return scene
+
+    return Runs()
+
+
+def run(
+    folder: Path, layout: str, *more: str, of: tuple[Fault, ...], flags: tuple[str, ...] = FLAGS
+) -> tuple[Scene, Ended]:
+    scene = Scene(folder)
+    marks = folder / "marks"
+    marks.mkdir()
+    traces = any(fault.kind == "exc" for fault in of)
+    ended = scene.run(*flags, *LAYOUTS[layout], *RESTARTS, *more, plant=plant(*of, marks=marks), traces=traces)
+    assert struck(marks) == sum(fault.times for fault in of), ended.err
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("megapar-snapshots-")]
+    return scene, ended
+
+
+def told(scene: Scene, name: str) -> list[dict[str, Any]]:
+    """The events of this name."""
+    return [event for event in events.read(scene.work / "run") if event["event"] == name]
+
+
+def check_same(scene: Scene, other: Scene) -> None:
+    """The run ended as the other one did: metrics and weights are equal bitwise."""
+    assert faults.metrics(scene.work) == faults.metrics(other.work)
+    assert faults.weights(scene.work, STEPS) == faults.weights(other.work, STEPS)
+    assert not (scene.work / "run/error.json").exists()
+
+
+ENDINGS = {
+    "kill": "was ended by SIGKILL",
+    "exc": "InjectedError",
+    "exit0": "ended with exit code 0 before its run was complete",
+    "hang": "did not arrive",
+    "stop": "its process is stopped",
+}
+CASES = [
+    ("dp2", Fault("kill", 1, 7, "reduce")),
+    ("tp2", Fault("exc", 0, 7, "optimizer")),
+    ("pp2", Fault("exit0", 1, 7, "data")),
+    ("zero3", Fault("stop", 0, 7, "reduce")),
+    ("tp2pp2", Fault("hang", 3, 7, "forward")),
+    *[("dp2", Fault(kind, 1, 7, point)) for kind in ENDINGS for point in ("data", "forward", "reduce", "optimizer")],
+    *[("tp2", Fault("kill", 1, 7 * (point != "start"), point)) for point in ("write", "written", "start")],
+]
+
+
+@pytest.mark.parametrize(("layout", "fault"), slow_but([1, 3], CASES), ids=str)
+def test_the_run_goes_on_from_the_step_before_and_ends_bitwise_the_same(
+    layout: str, fault: Fault, tmp_path: Path, undisturbed: dict[str, Scene]
+) -> None:
+    """Faults lost-rank and frozen-rank: the culprit is named, and one step is computed twice at most."""
+    scene, ended = run(tmp_path, layout, *MEMORY, of=(fault,))
+    assert ended.code == 0, ended.err
+    assert ENDINGS[fault.kind] in ended.err
+    assert re.search(r"^restart 1 of 3, with \d ranks$", ended.err, re.M)
+    check_same(scene, undisturbed[layout])
+    (happened,) = told(scene, "fault")
+    assert happened["rank"] == fault.rank
+    starts = [(event["step"], event["tier"], event["steps_lost"]) for event in told(scene, "start")]
+    # A rank that is lost before the first step leaves nothing to go on from.
+    assert starts == [(0, "none", 0)] + [(6, "memory", 0)] * (fault.point != "start")
+    assert [event["step"] for event in told(scene, "saved")][-1] == STEPS
+    assert told(scene, "exit")[-1]["code"] == 0
+
+
+@pytest.mark.parametrize("resume", ["auto", "none"])
+def test_without_snapshots_it_goes_on_from_the_disk_whatever_resume_says(
+    resume: str, tmp_path: Path, undisturbed: dict[str, Scene]
+) -> None:
+    """Fault restart-from-zero."""
+    scene, ended = run(tmp_path, "dp2", "--checkpoint.resume", resume, of=(Fault("kill", 0, 7),))
+    assert ended.code == 0, ended.err
+    check_same(scene, undisturbed["dp2"])
+    assert [(event["step"], event["tier"], event["steps_lost"]) for event in told(scene, "start")] == [
+        (0, "none", 0),
+        (4, "shared", 2),
+    ]
+
+
+def test_a_local_disk_is_a_tier_and_is_found_by_the_next_job(tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
+    """The job ends, as its restarts are used up. The next one goes on from the newest checkpoint of all folders."""
+    local = ("--checkpoint.local_dir", str(tmp_path / "fast"), "--checkpoint.local_every", "1")
+    scene = Scene(tmp_path)
+    ended = scene.run(*FLAGS, *LAYOUTS["dp2"], *local, plant=faults.on_rank(1, 6, lambda _: os.kill(os.getpid(), 9)))
+    assert ended.code == 6
+    (folder,) = (tmp_path / "fast").iterdir()
+    assert sorted(path.name for path in folder.glob("checkpoints/step_*")) == ["step_00000005", "step_00000006"]
+    ended = scene.run(*FLAGS, *LAYOUTS["dp2"], *local)
+    assert f"resumed step 6 from {folder}" in ended.out
+    check_same(scene, undisturbed["dp2"])
+    # A start that goes back leaves no checkpoint of the branch it left in the fast folder.
+    back = scene.run(*flags_of(5), *LAYOUTS["dp2"], *local, "--checkpoint.resume", "run/checkpoints/step_00000004")
+    assert back.code == 0, back.err
+    assert [path.name for path in folder.glob("checkpoints/step_*")] == ["step_00000005"]
+    lineage = open_manifest(folder / "checkpoints/step_00000005").trainer["lineage"]
+    assert [step for _, step in lineage] == [0, 4]
+
+
+def test_a_damaged_snapshot_is_given_up_for_an_older_checkpoint(tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
+    """Fault damaged-snapshot: its checksum tells, it is removed, and the next start takes what is left."""
+    of = (Fault("flip", 1, 6, "written"), Fault("kill", 0, 7))
+    scene, ended = run(tmp_path, "dp2", *MEMORY, of=of)
+    assert ended.code == 0, ended.err
+    assert "this copy of step 6 is removed: start again without it" in ended.err
+    first, second = told(scene, "start")
+    # The snapshot before may not have been removed yet.
+    assert (second["tier"], second["step"]) in [("shared", 4), ("memory", 5)]
+    assert first["tier"] == "none"
+    check_same(scene, undisturbed["dp2"])
+
+
+def test_a_crash_loop_ends_with_its_cause(tmp_path: Path) -> None:
+    """Fault crash-loop."""
+    scene, ended = run(tmp_path, "dp2", *MEMORY, of=(Fault("exc", 1, 5, "forward", times=2),))
+    assert ended.code == INTERNAL
+    assert ended.err.splitlines()[-1] == "not started again: it came twice at step 5"
+    assert faults.error(scene.work)["message"] == "planted"
+    assert len(told(scene, "fault")) == 2
+
+
+def test_a_fault_that_would_come_again_ends_the_run_at_once(tmp_path: Path) -> None:
+    scene, ended = run(tmp_path, "dp2", *MEMORY, of=(Fault("nan", 1, 5, "gradients"),))
+    assert ended.code == 5
+    assert ended.err.splitlines()[-1] == "not started again: this error would come again"
+    assert len(told(scene, "start")) == 1
+
+
+def test_replicas_become_fewer_and_come_back_with_the_same_global_batches(tmp_path: Path) -> None:
+    """Fault lost-twice: 4 replicas, then 3, then 4; loss and samples are those of an undisturbed run, to rounding."""
+    four = (*flags_of(12), "--launch.nproc", "4")
+    calm = Scene(tmp_path)
+    assert calm.run(*four).code == 0
+    folder = tmp_path / "shrinking"
+    folder.mkdir()
+    less = (*MEMORY, "--launch.min_dp", "3")
+    scene, ended = run(folder, "one", *less, flags=four, of=(Fault("kill", 3, 5, times=2),))
+    assert ended.code == 0, ended.err
+    assert [event["world"] for event in told(scene, "start")] == [4, 4, 3, 4]
+    found, expected = faults.metrics(scene.work), faults.metrics(calm.work)
+    for key in ("step", "consumed_samples", "tokens"):
+        assert [line.get(key) for line in found] == [line.get(key) for line in expected]
+    losses = [(line["loss"], other["loss"]) for line, other in zip(found, expected, strict=True) if "loss" in line]
+    assert all(one == pytest.approx(other, rel=1e-6) for one, other in losses)
+    assert any(one != other for one, other in losses), "another number of replicas adds in another order"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_with_restarts_as_it_ends_any_other(number: signal.Signals, tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    running = scene.start(*flags_of(100_000, every=0), *LAYOUTS["dp2"], *RESTARTS, *MEMORY)
+    running.until("step      3/")
+    os.kill(running.pid, number)
+    ended = scene.finish(running)
+    assert ended.code == (75 if number == signal.SIGTERM else 130), ended.err
+    assert "restart" not in ended.err
+    assert scene.check_checkpoints(ended.out) == ([] if number == signal.SIGINT else scene.check_checkpoints())
+
+
+def test_intervals_follow_the_time_of_a_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A save of 0.5 s, a failure an hour: every 60 s, which are six steps."""
+    assert best_interval(2.0, 3600 * 50_000 / 1024) == pytest.approx(14 * 60, rel=0.01)
+    clock = {"now": 0.0}
+    monkeypatch.setattr(savers.time, "perf_counter", lambda: clock["now"])
+
+    def save(saver: Any, state: Any, ready: Any) -> list[Path]:
+        clock["now"] += 0.5
+        return []
+
+    monkeypatch.setattr(savers.Saver, "save", save)
+    config = make_config()
+    options = replace(config.checkpoint, every=2, mtbf_hours=1.0)
+    state = make_state(replace(config, checkpoint=options, train=replace(config.train, steps=100)))
+    made = savers.Savers(state, tmp_path)
+    saved = []
+    for step in range(1, 40):
+        clock["now"] = 10.0 * step
+        state.step = step
+        if made.due(step):
+            made.save(state, stopping=False, ready=lambda: None)
+            saved.append(step)
+    assert saved == [2, 8, 14, 20, 26, 32, 38]
+
+
+# Launchers that own the processes
+
+
+def test_a_launcher_that_starts_a_job_again_goes_on_whatever_resume_says(tmp_path: Path) -> None:
+    """Fault restart-from-zero: the same job goes on, another one begins anew as it was told."""
+    one = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_RUN_ID": "a-job"}
+    scene = Scene(tmp_path)
+    flags = (*flags_of(6), "--checkpoint.resume", "none")
+    ended = scene.run(*flags, env=one, plant=faults.on_rank(0, 4, lambda _: os.kill(os.getpid(), signal.SIGKILL)))
+    assert ended.code == -signal.SIGKILL
+    again = scene.run(*flags, env={**one, "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert "resumed step 4 from" in again.out, again.err
+    anew = scene.run(*flags, env={**one, "TORCHELASTIC_RUN_ID": "another", "TORCHELASTIC_RESTART_COUNT": "1"})
+    assert "resumed" not in anew.out, anew.err
+    assert [event["step"] for event in told(scene, "start")] == [0, 4, 0]
+
+
+def test_fewer_ranks_make_fewer_replicas_if_they_may(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    assert scene.run(*flags_of(4), *LAYOUTS["dp2"]).code == 0
+    refused = scene.run(*flags_of(8), "--parallel.dp", "2")
+    assert refused.err.startswith("ConfigError: parallel.dp=2: "), refused.err
+    ended = scene.run(*flags_of(8), "--parallel.dp", "2", "--launch.min_dp", "1")
+    assert ended.code == 0, ended.err
+    assert "resumed step 4 from" in ended.out
+    assert told(scene, "start")[-1]["layout"]["dp"] == 1
+    assert "dp = 1  # the ranks that came" in (scene.work / "run/config.toml").read_text()
+    few = scene.run(*flags_of(8), "--parallel.dp", "4", "--launch.min_dp", "2")
+    assert few.err.startswith("ConfigError: launch.min_dp=2: 1 ranks make 1 replicas"), few.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (("--launch.max_restarts", "1"), "launch.max_restarts=1, launch.nproc=0: "),
+        (("--checkpoint.memory_every", "1"), "checkpoint.memory_every=1, launch.max_restarts=0: "),
+        (("--checkpoint.local_every", "1"), "checkpoint.local_every=1, checkpoint.local_dir=none: "),
+        (("--checkpoint.local_dir", "x"), "checkpoint.local_every=0, checkpoint.local_dir=x: "),
+        (("--parallel.dp", "1", "--launch.min_dp", "2"), "launch.min_dp=2, parallel.dp=1: "),
+    ],
+    ids=lambda value: value[0].removeprefix("--") if isinstance(value, tuple) else "",
+)
+def test_options_without_effect_are_refused(flags: tuple[str, ...], words: str, tmp_path: Path) -> None:
+    ended = Scene(tmp_path).run(*flags)
+    assert (ended.code, ended.err.startswith(f"ConfigError: {words}")) == (2, True), ended.err
+
+
+# Weeks in minutes
+
+
+@pytest.mark.slow
+def test_soak_of_faults(tmp_path: Path) -> None:
+    """Fault soak-of-faults: 2,000 steps, a fault every 50 of each kind in turn, replicas 4 to 3 to 4; no sample is lost
+    or repeated, at most one snapshot's interval is computed again for each fault, and memory stays."""
+    steps, every = 2000, 50
+    kinds = ["kill", "exc", "exit0", "stop", "slow", "hang", "delay"]
+    points = ["data", "forward", "reduce", "optimizer"]
+    planted = []
+    for number, step in enumerate(range(every, steps, every)):
+        point = points[number % len(points)]
+        # Every tenth comes twice in a row, so a replica is left out.
+        kind = "kill" if number % 10 == 9 else kinds[number % len(kinds)]
+        planted.append(Fault(kind, number % 3 + 1, step, point, times=2 if number % 10 == 9 else 1))
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    scene = Scene(tmp_path)
+    flags = (*flags_of(steps, every=500), "--launch.nproc", "4", "--launch.max_restarts", "100", "--launch.min_dp", "3")
+    more = ("--checkpoint.memory_every", "10", "--log.every", "500")
+    ended = scene.run(*flags, *more, plant=plant(*planted, marks=marks), timeout_seconds=3000, traces=True)
+    assert ended.code == 0, ended.err
+    assert struck(marks) == sum(fault.times for fault in planted)
+    lines = [line for line in faults.metrics(scene.work) if "loss" in line]
+    assert [(line["step"], line["consumed_samples"]) for line in lines] == [(n, 8 * n) for n in range(1, steps + 1)]
+    starts = told(scene, "start")
+    assert max(start["steps_lost"] for start in starts) < 10
+    assert {start["world"] for start in starts} == {3, 4}
+    assert starts[-1]["world"] == 4
+    ending = [fault for fault in planted if fault.kind not in ("slow", "delay")]
+    assert len(told(scene, "fault")) == sum(fault.times for fault in ending)
+    with open(scene.work / "run/metrics.jsonl") as file:
+        peaks = [json.loads(line).get("peak_memory_bytes", 0) for line in file]
+    assert max(peaks[-200:]) < 1.1 * max(peaks[:200])
+
+
+# A disk for each host
+
+
+def on_disks(folder: Path, ranks_of_a_host: int) -> Callable[[], None]:
+    """Plants that each host sees its own folder: ranks 0 to n - 1 are the first host, and so on."""
+
+    def install() -> None:
+        here = {"rank": 0}
+        real = rank_process.join
+
+        def join(config: Any, env: Any, process: Any) -> Any:
+            here["rank"] = env.rank
+            return real(config, env, process)
+
+        rank_process.join = join
+        tiers.local_root = lambda options: folder / f"host-{here['rank'] // ranks_of_a_host}"
+
+    return install
+
+
+def files_of(host: Path) -> dict[str, list[str]]:
+    """The files of ranks in each checkpoint of a host's disk."""
+    folders = sorted(host.glob("*/checkpoints/step_*"))
+    return {folder.name: sorted(path.name for path in folder.glob("rank_*")) for folder in folders}
+
+
+def both(*plants: Callable[[], None]) -> Callable[[], None]:
+    def install() -> None:
+        for one in plants:
+            one()
+
+    return install
+
+
+HOSTS = [("tp2pp2", 2), ("zero3", 1), ("tp2pp2", 1)]  # a layout and the ranks of a host
+HOSTS_AND_LOST = [
+    *[(*hosts, lost) for lost in ("a disk", "nothing") for hosts in HOSTS],
+    ("zero3", 1, "two disks"),
+]
+
+
+@pytest.mark.parametrize(("layout", "ranks_of_a_host", "lost"), slow_but([0, 6], HOSTS_AND_LOST))
+def test_each_host_keeps_its_part_and_a_copy_of_another(
+    layout: str, ranks_of_a_host: int, lost: str, tmp_path: Path, undisturbed: dict[str, Scene]
+) -> None:
+    """Fault lost-disk: a host that comes back empty gets its files from its neighbor; without both the run folder
+    serves."""
+    scene = Scene(tmp_path)
+    disks = tmp_path / "disks"
+    flags = (*FLAGS, *LAYOUTS[layout], "--checkpoint.local_dir", "x", "--checkpoint.local_every", "1")
+    plant_disks = on_disks(disks, ranks_of_a_host)
+    killed = faults.on_rank(1, 6, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    assert scene.run(*flags, plant=both(plant_disks, killed)).code == 6
+    ranks = faults.RANKS[layout]
+    hosts = [disks / f"host-{number}" for number in range(ranks // ranks_of_a_host)]
+    for number, host in enumerate(hosts):
+        held = {rank for rank in range(ranks) if (rank // ranks_of_a_host - number) % len(hosts) in (0, len(hosts) - 1)}
+        assert files_of(host)["step_00000006"] == [f"rank_{rank:05d}.safetensors" for rank in sorted(held)]
+        assert len(files_of(host)) == 2
+    for host in hosts[: {"nothing": 0, "a disk": 1, "two disks": 2}[lost]]:
+        shutil.rmtree(host)
+    ended = scene.run(*flags, plant=plant_disks)
+    assert ended.code == 0, ended.err
+    assert told(scene, "start")[-1]["tier"] == ("shared" if lost == "two disks" else "local")
+    assert told(scene, "start")[-1]["step"] == (4 if lost == "two disks" else 6)
+    check_same(scene, undisturbed[layout])
+
+
+@pytest.mark.parametrize("point", slow_but([1], ["write", "written"]))
+def test_a_rank_killed_while_hosts_write_costs_that_checkpoint_alone(
+    point: str, tmp_path: Path, undisturbed: dict[str, Scene]
+) -> None:
+    local = ("--checkpoint.local_dir", "x", "--checkpoint.local_every", "1", *RESTARTS)
+    marks = tmp_path / "marks"
+    marks.mkdir()
+    planted = both(on_disks(tmp_path / "disks", 1), plant(Fault("kill", 1, 7, point), marks=marks))
+    scene = Scene(tmp_path)
+    ended = scene.run(*FLAGS, *LAYOUTS["zero3"], *local, plant=planted)
+    assert ended.code == 0, ended.err
+    assert [(start["tier"], start["step"]) for start in told(scene, "start")] == [("none", 0), ("local", 6)]
+    check_same(scene, undisturbed["zero3"])
+    left = [path.name for path in (tmp_path / "disks").glob("*/*/checkpoints/.*")]
+    assert [name for name in left if name.startswith((".tmp", ".probe"))] == []
+
+
+def test_parts_on_disks_load_into_another_layout(tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
+    """Two hosts with a rank each wrote it; one process with one of the disks reads all."""
+    scene = Scene(tmp_path)
+    disks = tmp_path / "disks"
+    local = ("--checkpoint.local_dir", "x", "--checkpoint.local_every", "1")
+    killed = faults.on_rank(1, 6, lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    scene.run(*FLAGS, *LAYOUTS["zero3"], *local, plant=both(on_disks(disks, 1), killed))
+    four = (*FLAGS, "--launch.nproc", "4", "--parallel.tp", "2", *local)
+    ended = scene.run(*four, plant=on_disks(disks, 2))
+    assert ended.code == 0, ended.err
+    assert told(scene, "start")[-1]["tier"] == "local"
+    found, expected = faults.metrics(scene.work), faults.metrics(undisturbed["zero3"].work)
+    assert [line["loss"] for line in found] == pytest.approx([line["loss"] for line in expected], rel=1e-5)

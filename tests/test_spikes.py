@@ -1,0 +1,161 @@
+"""Spikes of the loss and the gradient norm: seen where there is one, and followed by what guard.on_spike says."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megapar.config.options import GuardConfig
+from megapar.data_parallel.reduce import Gradients
+from megapar.data_parallel.units import UnitGradients
+from megapar.errors import Rewind
+from megapar.precision import LossScale
+from megapar.system import events
+from megapar.train import step
+from megapar.train.spikes import Spikes, planned_rewind, rewinds_in_a_row
+from megapar.train.state import StepResult
+from tests.support import faults
+from tests.support.faults import Scene
+from tests.support.small_training import make_config
+from tests.support.sweeps import slow_but
+
+STEPS, AT = 72, 66
+
+
+def flags_of(policy: str) -> tuple[str, ...]:
+    sizes = ("--train.steps", str(STEPS), "--train.global_batch_size", "4", "--train.micro_batch_size", "2")
+    quiet = ("--log.no-tensorboard", "--log.every", "1000", "--launch.timeout_seconds", "30")
+    return (*sizes, *quiet, "--guard.on_spike", policy, "--checkpoint.every", "18")
+
+
+def result(number: int, loss: float, norm: float) -> StepResult:
+    return StepResult(number, loss, norm, 1e-3, 8.0, 8, 4 * number, LossScale.of("fp32"), False)
+
+
+def watch(policy: str, folder: Path, past_rewinds: int = 0) -> Spikes:
+    return Spikes(replace(make_config(), guard=GuardConfig(on_spike=policy)), folder, past_rewinds)
+
+
+def feed(spikes: Spikes, losses: list[float], first: int = 1) -> list[str]:
+    return [
+        spikes.judge(result(number, loss, 1.0 + 0.01 * (number % 7)), spikes.norm_limit(), writes=True)
+        for number, loss in enumerate(losses, first)
+    ]
+
+
+def test_noise_slow_changes_and_the_first_steps_are_no_spikes(tmp_path: Path) -> None:
+    spikes = watch("warn", tmp_path)
+    assert not any(feed(spikes, [9.0, 3.0, 8.0] * 16)), "too few steps to judge by"
+    falling = [4.0 * 0.99**n + 0.05 * (-1) ** n for n in range(300)]
+    rising = [2.0 + 0.002 * n for n in range(300)]
+    for losses in (falling, rising):
+        assert not any(feed(watch("warn", tmp_path), losses))
+
+
+def test_a_spike_is_told_with_its_median_and_written(tmp_path: Path) -> None:
+    spikes = watch("warn", tmp_path)
+    feed(spikes, [2.0, 2.02, 1.98] * 20)
+    (line,) = feed(spikes, [2.5], first=61)
+    assert line == "spike: loss 2.5 where 2 is the median; the run goes on"
+    line = spikes.judge(result(62, 2.0, 9.0), spikes.norm_limit(), writes=True)
+    assert line.startswith("spike: gradient norm 9 where")
+    assert feed(spikes, [2.1], first=63) == [""], "less than a tenth above the median"
+    assert [(event["step"], event["action"]) for event in events.read(tmp_path)] == [(61, "none"), (62, "none")]
+
+
+def test_a_rewind_says_where_to_go_and_gives_up_after_three(tmp_path: Path) -> None:
+    for past in range(3):
+        spikes = watch("rewind", tmp_path, rewinds_in_a_row(tmp_path))
+        feed(spikes, [2.0, 2.02, 1.98] * 20)
+        with pytest.raises(Rewind, match=r"step 61: spike: loss 9 .* of step 51 or before"):
+            feed(spikes, [9.0], first=61)
+        assert rewinds_in_a_row(tmp_path) == past + 1
+        assert planned_rewind(tmp_path) == {"last_step": 51, "consumed_samples": 244}
+    spikes = watch("rewind", tmp_path, rewinds_in_a_row(tmp_path))
+    feed(spikes, [2.0, 2.02, 1.98] * 20)
+    assert feed(spikes, [9.0], first=61)[0].endswith("the run goes on, as 3 rewinds have not helped")
+
+
+def plant(marks: Path, *, norm: float = 1.0, loss: float = 1.0) -> Callable[[], None]:
+    """Multiply the gradients, or the loss that is told, of step AT, once."""
+
+    def install() -> None:
+        now = {"step": -1}
+        count, mean = step.count_targets, step.mean_loss
+        marks.mkdir(exist_ok=True)
+
+        def count_targets(batches: Any, ctx: Any) -> Any:
+            now["step"] = ctx.flight.step
+            now["rank"] = ctx.world.rank
+            mark = marks / f"{now['rank']}"
+            now["strikes"] = now["step"] == AT and not mark.exists()
+            if now["strikes"]:
+                mark.touch()
+            return count(batches, ctx)
+
+        def mean_loss(*args: Any) -> Any:
+            return mean(*args) * (loss if now["strikes"] else 1.0)
+
+        step.count_targets = count_targets
+        step.mean_loss = mean_loss
+        for owner in (Gradients, UnitGradients):
+            finish = owner.finish
+
+            def spoiled(self: Any, finish: Any = finish) -> None:
+                finish(self)
+                if now["strikes"]:
+                    self.flat.mul_(norm)
+
+            owner.finish = spoiled
+
+    return install
+
+
+def told(scene: Scene, name: str) -> list[dict[str, Any]]:
+    return [event for event in events.read(scene.work / "run") if event["event"] == name]
+
+
+LAYOUTS = ["one", "tp2pp2", "zero3", "dp2"]
+
+
+@pytest.mark.parametrize("layout", slow_but([0], LAYOUTS))
+def test_a_step_with_a_spike_of_its_norm_is_skipped_on_every_rank(layout: str, tmp_path: Path) -> None:
+    """Fault spike-of-the-norm: the run is that of the steps before, and the weights are those before the step."""
+    scene = Scene(tmp_path)
+    ended = scene.run(*flags_of("skip"), *faults.LAYOUTS[layout], plant=plant(tmp_path / "marks", norm=1000.0))
+    assert ended.code == 0, ended.err
+    assert f"step {AT}/{STEPS} | spike: gradient norm " in ended.out
+    assert "; the weights are not updated" in ended.out
+    (event,) = told(scene, "spike")
+    assert (event["step"], event["policy"], event["action"]) == (AT, "skip", "skipped")
+    lines = [line for line in faults.metrics(scene.work) if "loss" in line]
+    assert [line["consumed_samples"] for line in lines] == [4 * n for n in range(1, STEPS + 1)]
+    around = [line["grad_norm"] for line in lines[AT - 3 : AT + 2]]
+    assert around[2] > 100 * max(around[:2])
+    assert max(around[3:]) < 3 * max(around[:2]), "the update was not made"
+
+
+@pytest.mark.parametrize("layout", slow_but([3], LAYOUTS))
+def test_a_run_goes_back_before_a_spike_and_leaves_its_samples_out(layout: str, tmp_path: Path) -> None:
+    """Fault spike-rewound: a checkpoint at least ten steps older, then the samples after the spike's; only once."""
+    scene = Scene(tmp_path)
+    launch = faults.LAYOUTS[layout] or ("--launch.nproc", "1")
+    flags = (*flags_of("rewind"), *launch, "--launch.max_restarts", "2")
+    ended = scene.run(*flags, plant=plant(tmp_path / "marks", loss=3.0))
+    assert ended.code == 0, ended.err
+    assert f"Rewind: step {AT}: spike: loss " in ended.err
+    assert "restart 1 of 2" in ended.err
+    assert f"went back to step 54 before a spike; {4 * (AT - 54)} samples from there on are left out" in ended.out
+    assert [(start["step"], start["tier"]) for start in told(scene, "start")] == [(0, "none"), (54, "shared")]
+    lines = [line for line in faults.metrics(scene.work) if "loss" in line]
+    assert [line["consumed_samples"] for line in lines] == [
+        *(4 * n for n in range(1, 55)),
+        *(4 * (n + AT - 54) for n in range(55, STEPS + 1)),
+    ]
+    assert planned_rewind(scene.work / "run") is None
+    # A later resumption knows the samples that were left out.
+    again = scene.run(*[str(STEPS + 2) if flag == str(STEPS) else flag for flag in flags])
+    assert again.code == 0, again.err
+    assert faults.metrics(scene.work)[-1]["consumed_samples"] == 4 * (STEPS + 2 + AT - 54)
