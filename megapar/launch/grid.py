@@ -21,4 +21,5 @@ def grid_of(config: Config) -> Grid:
         order=parallel.order,
         shard_ranks=config.optimizer.shard_ranks,
         tied=embedding_ranks(parallel) if last_uses_embedding else (),
+        planes=config.optimizer.name == "muon",
     )

@@ -19,14 +19,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any
+from typing import Any, NamedTuple
 
-from megapar import device, recompute
+from megapar import environment, recompute
 from megapar.comm.flight import Board, Flight, has_flag, read
 from megapar.comm.rendezvous import Member
 from megapar.config.options import Config
+from megapar.environment import Environment
 from megapar.errors import CommunicationError, starting
 from megapar.launch.diagnosis import as_table, diagnose, mismatch, name, position_in_step, rows
 from megapar.launch.monitor import local_logs
@@ -36,7 +38,7 @@ from megapar.pipeline import runtime
 from megapar.system import limits
 from megapar.system.processes import end_with_parent
 
-Main = Callable[[device.Environment, Board], None]
+Main = Callable[[Environment, Board], None]
 # After an operation of a rank has failed, the launcher waits this long for the end of another rank, the likely cause.
 _ECHO_SECONDS = 1.0
 _ENDING_SECONDS = 1.0  # after a signal that ends the run, ranks have this long to end by themselves
@@ -65,19 +67,69 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
     cause is printed and written to error.json. Raises OutOfMemoryError if a limit of this process (`ulimit`) is too low
     for the ranks to start.
     """
+    end = run_ranks(main, nproc, Signals(raises=False))
+    if end.error is not None:
+        report_error(end.error, run_dir, ours=False)
+    return end.code
+
+
+class Start(NamedTuple):
+    """Which start of a job this is. `job`, `restart` and `snapshots` are those of `Environment`.
+
+    The ranks are asked to stop after step `stop_at`; 0: after none.
+    """
+
+    job: str = ""
+    restart: int = 0
+    snapshots: str = ""
+    stop_at: int = 0
+
+
+class End(NamedTuple):
+    """How the ranks of a start have ended.
+
+    `error` holds the fields of error.json, None without an error. `step` is the newest step that a rank began. `owned`:
+    the ranks had locked the run folder. `stopped_at`: they were asked to stop, because of `Start.stop_at`.
+    """
+
+    code: int
+    error: Mapping[str, Any] | None
+    step: int
+    owned: bool
+    stopped_at: bool
+
+
+def run_ranks(main: Main, nproc: int, signals: Signals, start: Start = Start()) -> End:  # noqa: B008 (immutable)
+    """Fork `nproc` ranks, and wait for their end. None of them is left then.
+
+    Raises OutOfMemoryError as `start_local_ranks` does.
+    """
     limits.require_open_files(_FILES_A_RANK * nproc + _FILES)
     limits.require_file_size(_STORE_BYTES_A_RANK * nproc)
     fewer = "start fewer with --launch.nproc"
     with starting("a rank", fewer):
         board = Board(nproc)
     with _store_file() as meeting:
+        env = Environment(
+            world_size=nproc,
+            local_world_size=nproc,
+            meeting=meeting,
+            launcher="local",
+            cores=max(1, environment.usable_cores() // nproc),
+            job=start.job,
+            restart=start.restart,
+            snapshots=start.snapshots,
+        )
         # Ranks inherit this process's handlers, which write to a pipe that they share with it. So signals stay blocked
         # in a rank until it has installed its own handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED)
-        signals = Signals(raises=False)
         fork = multiprocessing.get_context("fork")
         ranks = [
-            fork.Process(target=_rank_main, args=(rank, nproc, meeting, os.getpid(), board, main), name=f"rank {rank}")
+            fork.Process(
+                target=_rank_main,
+                args=(replace(env, rank=rank, local_rank=rank), os.getpid(), board, main),
+                name=f"rank {rank}",
+            )
             for rank in range(nproc)
         ]
         try:
@@ -85,12 +137,13 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
                 for process in ranks:
                     process.start()
             signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED)
-            code, error = _Launcher(ranks, board, signals).watch()
+            launcher = _Launcher(ranks, board, signals, start.stop_at)
+            code, error = launcher.watch()
         finally:
             _kill(ranks)
-    if error is not None:
-        report_error(error, run_dir, ours=False)
-    return code
+    step = max(read(board[rank], 0)["step"] for rank in range(nproc))
+    stopped_at = launcher.stopping and code == _PREEMPTED
+    return End(code, None if stopped_at else error, step, has_flag(board[0], "owns"), stopped_at)
 
 
 def _kill(ranks: Sequence[BaseProcess]) -> None:
@@ -123,23 +176,14 @@ def _store_file() -> Iterator[str]:
         os.close(descriptor)
 
 
-def _rank_main(rank: int, nproc: int, meeting: str, launcher: int, board: Board, main: Main) -> None:
+def _rank_main(env: Environment, launcher: int, board: Board, main: Main) -> None:
     """The program of a forked rank. `launcher` is the launcher's process number."""
     if not end_with_parent(launcher):
         os._exit(_LOST)
     signal.set_wakeup_fd(-1)  # a signal of this rank must not arrive in the launcher's pipe
-    flight = Flight(board[rank])
-    env = device.Environment(
-        rank=rank,
-        world_size=nproc,
-        local_rank=rank,
-        local_world_size=nproc,
-        meeting=meeting,
-        launcher="local",
-        cores=max(1, device.usable_cores() // nproc),
-    )
+    flight = Flight(board[env.rank])
     # `main` reports its errors itself. This is for those of its first moments, such as threads that cannot be started.
-    with reported(rank, flight=flight, launcher_tells=True):
+    with reported(env.rank, flight=flight, launcher_tells=True):
         main(env, board)
     # An exit code of 0 without this flag means that something else ended the rank early (fault rank-that-ends-early of
     # docs/faults.md).
@@ -149,7 +193,9 @@ def _rank_main(rank: int, nproc: int, meeting: str, launcher: int, board: Board,
 class _Launcher:
     """Watches ranks until the run is over or must be ended."""
 
-    def __init__(self, ranks: Sequence[BaseProcess], board: Board, signals: Signals):
+    def __init__(self, ranks: Sequence[BaseProcess], board: Board, signals: Signals, stop_at: int = 0):
+        self.stopping = False  # whether the ranks were asked to stop after step `stop_at`
+        self._stop_at = stop_at
         self._ranks = ranks
         self._board = board
         self._signals = signals
@@ -207,6 +253,10 @@ class _Launcher:
             # Not armed means that some rank has not begun its first step. Then there is nothing to save, and SIGTERM
             # ends the run at once (`Signals`).
             self._signals.armed = all(has_flag(self._board[rank], "armed") for rank in range(len(self._ranks)))
+            if self._stop_at and not self.stopping and self._signals.armed:
+                self.stopping = all(read(self._board[r], 0)["step"] > self._stop_at for r in range(len(self._ranks)))
+                if self.stopping:
+                    self._send(signal.SIGUSR1)
             return
         self._passed_on = True
         self._send(signal.Signals[self._signals.request])

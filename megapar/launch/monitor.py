@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import Any
 
-from megapar.comm.flight import Board, Flight, read
+from megapar.comm.flight import Board, Flight, Memory, read
 from megapar.comm.flight_file import FlightFile
 from megapar.comm.rendezvous import Member, Store
 from megapar.launch.diagnosis import SILENT_SECONDS, Log, as_table, diagnose, process_state, rows
@@ -40,13 +40,15 @@ _HURRY_SECONDS = 2.0  # how long the main thread has to end after a signal that 
 
 def local_logs(board: Board, members: Sequence[Member]) -> dict[int, Log]:
     """The logs of the local launcher's ranks, with the state of their processes."""
-    return {member.rank: _with_state(read(board[member.rank], RECORDS)) for member in members}
+    return {member.rank: _log_here(board[member.rank]) for member in members}
 
 
-def _with_state(log: Log) -> Log:
-    """Add the field `state` to the log of a process of this host."""
-    state = "failed" if "failed" in log["flags"] else process_state(log["pid"])
-    return log | {"state": state}
+def _log_here(memory: Memory) -> Log:
+    """The log of a process of this host, with the field `state`."""
+    # The state first: the log of a process that had ended by then says whether it had failed.
+    state = process_state(read(memory, 0)["pid"])
+    log = read(memory, RECORDS)
+    return log | {"state": "failed" if "failed" in log["flags"] else state}
 
 
 def _will_post_again(log: Log) -> bool:
@@ -160,7 +162,7 @@ class Monitor:
         """All logs within reach, each with the state of its process."""
         if self._board is not None:
             return local_logs(self._board, self.members)
-        logs = {self._rank: _with_state(read(self._flight.memory, RECORDS))}
+        logs = {self._rank: _log_here(self._flight.memory)}
         for member in self.members:
             if member.rank == self._rank:
                 continue
@@ -175,7 +177,7 @@ class Monitor:
         if self._file and member.host == socket.gethostname():
             memory = self._file.peer(member.pid)
         if memory is not None:
-            return _with_state(read(memory, RECORDS))
+            return _log_here(memory)
         key = f"log/{member.rank}"
         if self._store is None or not self._store.check([key]):
             return None

@@ -7,25 +7,30 @@ other ranks. The agent's own exit code is always 1; error.json has ours. The age
 
 import faulthandler
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megapar import context, device
+from megapar import context, device, environment
 from megapar.comm import collectives, rendezvous
 from megapar.comm.flight import Board, Flight
 from megapar.comm.flight_file import FlightFile
-from megapar.comm.rendezvous import Member
+from megapar.comm.rendezvous import Member, Store
 from megapar.comm.store import JobStore, StoreUser, answered, connect, part_of, quiet_log
+from megapar.comm.transport_symmetric import offered_by_torch
 from megapar.config import plugins
 from megapar.config.options import Config, flatten
 from megapar.context import ParallelContext
+from megapar.environment import Environment
 from megapar.errors import CommunicationError, ConfigError, MegaparError, storing
+from megapar.grid import Grid
+from megapar.launch import preflight
 from megapar.launch.grid import grid_of
 from megapar.launch.monitor import Monitor
 from megapar.launch.reporting import exits_refused, reported
@@ -37,8 +42,10 @@ from megapar.system.atomic_files import write_json
 _WATCHDOG_MARGIN_SECONDS = 2.0  # the monitor speaks this long before NCCL's watchdog ends the process
 _MEETING_MARGIN_SECONDS = 30.0  # what a meeting may take beyond its own time-outs before the store is given up
 _TELLING_SECONDS = 0.5  # a rank waits this long at its end while another one tells the error of both
+_SERVING_SECONDS = 2.0  # a rank with the store in it stays so long: others still post their logs
 _MOST_THREADS_PER_CORE = 4
 _MOST_RANKS_PER_CORE = 64  # for trying out a layout on a laptop
+_PACKAGES = {"log.wandb": ("wandb", "wandb"), "log.mlflow": ("mlflow", "mlflow-skinny")}  # module and distribution
 STARTED = time.monotonic()  # when this program started; forked ranks inherit it
 
 
@@ -51,8 +58,11 @@ class RankProcess:
     signals: Signals
     monitor: Monitor
     file: FlightFile | None  # under torchrun and Slurm: the flight log for others on this host
+    has_launcher: bool  # the local launcher, which tells how the run has ended
     deadline: float  # on time.monotonic's clock; 0 for none
     members: list[Member] = field(default_factory=list)
+    preflight_store: Store | None = None  # of launch.preflight, if there are several ranks
+    preflight: dict[str, Any] | None = None  # what it has measured
 
     def asked_to_stop(self) -> str:
         """What asks the run to stop at the end of this step: a signal, "launch.time_limit", or "" for nothing."""
@@ -75,10 +85,12 @@ class RankProcess:
             with storing(run_dir / "error.json"):
                 (run_dir / "error.json").unlink(missing_ok=True)
             write_json(run_dir / "ranks.json", {"ranks": [asdict(member) for member in self.members]})
+            if self.preflight is not None:
+                write_json(run_dir / "preflight.json", self.preflight)
 
 
 @contextmanager
-def rank_process(config: Config, env: device.Environment, board: Board | None = None) -> Iterator[RankProcess]:
+def rank_process(config: Config, env: Environment, board: Board | None = None) -> Iterator[RankProcess]:
     """A context around a rank's whole work. It answers signals, and reports how the rank ended.
 
     `board` is the local launcher's, None under torchrun and Slurm.
@@ -97,16 +109,21 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
     limit = config.launch.time_limit
     # Counted from the start of the program: imports and the meeting of the ranks take part of the time as well.
     deadline = STARTED + 60 * limit if limit else 0.0
-    process = RankProcess(env.rank, flight, signals, monitor, file, deadline)
+    process = RankProcess(env.rank, flight, signals, monitor, file, board is not None, deadline)
     ended_alike = False
     try:
         with reported(env.rank, config.run_dir, flight, launcher_tells=board is not None), exits_refused():
             try:
                 yield process
             except CommunicationError as error:
-                error.ranks = monitor.table
-                error.culprit = monitor.culprit()
-                error.told_by_another = not monitor.speaks()
+                if not error.ranks:
+                    error.ranks = monitor.table
+                    error.culprit = monitor.culprit()
+                    error.told_by_another = not monitor.speaks()
+                elif board is not None:
+                    error.told_by_another = False  # the launcher takes the error of any rank
+                elif env.serves_store:
+                    time.sleep(_SERVING_SECONDS)
                 raise
             except MegaparError as error:
                 ended_alike = error.everywhere
@@ -125,10 +142,10 @@ def rank_process(config: Config, env: device.Environment, board: Board | None = 
 
 
 def refuse_start(config: Config) -> None:
-    """Raise ConfigError if this machine should not start what the options ask for."""
+    """Raise ConfigError if this machine should not start what the options ask for, or lacks a package for it."""
     if not config.launch.nproc:
-        device.refuse_slurm_shell()
-    cores = device.usable_cores()
+        environment.refuse_slurm_shell()
+    cores = environment.usable_cores()
     # OpenMP crashes at some thousands of threads. Thousands of processes take the whole machine's memory.
     limits = {
         "launch.threads": _MOST_THREADS_PER_CORE * cores,
@@ -140,11 +157,14 @@ def refuse_start(config: Config) -> None:
     for option, limit in limits.items():
         if values[option] > limit:
             problems.append(f"{option}={values[option]}: {cores} cores can be used here; use at most {limit}, or 0")
+    for option, (module, package) in _PACKAGES.items():
+        if values[option] != "none" and find_spec(module) is None:
+            problems.append(f"{option}={values[option]}: {module} is not installed; pip install {package}")
     if problems:
         raise ConfigError("\n".join(problems))
 
 
-def join(config: Config, env: device.Environment, process: RankProcess) -> ParallelContext:
+def join(config: Config, env: Environment, process: RankProcess) -> ParallelContext:
     """Prepare this process, meet the other ranks, and make the rank grid. A collective over all ranks of `env`.
 
     Raises ConfigError on every rank, before any collective, if ranks disagree on options, code, torch's version or the
@@ -160,18 +180,41 @@ def join(config: Config, env: device.Environment, process: RankProcess) -> Paral
     process.members = [member]
     if env.world_size > 1:
         process.members = _meet(config, env, member, chosen, process)
-    return context.create(
-        grid_of(config),
+    grid = grid_of(config)
+    if config.parallel.tp_symmetric_memory:
+        _check_symmetric_memory(grid, chosen, process.members)
+    ctx = context.create(
+        grid,
         device=chosen,
         timeout_seconds=timeout,
         flight=process.flight,
         use_shared_memory=config.launch.cpu_exchange == "shared_memory",
+        symmetric_tp=config.parallel.tp_symmetric_memory,
         cores=config.launch.threads or env.cores,
     )
+    if config.launch.preflight:
+        process.preflight = preflight.run(ctx, grid, process.members, process.preflight_store, timeout)
+    return ctx
+
+
+def _check_symmetric_memory(grid: Grid, chosen: torch.device, members: Sequence[Member]) -> None:
+    """Raise ConfigError unless the ranks of each tp group are GPUs of one host, and torch has symmetric memory."""
+    name = "parallel.tp_symmetric_memory"
+    if chosen.type == "cpu":
+        raise ConfigError(f"{name}: GPUs read each other's memory, and this run is on CPUs; leave it at false")
+    if not offered_by_torch():
+        raise ConfigError(f"{name}: torch {torch.__version__} has no symmetric memory here; leave it at false")
+    for ranks in grid.groups()["tp"]:
+        hosts = sorted({members[rank].host for rank in ranks})
+        if len(hosts) > 1:
+            text = f"ranks {', '.join(map(str, ranks))} of a tp group are on {', '.join(hosts)}"
+            raise ConfigError(
+                f"{name}: {text}; GPUs read the memory of one host: lower parallel.tp, or leave it at false"
+            )
 
 
 @contextmanager
-def _told_by_each_host(env: device.Environment) -> Iterator[None]:
+def _told_by_each_host(env: Environment) -> Iterator[None]:
     """Let the first rank of each host report a ConfigError of the block. Ranks have not met: others may not have it."""
     try:
         yield
@@ -182,14 +225,17 @@ def _told_by_each_host(env: device.Environment) -> Iterator[None]:
         raise
 
 
-def _meet(
-    config: Config, env: device.Environment, member: Member, chosen: torch.device, process: RankProcess
-) -> list[Member]:
+def _meet(config: Config, env: Environment, member: Member, chosen: torch.device, process: RankProcess) -> list[Member]:
     """Meet the other ranks, compare what must be equal, and make the world's process group; returns all members."""
     timeout = config.launch.timeout_seconds
     backend = device.backend(chosen)
     job = _connect(env, timeout, serves_store=env.serves_store)
     number, members = _compare(job, config, env, member, chosen)
+    if config.launch.preflight:
+        # A connection of its own: a group that hangs may hold the first one.
+        process.preflight_store = part_of(_connect(env, timeout, serves_store=False), StoreUser.PREFLIGHT, number)
+        interface = environment.exchange_interface(backend)
+        preflight.check_hosts(process.preflight_store, members, env.rank, env.meeting, interface, timeout)
     store = part_of(job, StoreUser.GROUPS, number)
     with quiet_log():
         collectives.initialize(backend, env.rank, env.world_size, store=store, timeout_seconds=timeout, device=chosen)
@@ -205,7 +251,7 @@ def _meet(
 
 
 def _compare(
-    job: JobStore, config: Config, env: device.Environment, member: Member, chosen: torch.device
+    job: JobStore, config: Config, env: Environment, member: Member, chosen: torch.device
 ) -> rendezvous.Meeting:
     """Meet the other ranks in the job's store, and compare what must be equal."""
     timeout = config.launch.timeout_seconds
@@ -225,7 +271,7 @@ def _compare(
         ) from None
 
 
-def _connect(env: device.Environment, timeout_seconds: float, *, serves_store: bool) -> JobStore:
+def _connect(env: Environment, timeout_seconds: float, *, serves_store: bool) -> JobStore:
     """A connection to the job's store; `serves_store`: this process runs the server too."""
     return connect(env.meeting, env.rank, env.world_size, serves_store=serves_store, timeout_seconds=timeout_seconds)
 

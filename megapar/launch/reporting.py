@@ -17,7 +17,10 @@ from typing import Any
 
 from megapar.comm.flight import Flight
 from megapar.errors import CommunicationError, MegaparError, OutOfMemoryError, Preempted, StorageError
+from megapar.system import events
 from megapar.system.regular_files import open_regular
+
+_OF_FAULT = ("class", "message", "exit_code", "rank", "host", "step", "phase")  # what events.jsonl has of an error
 
 
 class Ended(SystemExit):
@@ -170,7 +173,7 @@ def reported(
         with suppress(OSError, ValueError):
             traceback.print_exc()
         record = error_record(error, rank, flight)
-        flight.post_error(record | {"told_by_another": True})
+        flight.post_error(record | {"told": True})
         if not launcher_tells:
             write_error(record, run_dir, ours=flight.has_flag("owns"))
         raise Ended(MegaparError.exit_code) from error
@@ -235,7 +238,7 @@ def report_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) 
     prefix = f"rank {record['rank']}: " if record["rank"] and not record.get("everywhere") else ""
     if record["class"] == Interrupted.__name__:
         tell(record["message"])
-    elif not record.get("told_by_another"):
+    elif not (record.get("told_by_another") or record.get("told")):
         tell(f"{record['class']}: {prefix}{record['message']}")
     if record["class"] not in (Preempted.__name__, Interrupted.__name__):
         write_error(record, run_dir, ours=ours)
@@ -247,8 +250,8 @@ def write_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
     `ours`: this job holds the lock of the folder. Nothing is written without a folder, or into that of another running
     job.
     """
-    # Both keys only say who reports the error.
-    shown = {key: value for key, value in record.items() if key not in ("everywhere", "told_by_another")}
+    # These keys only say who reports the error.
+    shown = {key: value for key, value in record.items() if key not in ("everywhere", "told_by_another", "told")}
     if run_dir is None or not os.path.isdir(run_dir) or not (ours or _is_free(run_dir)):
         return
     path = Path(run_dir) / "error.json"
@@ -258,6 +261,8 @@ def write_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
         with open(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             file.write(json.dumps(shown))
         draft.replace(path)
+        if not record.get("told_by_another"):
+            events.append(Path(run_dir), "fault", **{key: record.get(key) for key in _OF_FAULT})
     except OSError as error:
         tell(f"{path} not written: {error.strerror or error}")
         with suppress(OSError):

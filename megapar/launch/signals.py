@@ -10,6 +10,7 @@ A signal ignored at the start of the program (by nohup, or for a shell's backgro
 
 import contextlib
 import os
+import select
 import signal
 import time
 from types import FrameType
@@ -52,6 +53,15 @@ class Signals:
         """Wake up the reader of the pipe."""
         with contextlib.suppress(BlockingIOError):  # a full pipe wakes the reader as well
             os.write(self._writer, b"\0")
+
+    def asked_within(self, seconds: float) -> bool:
+        """Whether a signal asks the run to stop or to end. Waits for one for so many seconds."""
+        end = time.monotonic() + seconds
+        while True:
+            select.select([self.reader], [], [], max(0.0, end - time.monotonic()))
+            self.judge()
+            if self.request or self.ending or time.monotonic() >= end:
+                return bool(self.request or self.ending)
 
     def judge(self) -> None:
         """Judge all signals so far."""

@@ -1,0 +1,195 @@
+"""Starts the ranks of this machine again after a fault.
+
+All ranks are new processes, so what a fault has damaged in memory or on a device is gone. They go on from the newest
+checkpoint: a snapshot in host memory, which this launcher owns, or one on a disk.
+
+A rank lost twice without progress may be one that cannot run. With launch.min_dp the ranks then go on as one replica
+fewer, and come back when a checkpoint has been made.
+"""
+
+import socket
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from megapar import device
+from megapar.config.messages import counted
+from megapar.config.options import Config
+from megapar.errors import (
+    CheckpointError,
+    CommunicationError,
+    ConfigError,
+    MegaparError,
+    Preempted,
+    Rewind,
+    storing,
+)
+from megapar.launch.local import End, Main, Start, preload, run_ranks
+from megapar.launch.reporting import Interrupted, report_error, tell
+from megapar.launch.signals import Signals
+from megapar.system import events
+from megapar.system.alert_command import call_now, failure
+from megapar.system.own_folder import OwnFolder, sweep
+
+_LOST = CommunicationError.exit_code
+# A lost rank, a bug that may depend on the moment, and a checkpoint that the failed start has removed as damaged. Other
+# errors would come again: of options, data, numbers, a full disk, or too little memory.
+# A rewind is no failure: it wants the next start.
+_MAY_PASS = (_LOST, MegaparError.exit_code, CheckpointError.exit_code, Rewind.exit_code)
+_MOST_WITHOUT_PROGRESS = 3
+_LONGEST_PAUSE_SECONDS = 30.0
+_MEMORY = Path("/dev/shm")
+_PREFIX = "megapar-snapshots-"
+
+
+class Fault(NamedTuple):
+    """How a start ended. `step` is the newest step that a rank began, 0 before the first."""
+
+    code: int
+    kind: str
+    rank: int
+    step: int
+    world: int
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What follows a fault: a start with `world` ranks after a pause, or the end for the reason `ends`."""
+
+    world: int = 0
+    pause_seconds: float = 0.0
+    ends: str = ""
+
+
+def judge(faults: Sequence[Fault], smaller: Callable[[int], int], most: int) -> Verdict:
+    """What follows the last of `faults`, all of this job.
+
+    `smaller` gives the next smaller number of ranks that can run, 0 if there is none. `most` is launch.max_restarts.
+    """
+    last = faults[-1]
+    if last.code not in _MAY_PASS:
+        return Verdict(ends="this error would come again")
+    if len(faults) > most:
+        return Verdict(ends=f"launch.max_restarts={most} are used up")
+    # Those since the newest step that any start has begun, with the fault in that step.
+    furthest = max(fault.step for fault in faults)
+    first = next(i for i, fault in enumerate(faults) if fault.step == furthest)
+    stuck = faults[first:]
+    again = len(stuck) > 1 and stuck[-2][:2] == last[:2] and stuck[-2].rank == last.rank
+    if again and last.code == _LOST:
+        world = smaller(last.world)
+        if world:
+            return Verdict(world)
+    if again and stuck[-2].step == last.step:
+        return Verdict(ends=f"it came twice at step {last.step}")
+    if len(stuck) >= _MOST_WITHOUT_PROGRESS:
+        return Verdict(ends=f"{len(stuck)} starts came no further than step {furthest}")
+    return Verdict(last.world, min(2.0 ** (len(stuck) - 1) - 1, _LONGEST_PAUSE_SECONDS))
+
+
+def keep_running(main: Main, prepare: Callable[[int], Main], config: Config) -> int:
+    """Run `main` on ranks until the run is over, with restarts after faults; returns the exit code of the last start.
+
+    `prepare` makes the program for fewer ranks. It raises ConfigError if they cannot run. Raises what `run_ranks`
+    raises, and StorageError if snapshots are asked for and there is no folder in memory for them. Calls
+    log.alert_command for each fault, and at the end.
+    """
+
+    def alert(event: str, text: str, **fields: object) -> None:
+        where = {"run_dir": str(Path(config.run_dir).resolve()), "from": socket.gethostname()}
+        call_now(config.log.alert_command, {"event": event, "message": text, **where, **fields}, tell)
+
+    def failed(end: End) -> None:
+        assert end.error is not None
+        of_rank = {key: end.error[key] for key in ("rank", "host", "step", "phase") if key in end.error}
+        if end.error["class"] not in (Preempted.__name__, Interrupted.__name__):
+            alert(failure(str(end.error["class"])), str(end.error["message"]), code=end.code, **of_rank)
+
+    code, step = _keep_running(main, prepare, config, failed)
+    alert("end", "all steps are done" if code == 0 else "the run has stopped", code=code, step=step)
+    return code
+
+
+def _keep_running(
+    main: Main, prepare: Callable[[int], Main], config: Config, failed: Callable[[End], None]
+) -> tuple[int, int]:
+    """Do as `keep_running` says; returns the exit code and the newest step. `failed` gets each end with an error."""
+    options = config.launch
+    full = world = options.nproc
+    device.choose(options.device, 0, full)  # an error is raised here once, and not in every rank
+    preload(config)
+    signals = Signals(raises=False)
+    job = uuid.uuid4().hex
+    faults: list[Fault] = []
+    starts = 0
+    with _snapshots(config) as snapshots:
+        while True:
+            # A replica comes back when a checkpoint has been made since: another fault then costs little.
+            stop_at = faults[-1].step + _interval(config) if world < full else 0
+            program = main if world == full else prepare(world)
+            end = run_ranks(program, world, signals, Start(job, starts, snapshots, stop_at))
+            starts += 1
+            if end.error is not None:
+                report_error(end.error, config.run_dir, ours=False)
+                failed(end)
+            asked = bool(signals.request or signals.ending)
+            if end.stopped_at and not asked:
+                reason, pause, world = "all ranks again", 0.0, full
+                tell(f"step {end.step} is saved: all {full} ranks start again")
+            elif end.error is None or asked:
+                return end.code, end.step
+            else:
+                reason = str(end.error["message"])
+                faults.append(Fault(end.code, str(end.error["class"]), int(end.error["rank"]), end.step, world))
+                verdict = judge(faults, lambda of: _next_smaller(prepare, of, config), options.max_restarts)
+                pause, world = verdict.pause_seconds, verdict.world
+                if not world:
+                    if options.max_restarts:
+                        tell(f"not started again: {verdict.ends}")
+                    return end.code, end.step
+                tell(f"restart {len(faults)} of {options.max_restarts}, with {counted(world, 'rank')}")
+            if end.owned:
+                events.append(Path(config.run_dir), "restart", attempt=starts, reason=reason, world=world)
+            if signals.asked_within(pause):
+                return end.code, end.step
+
+
+def _next_smaller(prepare: Callable[[int], Main], world: int, config: Config) -> int:
+    """The most ranks below `world` that make whole replicas, at least launch.min_dp, and can run; 0 without any."""
+    parallel = config.parallel
+    replica = parallel.tp * parallel.cp * parallel.pp
+    if not config.launch.min_dp:
+        return 0
+    for dp in range(world // replica - 1, config.launch.min_dp - 1, -1):
+        with suppress(ConfigError):  # such as a number of experts that these ranks do not divide
+            prepare(dp * replica)
+            return dp * replica
+    return 0
+
+
+def _interval(config: Config) -> int:
+    """The fewest steps between two checkpoints of a tier."""
+    options = config.checkpoint
+    tiers = (options.memory_every, options.local_every, options.every)
+    return min((every for every in tiers if every), default=config.train.steps)
+
+
+@contextmanager
+def _snapshots(config: Config) -> Iterator[str]:
+    """Yield the path of a folder in memory for snapshots, "" if the options ask for none. It ends with the context.
+
+    A killed launcher leaves it behind. The next one of this user removes it.
+    """
+    if not config.checkpoint.memory_every:
+        yield ""
+        return
+    with storing(_MEMORY):
+        sweep(_MEMORY, _PREFIX)
+        folder = OwnFolder(_MEMORY, _PREFIX)
+    try:
+        yield str(folder.path)
+    finally:
+        folder.remove()
