@@ -160,8 +160,16 @@ def test_the_page_has_the_table_and_its_sources():
             "it is Megatron-LM's and Hugging Face's; here: --optimizer.betas: its first number",
         ),
         ("--use-mcore-models", "it is Megatron-LM's; leave it out: layers are megapar's own"),
-        ("--optimizer adam", "it is Megatron-LM's; leave it out: AdamW is the only optimizer"),
-        ("--optimizer sgd", "it is Megatron-LM's; megapar has only adam: AdamW is the only optimizer"),
+        (
+            "--optimizer adam",
+            "it is Megatron-LM's; leave it out: AdamW; optimizer.name has others, whose defaults differ "
+            "from those there",
+        ),
+        (
+            "--optimizer sgd",
+            "it is Megatron-LM's; megapar has only adam: AdamW; optimizer.name has others, whose defaults differ "
+            "from those there",
+        ),
         ("--bf16 True", "it is Megatron-LM's and Hugging Face's; here: --train.precision bf16"),
         ("--bf16 False", "it is Megatron-LM's and Hugging Face's; here: --train.precision"),
         ("--nproc_per_node 8", "it is torchrun's; here: --launch.nproc 8 (or give it to torchrun, as before)"),
@@ -177,7 +185,10 @@ def test_the_page_has_the_table_and_its_sources():
         ),
         # These were answered with a wrong option once.
         ("--parallelism.tensor_parallel_degree 4", "it is torchtitan's; here: --parallel.tp 4"),
-        ("--data-path A", "it is Megatron-LM's; here: --data.train: PREFIX, or a blend such as 0.7:A 0.3:B"),
+        (
+            "--data-path A",
+            "it is Megatron-LM's and Hugging Face's; here: --data.train: PREFIX, or a blend such as 0.7:A 0.3:B",
+        ),
         (
             "--compile.enable",
             "it is torchtitan's; here: --kernels.compile (norms, activations and rotations are compiled, by inductor; "
@@ -185,17 +196,16 @@ def test_the_page_has_the_table_and_its_sources():
         ),
         (
             "--offload_optimizer",
-            "zero_optimization.offload_optimizer is DeepSpeed's; megapar has none: all stays on the device; "
-            "optimizer.zero_stage 3 and train.recompute save memory",
+            "zero_optimization.offload_optimizer is DeepSpeed's; here: --optimizer.offload: its ratio, or 1; of main "
+            "weights and moments",
         ),
         ("--rampup-batch-size 16 8 300000", "it is Megatron-LM's; here: --train.batch_ramp 16 8 300000"),
         ("--optimizer.learning_rate 1e-4", "learning_rate is Hugging Face's; here: --optimizer.lr 1e-4"),
         ("--autotp_size 8", "tensor_parallel.autotp_size is DeepSpeed's; here: --parallel.tp 8"),
         # A key of a section, which has a row as a whole.
         (
-            "--wandb.project x",
-            "wandb is DeepSpeed's; megapar has none: the numbers of each step are in metrics.jsonl and TensorBoard, "
-            "in run_dir",
+            "--wandb.team x",
+            "wandb is DeepSpeed's; megapar has none: Weights & Biases reads its own variables, such as WANDB_ENTITY",
         ),
     ],
 )

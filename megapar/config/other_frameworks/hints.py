@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, Literal, get_args, get_origin
 
+from megapar.config.other_frameworks.job import plain
 from megapar.config.other_frameworks.rows import (
     EPOCHS,
     NO_FP8,
     NO_NOISE,
-    NO_OFFLOAD,
     NO_TOKEN_IS_DROPPED,
-    NO_TRACKER,
+    OFFLOADS,
     OtherFlag,
 )
 from megapar.config.other_frameworks.table import TABLE
@@ -25,12 +25,12 @@ TOPICS: Mapping[tuple[str, ...], str] = {
     ("capacity",): NO_TOKEN_IS_DROPPED,
     ("token", "drop"): NO_TOKEN_IS_DROPPED,
     ("jitter",): NO_NOISE,
-    ("wandb",): f"megapar has no Weights & Biases: {NO_TRACKER}",
-    ("mlflow",): f"megapar has no MLflow: {NO_TRACKER}",
+    ("wandb",): "log.wandb PROJECT sends the numbers to Weights & Biases",
+    ("mlflow",): "log.mlflow URI sends the numbers to an MLflow server",
     ("fp8",): f"megapar has no fp8: {NO_FP8}",
     ("fp4",): f"megapar has no fp4: {NO_FP8}",
-    ("offload",): f"megapar has no offload: {NO_OFFLOAD}",
-    ("offloading",): f"megapar has no offload: {NO_OFFLOAD}",
+    ("offload",): OFFLOADS,
+    ("offloading",): OFFLOADS,
     ("epochs",): f"megapar has no epochs: {EPOCHS}",
     ("lora",): "adapters (LoRA) are the options adapter.rank, adapter.alpha and adapter.targets",
 }
@@ -57,7 +57,7 @@ def hint(given: Given) -> str:
 
     "" if nothing is known.
     """
-    name = _plain(given.name)
+    name = plain(given.name)
     last = name.rpartition(".")[2]
     rows = _rows(name)
     # The last part of a name is less than its whole: an option of ours with it comes first.
@@ -83,13 +83,13 @@ Rows = list[tuple[str, OtherFlag]]  # a framework, and a row of it
 def _rows(name: str) -> Rows:
     """The rows of this name, or else the rows of the sections around it."""
     every_row = [(framework, row) for framework, rows in TABLE.items() for row in rows]
-    exact = [(framework, row) for framework, row in every_row if _plain(row.name) == name]
+    exact = [(framework, row) for framework, row in every_row if plain(row.name) == name]
     if exact:
         return exact
     return [
         (framework, row)
         for framework, row in every_row
-        if framework in HAVE_SECTIONS and name.startswith(f"{_plain(row.name)}.")
+        if framework in HAVE_SECTIONS and name.startswith(f"{plain(row.name)}.")
     ]
 
 
@@ -106,7 +106,7 @@ def _rows_of_a_part(name: str) -> Rows:
         for framework, rows in TABLE.items()
         for row in rows
         # One of the two names must be the part alone. Two sections that differ mean different things.
-        if last == (_plain(row.name) if "." in name else _plain(row.name).rpartition(".")[2])
+        if last == (plain(row.name) if "." in name else plain(row.name).rpartition(".")[2])
     ]
     meanings = {(row.option, row.relation) for _, row in found}
     if len(meanings) == 1:
@@ -118,7 +118,7 @@ def _counterparts(given: Given, rows: Rows) -> str:
     """Whose flag it is, and what there is here. Frameworks with the same answer are named together."""
     owners: dict[tuple[str, str], list[str]] = {}
     for framework, row in rows:
-        subject = "it" if _plain(row.name) == _plain(given.name) else row.name
+        subject = "it" if plain(row.name) == plain(given.name) else row.name
         owners.setdefault((subject, _here(given, row)), []).append(f"{framework}'s")
     return "; ".join(f"{subject} is {_joined(whose, 'and')}; {here}" for (subject, here), whose in owners.items())
 
@@ -126,7 +126,7 @@ def _counterparts(given: Given, rows: Rows) -> str:
 def _here(given: Given, row: OtherFlag) -> str:
     """What stands here for a row, with the value if it follows from the given one."""
     # A row of a section speaks of the section: the given value is that of a key in it.
-    values = () if _plain(given.name).startswith(f"{_plain(row.name)}.") else given.values
+    values = () if plain(given.name).startswith(f"{plain(row.name)}.") else given.values
     value = " ".join(values)
     if row.relation == "lacking":
         return f"megapar has none: {row.note}"
@@ -228,11 +228,6 @@ def _likeness(first: str, second: str) -> float:
 
 def _words(name: str) -> set[str]:
     return set(name.replace(".", "_").split("_"))
-
-
-def _plain(name: str) -> str:
-    """A name with underscores alone: programs take both - and _."""
-    return name.replace("-", "_")
 
 
 def _joined(texts: Sequence[str], word: str) -> str:

@@ -4,9 +4,17 @@ A row names a flag as its framework spells it, our option, and how the value bec
 it stands in hints and in docs/comparison.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
+
+from megapar.config.other_frameworks.job import Job, Ours, Words
+
+Convert = Callable[[Job, Words], Ours]
+"""Turns the words of a value into options of ours, none if there is nothing to set. Raises NoCounterpart."""
+
+FROM_OTHERS = "from others"
+"""A default that follows from other options: `convert` is called without words."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +30,9 @@ class OtherFlag:
     - always: there is nothing to set. If `choices` has values, this holds for these alone; megapar has no others
     - lacking: megapar has nothing like it; `note` says what there is instead, or what to do
 
-    `option` is ours by dotted path, such as train.steps, and "" with always and lacking.
+    `option` is ours by dotted path, such as train.steps, and "" with always and lacking. `convert` computes what
+    `note` says. `default` is the value where the flag is not set, if ours differs. `auto` is the field of Hugging
+    Face's arguments that stands for "auto" in a ds_config.
     """
 
     name: str
@@ -31,26 +41,49 @@ class OtherFlag:
     note: str = ""
     ours: str = ""
     choices: Mapping[str, str] = field(default_factory=dict)
+    convert: Convert | None = None
+    default: str = ""
+    auto: str = ""
 
 
-def same(name: str, option: str, note: str = "") -> OtherFlag:
+def same(
+    name: str, option: str, note: str = "", convert: Convert | None = None, default: str = "", auto: str = ""
+) -> OtherFlag:
     """A row with our value."""
-    return OtherFlag(name, "same", option, note)
+    return OtherFlag(name, "same", option, note, convert=convert, default=default, auto=auto)
 
 
-def sets(name: str, option: str, ours: str, note: str = "") -> OtherFlag:
+def sets(
+    name: str,
+    option: str,
+    ours: str,
+    note: str = "",
+    convert: Convert | None = None,
+    default: str = "",
+    auto: str = "",
+) -> OtherFlag:
     """A row of a switch: it sets our option to the value `ours`."""
-    return OtherFlag(name, "sets", option, note, ours=ours)
+    return OtherFlag(name, "sets", option, note, ours=ours, convert=convert, default=default, auto=auto)
 
 
-def choice(name: str, option: str, choices: Mapping[str, str], note: str = "") -> OtherFlag:
+def choice(
+    name: str,
+    option: str,
+    choices: Mapping[str, str],
+    note: str = "",
+    convert: Convert | None = None,
+    default: str = "",
+    auto: str = "",
+) -> OtherFlag:
     """A row with other names of its values here."""
-    return OtherFlag(name, "choice", option, note, choices=choices)
+    return OtherFlag(name, "choice", option, note, choices=choices, convert=convert, default=default, auto=auto)
 
 
-def computed(name: str, option: str, note: str) -> OtherFlag:
-    """A row with a value to be computed by a person, as `note` says."""
-    return OtherFlag(name, "computed", option, note)
+def computed(
+    name: str, option: str, note: str, convert: Convert | None = None, default: str = "", auto: str = ""
+) -> OtherFlag:
+    """A row with a value that follows as `note` says: by `convert`, or without it by a person."""
+    return OtherFlag(name, "computed", option, note, convert=convert, default=default, auto=auto)
 
 
 def always(name: str, note: str, *values: str) -> OtherFlag:
@@ -58,9 +91,9 @@ def always(name: str, note: str, *values: str) -> OtherFlag:
     return OtherFlag(name, "always", note=note, choices=dict.fromkeys(values, ""))
 
 
-def lacking(name: str, note: str) -> OtherFlag:
-    """A row of what megapar does not have."""
-    return OtherFlag(name, "lacking", note=note)
+def lacking(name: str, note: str, convert: Convert | None = None) -> OtherFlag:
+    """A row of what megapar does not have. `convert` says of which values it needs nothing."""
+    return OtherFlag(name, "lacking", note=note, convert=convert)
 
 
 # Notes of several rows
@@ -69,7 +102,9 @@ NO_TOKEN_IS_DROPPED = "no token is dropped here, because an expert computes ever
 NO_NOISE = "routers add no noise here"
 NO_TRACKER = "the numbers of each step are in metrics.jsonl and TensorBoard, in run_dir"
 NO_FP8 = "train.precision bf16 is the smallest format"
-NO_OFFLOAD = "all stays on the device; optimizer.zero_stage 3 and train.recompute save memory"
+OFFLOADS = "optimizer.offload 0 to 1 is the share of main weights and moments in host memory"
+WEIGHTS_STAY = "weights stay on the device; optimizer.zero_stage 3 shards them"
+ACTIVATIONS_STAY = "activations stay on the device; train.recompute saves their memory"
 NO_PROFILER = "log.profile A-B times the parts of steps; profile kernels with torch.profiler or nsys"
 COMPILES = "norms, activations and rotations are compiled, by inductor; products and communication stay outside"
 ONE_COMPILER = "kernels.compile has no options: inductor compiles, for the shapes of the run"

@@ -3,14 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megapar.config.other_frameworks import deepspeed, hugging_face, megatron, torchrun, torchtitan
+from megapar.config.other_frameworks import deepspeed, earlier, hugging_face, megatron, scripts, torchrun, torchtitan
 from megapar.config.other_frameworks.rows import OtherFlag
 
 TABLE: Mapping[str, tuple[OtherFlag, ...]] = {
-    "Megatron-LM": megatron.FLAGS,
-    "torchtitan": torchtitan.FLAGS,
+    "Megatron-LM": (*megatron.FLAGS, *earlier.MEGATRON),
+    "torchtitan": (*torchtitan.FLAGS, *earlier.TORCHTITAN),
     "DeepSpeed": deepspeed.FLAGS,
-    "Hugging Face": hugging_face.FLAGS,
+    "Hugging Face": (*hugging_face.FLAGS, *scripts.FLAGS),
     "torchrun": torchrun.FLAGS,
 }
 

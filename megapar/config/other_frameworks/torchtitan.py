@@ -1,14 +1,14 @@
 """Fields of torchtitan's `Trainer.Config`, set by its configurations in Python and by its flags."""
 
+from megapar.config.other_frameworks import conversions_others as c
+from megapar.config.other_frameworks.conversions import if_on, nothing
 from megapar.config.other_frameworks.rows import (
     COMPILES,
     COUNTS_TOKENS,
     LAYERS_OF_STAGES,
     LESS_WARMUP,
     NO_CUDA_GRAPHS,
-    NO_OFFLOAD,
     NO_PROFILER,
-    NO_TRACKER,
     PYTHON_COLLECTS,
     RESUMES,
     always,
@@ -25,26 +25,49 @@ FLAGS = (
     computed("hf_assets_path", "data.tokenizer", "hf:FOLDER/tokenizer.json"),
     same("dump_folder", "run_dir"),
     # Training
-    same("training.steps", "train.steps"),
+    same("training.steps", "train.steps", default="10000"),
     computed("training.num_tokens_per_train_step", "train.global_batch_size", COUNTS_TOKENS),
     computed("training.num_tokens_per_microbatch_per_dp_rank", "train.micro_batch_size", COUNTS_TOKENS),
     same("training.max_context_length", "train.seq_length"),
     same("training.max_norm", "optimizer.clip_grad"),
-    choice("training.mixed_precision_param", "train.precision", {"bfloat16": "bf16", "float32": "fp32"}),
+    choice(
+        "training.mixed_precision_param", "train.precision", {"bfloat16": "bf16", "float32": "fp32"}, default="bfloat16"
+    ),
     choice("training.mixed_precision_reduce", "optimizer.grad_reduce_dtype", {"float32": "fp32"}),
-    always("training.dtype", "main weights, gradients and moments are fp32", "float32"),
-    lacking("training.enable_cpu_offload", NO_OFFLOAD),
+    always("training.dtype", "main weights and gradients are fp32; optimizer.moments may be bf16", "float32"),
+    computed(
+        "training.enable_cpu_offload",
+        "optimizer.offload",
+        "1: main weights and moments; weights stay on the device",
+        convert=if_on("optimizer.offload", "1"),
+    ),
     always("training.disable_cuda_graphs", NO_CUDA_GRAPHS),
     lacking("training.gc_freq", PYTHON_COLLECTS),
     lacking("training.gc_debug", PYTHON_COLLECTS),
     # Parallelism
-    same("parallelism.tensor_parallel_degree", "parallel.tp"),
+    same("parallelism.tensor_parallel_degree", "parallel.tp", convert=c.tensor_parallel),
     same("parallelism.pipeline_parallel_degree", "parallel.pp"),
     same("parallelism.context_parallel_degree", "parallel.cp"),
     same("parallelism.expert_parallel_degree", "parallel.ep"),
-    computed("parallelism.data_parallel_replicate_degree", "parallel.dp", "x data_parallel_shard_degree; 0: the rest"),
-    computed("parallelism.data_parallel_shard_degree", "optimizer.shard_ranks", "x cp; 0: all; optimizer.zero_stage 3"),
-    choice("parallelism.fsdp_reshard_after_forward", "optimizer.zero_stage", {"always": "3", "never": "2"}),
+    computed(
+        "parallelism.data_parallel_replicate_degree",
+        "parallel.dp",
+        "x data_parallel_shard_degree; 0: the rest",
+        convert=c.replicated,
+    ),
+    computed(
+        "parallelism.data_parallel_shard_degree",
+        "optimizer.shard_ranks",
+        "x cp; 0: all; optimizer.zero_stage 3",
+        convert=c.sharded,
+        default="-1",
+    ),
+    choice(
+        "parallelism.fsdp_reshard_after_forward",
+        "optimizer.zero_stage",
+        {"always": "3", "never": "2"},
+        convert=c.resharded,
+    ),
     lacking("parallelism.enable_fsdp_symm_mem", "GPUs exchange through NCCL"),
     sets("parallelism.enable_sequence_parallel", "parallel.sequence_parallel", "true"),
     choice(
@@ -52,6 +75,7 @@ FLAGS = (
         "parallel.schedule",
         {"1F1B": "1f1b", "GPipe": "gpipe", "Interleaved1F1B": "interleaved", "LoopedBFS": "breadth"}
         | {"InterleavedZeroBubble": "zb-interleaved", "ZBVZeroBubble": "zb-v", "DualPipeV": "dualpipe-v"},
+        convert=c.schedule,
     ),
     same("parallelism.pipeline_parallel_schedule_csv", "parallel.schedule", "a file that ends in .csv"),
     computed("parallelism.pipeline_parallel_layers_per_stage", "parallel.vpp", "layers / (pp x this number)"),
@@ -62,13 +86,28 @@ FLAGS = (
     always("parallelism.context_parallel_load_balancer", "each rank holds two parts, one from either end", "headtail"),
     lacking("parallelism.spmd_backend", "tensors are plain, not DTensors"),
     # Optimizer
-    computed("optimizer.param_groups", "optimizer.lr", "optimizer.betas, eps and weight_decay; one group for all"),
+    computed(
+        "optimizer.param_groups",
+        "optimizer.lr",
+        "optimizer.betas, eps and weight_decay; optimizer.groups for factors by name",
+    ),
     always("optimizer.implementation", "kernels.backend decides"),
-    same("lr_scheduler.warmup_steps", "optimizer.warmup_steps"),
+    same("lr_scheduler.warmup_steps", "optimizer.warmup_steps", default="200"),
     computed("lr_scheduler.total_steps", "optimizer.decay_steps", LESS_WARMUP),
-    computed("lr_scheduler.decay_ratio", "optimizer.decay_steps", "ratio x train.steps; optimizer.schedule wsd"),
-    choice("lr_scheduler.decay_type", "optimizer.schedule", {"linear": "linear", "cosine": "cosine"}),
-    computed("lr_scheduler.min_lr_factor", "optimizer.min_lr", "factor x optimizer.lr"),
+    computed(
+        "lr_scheduler.decay_ratio",
+        "optimizer.decay_steps",
+        "ratio x train.steps; optimizer.schedule wsd",
+        convert=c.decay_ratio,
+    ),
+    choice(
+        "lr_scheduler.decay_type",
+        "optimizer.schedule",
+        {"linear": "linear", "cosine": "cosine"},
+        convert=c.decay_type,
+        default="linear",
+    ),
+    computed("lr_scheduler.min_lr_factor", "optimizer.min_lr", "factor x optimizer.lr", convert=c.min_lr_factor),
     # Memory and compilation
     choice(
         "activation_checkpoint",
@@ -78,14 +117,25 @@ FLAGS = (
     ),
     sets("compile", "kernels.compile", "true", COMPILES),
     sets("compile.enable", "kernels.compile", "true", COMPILES),
-    computed("compile.enable_async_tensor_parallel", "parallel.tp_overlap_chunks", "number of chunks, such as 2"),
+    computed(
+        "compile.enable_async_tensor_parallel",
+        "parallel.tp_overlap_chunks",
+        "number of chunks, such as 2",
+        convert=if_on("parallel.tp_overlap_chunks", "2", "parallelism.tensor_parallel_degree"),
+    ),
     # Data
     computed("dataloader", "data.train", "prefixes of token files, or hf:KIND:FILES"),
     same("dataloader.seed", "train.seed", "one seed for weights, dropout and the order of samples"),
     # Checkpoints
-    computed("checkpoint.enable", "checkpoint.every", "steps between checkpoints; 0 saves none but the last"),
-    same("checkpoint.interval", "checkpoint.every"),
-    computed("checkpoint.folder", "run_dir", "checkpoints are in run_dir/checkpoints"),
+    computed(
+        "checkpoint.enable",
+        "checkpoint.every",
+        "steps between checkpoints; 0 saves none but the last",
+        convert=c.saving,
+        default="false",
+    ),
+    same("checkpoint.interval", "checkpoint.every", convert=c.interval, default="500"),
+    computed("checkpoint.folder", "run_dir", "checkpoints are in run_dir/checkpoints", convert=nothing),
     same("checkpoint.keep_latest_k", "checkpoint.keep_last"),
     choice(
         "checkpoint.async_mode",
@@ -95,9 +145,11 @@ FLAGS = (
     computed("checkpoint.initial_load_path", "checkpoint.init_from", "the folder of a checkpoint of megapar"),
     always("checkpoint.initial_load_model_only", "checkpoint.init_from loads weights alone", "true"),
     computed("checkpoint.initial_load_in_hf", "checkpoint.init_from", "what convert_checkpoint.py hf-to-native wrote"),
-    always("checkpoint.last_save_model_only", "a checkpoint is complete", "false"),
+    lacking("checkpoint.last_save_model_only", "a checkpoint is complete", convert=c.if_saved),
     lacking("checkpoint.last_save_in_hf", "run tools/convert_checkpoint.py native-to-hf on the last checkpoint"),
-    lacking("checkpoint.export_dtype", "tools/convert_checkpoint.py native-to-hf has an option for it"),
+    lacking(
+        "checkpoint.export_dtype", "tools/convert_checkpoint.py native-to-hf has an option for it", convert=c.if_saved
+    ),
     computed("checkpoint.load_step", "checkpoint.resume", f"the folder of that step; {RESUMES}"),
     computed("checkpoint.exclude_from_loading", "checkpoint.strict", "false loads the tensors that fit"),
     always("checkpoint.create_seed_checkpoint", "initial weights are the same in every layout"),
@@ -108,15 +160,25 @@ FLAGS = (
     same("validator.freq", "train.eval_every"),
     computed("validator.steps", "train.eval_samples", "steps x samples of a step"),
     computed("validator.dataloader", "data.validation", "the sources"),
-    same("metrics.log_freq", "log.every"),
+    same("metrics.log_freq", "log.every", default="10"),
     sets("metrics.enable_tensorboard", "log.tensorboard", "true", "the default"),
-    computed("metrics.save_tb_folder", "log.tensorboard", "true, the default; the folder is run_dir/tensorboard"),
+    computed(
+        "metrics.save_tb_folder",
+        "log.tensorboard",
+        "true, the default; the folder is run_dir/tensorboard",
+        convert=nothing,
+    ),
     lacking("metrics.save_for_all_ranks", "the numbers of a step are those of all ranks"),
-    lacking("metrics.enable_wandb", NO_TRACKER),
+    computed("metrics.enable_wandb", "log.wandb", "the project: torchtitan there, or WANDB_PROJECT", convert=c.tracked),
     lacking("metrics.disable_color_printing", "colors are left out where the output is no terminal"),
     lacking("profiler.enable_profiling", NO_PROFILER),
     lacking("profiler.profile_freq", NO_PROFILER),
-    computed("profiler.enable_memory_snapshot", "train.memory_report", "true counts bytes by kind; not a snapshot"),
+    computed(
+        "profiler.enable_memory_snapshot",
+        "train.memory_report",
+        "true counts bytes by kind; not a snapshot",
+        convert=if_on("train.memory_report", "true"),
+    ),
     # Communication and debugging
     same("comm.init_timeout_seconds", "launch.timeout_seconds"),
     same("comm.train_timeout_seconds", "launch.timeout_seconds"),

@@ -1,0 +1,75 @@
+"""What the programs tools/from_*.py have in common: their command lines, and what they write."""
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from megapar.config.other_frameworks.account import Account, report
+from megapar.config.other_frameworks.carry import BASE, Line, Moved
+from megapar.config.other_frameworks.shell import Launch, launch_of, read_launch
+from megapar.config.other_frameworks.sources import readable, world_of
+from megapar.errors import ConfigError, storing
+from megapar.system.atomic_files import replacing
+
+
+def behind_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The program's own flags, and the words behind the first --."""
+    if "--" not in argv:
+        return [*argv], []
+    place = argv.index("--")
+    return [*argv[:place]], [*argv[place + 1 :]]
+
+
+def settings(texts: Sequence[str]) -> dict[str, str]:
+    """NAME=VALUE by name. Raises ConfigError for another text."""
+    wrong = [text for text in texts if not text.partition("=")[0].isidentifier() and not text[:1].isdigit()]
+    if wrong or any("=" not in text for text in texts):
+        raise ConfigError(f"--var {' '.join(wrong or texts)}: expected NAME=VALUE")
+    return {name: value for name, _, value in (text.partition("=") for text in texts)}
+
+
+def read_command(source: Path | None, words: Sequence[str], variables: dict[str, str]) -> tuple[Launch, int, list[str]]:
+    """The training command of a launch script, or of `words`; its number of ranks, 0 if unknown; and notes."""
+    if source is None and not words:
+        raise ConfigError("nothing to read: give a file, or a command behind --")
+    if source is not None and words:
+        raise ConfigError(f"{source} and a command behind --: give one of them")
+    if source is None:
+        command = " ".join(map(shlex.quote, words))
+        # Flags alone need no program.
+        launch = launch_of(command if not words[0].startswith("--") else f"job.py {command}", "the command", variables)
+    else:
+        launch = read_launch(source, variables)
+    shown = " ".join(map(readable, launch.launcher))
+    notes = [f"line {launch.line} starts {launch.program.rpartition('/')[2]}"] if source else []
+    if shown:
+        notes.append(f"the launcher stays as it is: {shown}")
+    return launch, world_of(launch.launcher), notes
+
+
+def show(account: Account, notes: Sequence[str], output: Path | None) -> int:
+    """Write the TOML and print the account; returns the exit code."""
+    text = report(account, notes)
+    if output is None:
+        print(account.toml, end="")
+        print(text, file=sys.stderr)
+    else:
+        with storing(output), replacing(output) as file:
+            file.write(account.toml.encode())
+        print(text)
+        print(f"wrote {output}")
+    return 0 if account.is_whole else ConfigError.exit_code
+
+
+def with_model(moved: Moved, model: str, *names: str) -> None:
+    """Take the model from `model`, a preset or a TOML file, in place of the options `names`; or say that it lacks."""
+    if model:
+        path = Path(model)
+        moved.ours[BASE] = (str(path.resolve()) if path.is_file() else model,)
+        for line in [line for line in moved.left if line.theirs.lstrip("-") in names]:
+            moved.left.remove(line)
+            moved.carried.append(Line(line.theirs, line.value, f"{BASE} = {model}, by --model"))
+    elif BASE not in moved.ours and not any(line.theirs.lstrip("-") in names for line in moved.left):
+        todo = "give one with --model: a preset (megapar presets), or a converted model's config.toml"
+        moved.left.append(Line("the model", "", "the job's options do not say which", todo, is_default=True))

