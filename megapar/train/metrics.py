@@ -1,4 +1,4 @@
-"""Measures training steps and reports them: to metrics.jsonl, to the console and, by option, to TensorBoard.
+"""Measures training steps and reports them: to metrics.jsonl, to the console and, by option, to sinks.
 
 Rank 0 writes. MFU is model FLOPs / (step seconds * devices * peak FLOP/s of one device). Model FLOPs are those of
 forward and backward without recomputation. Causal attention counts half (arXiv 2205.05198, section 6), and a frozen
@@ -8,11 +8,10 @@ weight no gradient of its own. The models document how they count.
 import json
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Event, Thread
@@ -22,7 +21,6 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
-from torch.utils.tensorboard import SummaryWriter
 
 from megapar import device
 from megapar.batch import MicroBatch
@@ -34,6 +32,9 @@ from megapar.errors import reason_of, storing
 from megapar.launch.reporting import say, tell
 from megapar.system.atomic_files import replace_file
 from megapar.system.regular_files import open_regular, read_regular
+from megapar.train.sinks.base import CLOSING_SECONDS, RunInfo, Sender
+from megapar.train.sinks.chosen import chosen, tracks
+from megapar.train.sinks.curve import curve_of
 from megapar.train.state import StepResult
 
 PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
@@ -262,36 +263,33 @@ class Lines:
 class Reporter:
     """Writes the metrics of a run. On rank 0 `speaks` is True; on the other ranks every method does nothing.
 
-    It is a context manager: leaving it writes the queued lines. `steps` is the run's train.steps, and `first_step` its
-    first step. `start` names the start of the run, for the file with the lines of an abandoned branch. Raises
-    StorageError if a file cannot be opened.
+    It is a context manager: leaving it writes the queued lines. `run` says which run it is, with its first step, and
+    `lineage` which start of the run. Raises StorageError if a file cannot be opened.
     """
 
-    def __init__(
-        self, run_dir: Path, options: LogConfig, steps: int, first_step: int, *, speaks: bool, start: str = "start"
-    ):
+    def __init__(self, options: LogConfig, run: RunInfo, lineage: Sequence[tuple[str, int]] = (), *, speaks: bool):
         self._options = options
-        self._steps = steps
+        self._steps = run.steps
         self._speaks = speaks
-        self._first_step = first_step
+        self._first_step = run.first_step
         self._second = 0.0  # when the second step began, on time.monotonic's clock
-        self._tensorboard: SummaryWriter | None = None
         self._progress: Progress | None = None
         if not speaks:
             return
         self.console = Console(soft_wrap=True, highlight=False)
-        path = run_dir / "metrics.jsonl"
+        path = run.run_dir / "metrics.jsonl"
+        start = lineage[-1][0] if lineage else "start"
         with storing(path):
-            cut_back(path, first_step, run_dir / f"metrics.abandoned-{start}.jsonl")
+            cut = cut_back(path, run.first_step, run.run_dir / f"metrics.abandoned-{start}.jsonl")
             self._lines = Lines(path)
-        if options.tensorboard:
-            threading.excepthook = self._thread_failed
-            with storing(run_dir / "tensorboard"):
-                self._tensorboard = SummaryWriter(str(run_dir / "tensorboard"), purge_step=first_step + 1)
+        if tracks(options):
+            curve, replays = curve_of(run.run_dir, lineage, cut=cut)
+            run = replace(run, curve=curve, replays=replays)
+        self._senders = [Sender(sink) for sink in chosen(options, run)]
         if self.console.is_terminal:
             columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
             self._progress = Progress(*columns, console=self.console)
-            self._task = self._progress.add_task("training", total=steps, completed=first_step)
+            self._task = self._progress.add_task("training", total=run.steps, completed=run.first_step)
             self._progress.start()
 
     def say(self, text: str) -> None:
@@ -302,16 +300,12 @@ class Reporter:
             say(text)
 
     def write(self, line: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl and its numbers to TensorBoard. A full disk loses the line, not the run."""
+        """Append a line to metrics.jsonl, and hand it to the sinks. A full disk loses the line, not the run."""
         if not self._speaks:
             return
         self._lines.write(line["step"], json.dumps(line))
-        if self._tensorboard:
-            # TensorBoard's thread may have failed, which `_thread_failed` has told.
-            with suppress(OSError):
-                for key, value in line.items():
-                    if isinstance(value, int | float) and key != "step":
-                        self._tensorboard.add_scalar(key, value, line["step"])
+        for sender in self._senders:
+            sender.put(line)
 
     def step(self, line: dict[str, Any]) -> None:
         """Record a training step. Log it if it is the first or last, a multiple of `log.every`, or not finite.
@@ -353,25 +347,16 @@ class Reporter:
             return
         if self._progress:
             self._progress.stop()
+        for sender in self._senders:
+            sender.close()
         self._lines.close(None if error is None else PATIENCE_SECONDS)
-        if self._tensorboard:
-            with suppress(OSError):  # `_thread_failed` has told it
-                self._tensorboard.close()
-
-    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
-        """A threading.excepthook: one line for a failure of TensorBoard's thread, the trace of any other."""
-        if failure.thread is None or type(failure.thread).__name__ != "_AsyncWriterThread":
-            threading.__excepthook__(failure)
-        # While SummaryWriter is made, its constructor raises the same error.
-        elif self._tensorboard is not None:
-            reason = reason_of(failure.exc_value)
-            tell(
-                f"{self._tensorboard.log_dir}: nothing more is written ({reason}); the run goes on, with metrics.jsonl"
-            )
+        end = time.monotonic() + CLOSING_SECONDS
+        for sender in self._senders:
+            sender.wait(max(0.0, end - time.monotonic()))
 
 
-def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
-    """Move the lines of steps beyond `last_step` from metrics.jsonl to the file `abandoned`.
+def cut_back(path: Path, last_step: int, abandoned: Path) -> bool:
+    """Move the lines of steps beyond `last_step` from metrics.jsonl to the file `abandoned`. Returns whether any were.
 
     A resumed run then has one curve. Lines without a step are moved too, with a warning. A full disk or a
     crash may have cut the last line short. It is moved without a warning.
@@ -397,6 +382,7 @@ def cut_back(path: Path, last_step: int, abandoned: Path) -> None:
         # In this order a kill between the two writes leaves the lines in both files, and loses none.
         replace_file(abandoned, b"".join(moved))
         replace_file(path, b"".join(kept))
+    return bool(moved)
 
 
 def _step(text: bytes) -> int | None:

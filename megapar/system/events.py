@@ -1,0 +1,65 @@
+"""The events of a run, in events.jsonl of its folder: starts, checkpoints, faults, restarts, the end.
+
+Each line is a JSON object with `time` (seconds since 1970) and `event`. docs/run-folder.md lists the events and their
+fields. Rank 0 writes, the local launcher while no rank runs, and the process that reports an error.
+"""
+
+import json
+import logging
+import os
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megapar.errors import reason_of
+from megapar.system.regular_files import open_regular, read_regular
+
+FILE = "events.jsonl"
+
+
+def append(run_dir: Path, event: str, **fields: Any) -> None:
+    """Append an event. A full disk loses the line, with a message, and not the run."""
+    path = run_dir / FILE
+    line = json.dumps({"time": time.time(), "event": event, **fields})
+    try:
+        descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        try:
+            os.write(descriptor, f"{line}\n".encode())  # in one call: the line of a killed process is whole or missing
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        text = "%s: event %s not written (%s); the run goes on"
+        logging.getLogger(__name__).warning(text, path, event, reason_of(error))
+
+
+def read(run_dir: Path) -> Iterator[dict[str, Any]]:
+    """Yield the events, oldest first. Lines that are none are passed over: a full disk may have cut them short."""
+    path = run_dir / FILE
+    if not path.exists():
+        return
+    for line in read_regular(path, max_bytes=None).splitlines():
+        with suppress(ValueError, RecursionError):
+            event = json.loads(line)
+            if isinstance(event, dict) and isinstance(event.get("event"), str):
+                yield event
+
+
+def has_started(run_dir: Path, job: str, restart: int) -> bool:
+    """Whether an earlier start of this job has come to its steps: then this one goes on from there."""
+    if not job or not restart:
+        return False
+    starts = [event for event in read(run_dir) if event["event"] == "start"]
+    return bool(starts) and starts[-1].get("job") == job
+
+
+def steps_lost(run_dir: Path, step: int) -> int:
+    """The steps completed before the last fault that a start after `step` steps computes again."""
+    lost = 0
+    for event in read(run_dir):
+        if event["event"] == "start":
+            lost = 0
+        elif event["event"] == "fault" and type(event.get("step")) is int:
+            lost = max(0, event["step"] - 1 - step)  # the fault was in a step that was not complete
+    return lost

@@ -1,0 +1,125 @@
+"""log.straggler_every: a slow rank is named, and no other."""
+
+import json
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megapar import device
+from megapar.train import stragglers, trainer
+from megapar.train.stragglers import Straggler, Stragglers, Waits
+from tests.support import program
+
+RANKS = ("--launch.nproc", "2", "--log.no-tensorboard", "--checkpoint.no-save_last", "--log.straggler_every", "8")
+SIZES = ("--train.global_batch_size", "4", "--train.micro_batch_size", "1", "--train.steps", "25")
+
+
+def sleeping(seconds: Callable[[int], float]) -> Callable[[], None]:
+    """Each rank sleeps in each step for what `seconds` says: this outweighs the noise of a busy machine."""
+
+    def plant() -> None:
+        real = trainer.queue_step
+
+        def slow(state: Any, *args: Any, **named: Any) -> Any:
+            time.sleep(seconds(state.ctx.world.rank))
+            return real(state, *args, **named)
+
+        trainer.queue_step = slow
+
+    return plant
+
+
+def named(folder: Path) -> list[dict[str, Any]]:
+    lines = [json.loads(text) for text in (folder / "run/events.jsonl").read_text().splitlines()]
+    return [line for line in lines if line["event"] == "straggler"]
+
+
+def test_a_slow_rank_is_named_once_with_its_host(tmp_path: Path) -> None:
+    run = program.run(*RANKS, *SIZES, cwd=tmp_path, plant=sleeping(lambda rank: 0.1 + 0.1 * rank))
+    assert run.code == 0, run.err
+    (event,) = named(tmp_path)
+    assert (event["step"], event["rank"], event["host"]) == (24, 1, socket.gethostname())
+    assert 1.3 < event["ratio"] < 2.1
+    told = [line for line in run.out.splitlines() if line.startswith("straggler: ")]
+    assert told == [f"straggler: {Straggler(24, 1, event['host'], event['ratio'])}"]
+
+
+def test_equal_ranks_are_not_named(tmp_path: Path) -> None:
+    run = program.run(*RANKS, *SIZES, cwd=tmp_path, plant=sleeping(lambda rank: 0.15))
+    assert run.code == 0, run.err
+    assert named(tmp_path) == []
+
+
+def test_ranks_with_unlike_layers_are_not_compared(tmp_path: Path) -> None:
+    """And a rank with more micro-batches is none that is slow: three in a step, over two replicas."""
+    plant = sleeping(lambda rank: 0.1 + 0.1 * rank)
+    assert program.run(*RANKS, *SIZES, "--parallel.pp", "2", cwd=tmp_path, plant=plant).code == 0
+    assert named(tmp_path) == []
+
+
+def test_time_is_that_of_a_micro_batch(tmp_path: Path) -> None:
+    """Three micro-batches in a step over two replicas: rank 0 has two of them."""
+    flags = ("--train.global_batch_size", "3", "--train.micro_batch_size", "1", "--train.steps", "25")
+    run = program.run(*RANKS, *flags, cwd=tmp_path, plant=sleeping(lambda rank: 0.2 - 0.1 * rank))
+    assert run.code == 0, run.err
+    assert named(tmp_path) == []
+
+
+class Ticks:
+    """A clock that is set by hand."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def moment(self) -> float:
+        return self.now
+
+    def read(self, moments: Any) -> list[float]:
+        return list(moments)
+
+
+def test_own_time_is_the_step_without_its_waits() -> None:
+    clock = Ticks()
+    waits = Waits(clock)
+    for computed, waited in ((2.0, 1.0), (3.0, 0.5)):
+        clock.now += computed
+        with waits.span("F", (0, 0)):
+            waits.wait("tp", 0, 0)
+            clock.now += waited
+            waits.end()
+    clock.now += 4.0
+    waits.close()
+    assert waits.own_seconds() == 9.0
+
+
+def judged(windows: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> list[Straggler]:
+    """What is told of windows of the times of four ranks, two of each stage."""
+    found: list[Straggler] = []
+    hosts = [["a", 0], ["b", 0], ["c", 1], ["d", 1]]
+    monkeypatch.setattr(stragglers.collectives, "gather_json", lambda *_: hosts)
+    ctx: Any = SimpleNamespace(world=SimpleNamespace(size=4), pp=SimpleNamespace(rank=0), device=torch.device("cpu"))
+    judge = Stragglers(ctx, 8, found.append)
+    for number, window in enumerate(windows, 1):
+        judge._judge(8 * number, device.HostCopy(torch.tensor(window, dtype=torch.float64)))
+    return found
+
+
+def test_a_rank_is_named_after_three_windows_and_again_when_it_was_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, even = [1.0, 1.0, 5.0, 6.0], [1.0, 1.05, 5.0, 5.4]
+    ratio = pytest.approx(1.2)
+    assert judged([slow, slow, even, slow, slow], monkeypatch) == []
+    assert judged([slow] * 5, monkeypatch) == [Straggler(24, 3, "d", ratio)]
+    again = [Straggler(24, 3, "d", ratio), Straggler(56, 3, "d", ratio)]
+    assert judged([slow] * 3 + [even] + [slow] * 4, monkeypatch) == again
+    assert judged([[1.0, 1.0, 5.0, float("nan")]] * 5, monkeypatch) == [], "it had no sample: log.profile took them"
+
+
+def test_windows_are_not_shorter_than_their_samples(tmp_path: Path) -> None:
+    run = program.run("--log.straggler_every", "4", cwd=tmp_path)
+    assert (run.code, run.err.strip()) == (2, "ConfigError: log.straggler_every=4: use at least 8, or 0")
