@@ -43,6 +43,8 @@ import plan
 import plan_accuracy
 from megapar_models.build import StageBuilder
 
+from tests.support.sweeps import slow_but
+
 H100 = hardware.load("h100-80g")
 BUILDER = StageBuilder()
 
@@ -326,7 +328,7 @@ SCHEDULES = [
 
 
 @needs_triton
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", slow_but([0, 2, 8], SCHEDULES))
 def test_formulas_are_near_the_simulation(schedule: str) -> None:
     """Within 5 % of a step, for few and for many micro-batches."""
     for pp, batch in ((4, 8), (4, 32), (2, 16)):
@@ -421,11 +423,10 @@ def faster(machine: Hardware, speed: str, factor: float) -> Hardware:
 def test_a_larger_batch_never_takes_less_time() -> None:
     for preset, world, flags in LAYOUTS:
         seconds = [
-            step_time(config(world, *flags, preset=preset, batch=batch), PARTS, H100).seconds
-            for batch in (16, 32, 64, 128)
+            step_time(config(world, *flags, preset=preset, batch=batch), PARTS, H100).seconds for batch in (32, 64, 128)
         ]
         assert seconds == sorted(seconds)
-        assert math.isclose(seconds[3] - seconds[2], 2 * (seconds[2] - seconds[1]), rel_tol=1e-6)
+        assert math.isclose(seconds[2] - seconds[1], 2 * (seconds[1] - seconds[0]), rel_tol=1e-6)
 
 
 # Published runs

@@ -25,12 +25,13 @@ from rich.progress import track
 from megapar.config.derive import with_vocabulary
 from megapar.config.files import ASKS_FOR_COMPLETION, Resolved, load, to_toml
 from megapar.config.messages import first_few, layout_in_words
-from megapar.config.options import Config, ModelConfig, flatten, option_types, unflatten
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, flatten, option_types, unflatten
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, MegaparError, storing
 from megapar.launch.reporting import open_streams, reported
 from megapar.plan import explain, hardware, memory
-from megapar.plan.choose_chunks import best
+from megapar.plan.choose_chunks import best, uncut, with_chunks
 from megapar.plan.choose_schedule import check_schedule
 from megapar.plan.estimate import Estimator, Sizes
 from megapar.plan.memory import RankReport, fullest_rank
@@ -136,7 +137,7 @@ class ModelPlanner:
         return fullest_rank(self._with_chunks(config), self.parts)
 
     def kept_by_a_layer(self, config: Config) -> tuple[float, float]:
-        return memory.kept_by_a_layer(config, self.parts)
+        return memory.kept_by_a_layer(uncut(config), self.parts)
 
     def time(self, config: Config) -> StepTime:
         return step_time(with_kernels(self._with_chunks(config)), self.parts, self._machine)
@@ -146,7 +147,8 @@ class ModelPlanner:
         return step_time(with_kernels(self._with_chunks(config)), self.parts, self._machine, simulated=True)
 
     def _with_chunks(self, config: Config) -> Config:
-        """With the number that a run takes for parallel.tp_overlap_chunks 0, which --fix may ask for."""
+        """With the numbers that a run takes for parallel.tp_overlap_chunks and ep_overlap_chunks 0, which --fix may ask
+        for."""
         return best(config, lambda of: step_time(with_kernels(of), self.parts, self._machine).seconds)
 
 
@@ -287,13 +289,16 @@ def plan(args: Arguments, resolved: Resolved) -> None:
     planner = ModelPlanner(machine)
     given, given_problem = own_layout(config, args.gpus, planner.parts)
     space = make_space(config, args, machine, fixed, layout_of(given[1] if given else config))
-    sizes, in_words, expert_share = sizes_of(space.check(space.grids[0].mildest).model)
+    mildest = space.check(space.grids[0].mildest)
+    sizes, in_words, expert_share = sizes_of(mildest.model)
+    # Without ep it would be 1, whatever is fixed.
+    estimated = with_chunks(mildest, "ep_overlap_chunks", space.base.parallel.ep_overlap_chunks)
     console = Console(width=200)  # a table with fewer columns is narrower
     quiet = not sys.stderr.isatty()
     progress = partial(_progress, console=Console(stderr=True), quiet=quiet)
     found = search(
         space,
-        Estimator(space.check(space.grids[0].mildest), sizes, machine, planner.kept_by_a_layer),
+        Estimator(estimated, sizes, machine, planner.kept_by_a_layer),
         planner,
         machine,
         given,

@@ -24,14 +24,17 @@ from megapar.errors import ConfigError, storing
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.launch.grid import grid_of
 from megapar.launch.reporting import open_streams, reported
+from megapar.plan.choose_memory import check_choices
 from megapar.plan.choose_schedule import check_schedule
 from megapar.plan.expert_loads import imbalanced, logged
 from megapar.plan.hardware import load as load_hardware
 from megapar.plan.memory import planned_device
 from megapar.plan.parts import Parts
 from megapar.plan.simulate import Simulation, simulate, with_planned_kernels
+from megapar.plan.stage_works import stages_of
 from megapar.plan.step_time import StepTime, step_time
 from megapar.plan.timeline import draw_over_each_other, write_chrome_trace
+from megapar.plan.work import Attention, Kernel, Product, Started
 from megapar.system.atomic_files import write_json
 from megapar.train.data import with_vocabulary_of_tokenizer
 
@@ -79,7 +82,7 @@ def checked(args: Arguments, flags: list[str], parts: Parts) -> Config:
     if not 0 <= args.rank < world:
         raise ConfigError(f"--rank {args.rank}: the world of {counted(world, 'rank')} has the ranks 0 to {world - 1}")
     config = with_vocabulary_of_tokenizer(config)
-    return check_schedule(given, config, parts)
+    return check_choices(replace(check_schedule(given, config, parts), gpu=args.gpu or "auto"), parts)
 
 
 def load_of(args: Arguments, config: Config) -> ExpertLoad:
@@ -114,6 +117,21 @@ def time_in_words(gpu: str, time: StepTime) -> str:
         f"predicted on {gpu}: {time.seconds:.4g} s a step, {time.tokens_per_second_per_gpu:,.1f} tokens/s a GPU, "
         f"{time.mfu:.1%} MFU, {time.idle_share:.1%} idle\ncommunication exposed, on the mean rank: {exposed or 'none'}"
     )
+
+
+def of_a_layer(config: Config, parts: Parts) -> str:
+    """What one micro-batch does in a layer, in words: of the layers that are alike, those there are most of."""
+    stages = stages_of(with_planned_kernels(config), parts)
+    recording, _ = max((part for stage in stages for part in stage), key=lambda part: part[1])
+    words = []
+    for name, operations in (("forward", recording.forward), ("backward", recording.backward)):
+        computed = [x for x in operations if isinstance(x, (Product, Attention, Kernel))]
+        moved = sum(x.moved_bytes for x in computed)
+        sent = sum(isinstance(x, Started) for x in operations)
+        words.append(
+            f"{name} {len(computed)} operations, {moved / 1e9:,.2f} GB moved, {counted(sent, 'communication')}"
+        )
+    return f"a layer, one micro-batch (products of all experts are one operation): {'; '.join(words)}"
 
 
 def draw(path: Path, gpu: str, time: StepTime) -> None:
@@ -214,6 +232,7 @@ def main() -> None:
             )
         print(show(found, config))
         if time:
+            print(of_a_layer(config, parts))
             print(time_in_words(args.gpu, time))
         if time and args.timeline:
             draw(args.timeline, args.gpu, time)

@@ -41,12 +41,11 @@ class Buffers:
         weights_type, gradients_type = types_of(options.zero_stage)
         num_weights = Placement(layout, shards_only=weights_type.SHARDS_ONLY).numel
         num_gradients = Placement(layout, shards_only=gradients_type.SHARDS_ONLY).numel
-        names = table.names_of(modules)
         state = {True: 0, False: 0}  # by whether it is in host memory
-        for name in names:
-            optimizer = table.find(name)
-            elements = sum(stop - start for start, stop in layout.shards_of(name))
-            state[optimizer.ON_HOST] += optimizer.planned_nbytes(elements, layout.dtype)
+        for updates in layout.updates():
+            optimizer = table.find(updates.optimizer)
+            found = optimizer.planned_nbytes(layout.shards_of(updates), layout.dtype, options)
+            state = {on_host: state[on_host] + nbytes for on_host, nbytes in found.items()}
         params = {id(param): param for module in modules for param in module.parameters()}
         units: list[list[int]] = []
         unit_elements: list[int] = []
@@ -59,8 +58,26 @@ class Buffers:
             gradients=num_gradients * torch.float32.itemsize,
             optimizer=state[False],
             optimizer_on_host=state[True],
-            optimizers=names,
+            optimizers=table.names_of(options, modules),
             units=units,
             unit_elements=unit_elements,
             weight_size=layout.dtype.itemsize,
         )
+
+
+def state_bytes(options: OptimizerConfig, weight_size: int) -> int:
+    """Bytes of AdamW's state for each parameter whose weight has `weight_size` bytes."""
+    moments = 4 if options.moments == "bf16" else 8
+    if weight_size == torch.float32.itemsize:
+        return moments
+    return moments + (2 if options.main_weights == "remainder" else 4)
+
+
+def update_traffic(options: OptimizerConfig) -> int:
+    """Bytes of memory traffic of a step for each parameter updated by AdamW in 16-bit training.
+
+    It reads and writes its state, reads the gradient, and writes the weight; with a remainder it reads the weight too.
+    The norm reads the gradient.
+    """
+    weight = 4 if options.main_weights == "remainder" else 2
+    return 2 * state_bytes(options, 2) + 4 + weight + 4

@@ -1,22 +1,14 @@
-"""Prints the memory of a layout without training, and explains in a run where memory went when it runs out."""
-
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+"""Prints the memory of a layout without training."""
 
 from rich.console import Console
 from rich.table import Table
 
-from megapar import device
 from megapar.config.derive import num_microbatches
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
-from megapar.errors import OutOfMemoryError
-from megapar.launch.reporting import tell
 from megapar.params import VOCAB_MULTIPLE
-from megapar.plan.memory import RankReport, planned_device, report_rank, reports
+from megapar.plan.memory import planned_device, report_rank, reports
 from megapar.plan.parts import Parts
-from megapar.system import limits
-from megapar.train import memory_report
 from megapar.train.memory_report import MemoryReport
 
 
@@ -86,73 +78,8 @@ def _planned_in_words(config: Config) -> str:
     return f"planned for {name}, which launch.device auto chooses on this machine; {other}"
 
 
-# When memory runs out
-
-
-@contextmanager
-def explaining_out_of_memory(config: Config, parts: Parts, rank: int) -> Iterator[None]:
-    """A context around a run on `rank`. If memory or files run out within it, raises OutOfMemoryError.
-
-    The error says in one line what the rank needs and which options would help, or which limit was reached.
-    """
-    try:
-        yield
-    except (MemoryError, RuntimeError, OSError) as error:
-        limit = limits.reached(error)
-        if limit:
-            raise OutOfMemoryError(limit) from error
-        reason = device.out_of_memory(error)
-        if not reason:
-            raise
-        needs = None
-        # The plan fails too if the sizes are too large for torch, or if no memory is left to plan with. The error is
-        # then raised without the bytes.
-        with suppress(MemoryError, RuntimeError, OSError):
-            needs = report_rank(config, parts, rank)
-        if needs and config.train.memory_report:
-            tell(memory_report.in_words(f"memory of rank {rank}", {"planned": needs.rows}))
-        raise OutOfMemoryError(f"{_in_words(needs)} ({reason}); {_what_would_help(config)}") from error
-
-
 def memory_report_of(config: Config, parts: Parts, rank: int) -> MemoryReport | None:
     """The report of `rank` for train.memory_report, or None."""
     if not config.train.memory_report:
         return None
     return MemoryReport(report_rank(config, parts, rank).rows)
-
-
-def _in_words(needs: RankReport | None) -> str:
-    """The memory a rank needs by plan, in words. `needs` is None if it could not be planned."""
-    if needs is None:
-        return "out of memory"
-    sizes = {
-        "weights": needs.weights,
-        "gradients": needs.gradients,
-        "optimizer": needs.optimizer,
-        "activations": needs.activations,
-    }
-    listed = ", ".join(f"{name} {size / 2**30:,.3f}" for name, size in sizes.items())
-    return f"out of memory: this rank needs {needs.total / 2**30:,.3f} GiB by plan ({listed}) and workspace"
-
-
-def _what_would_help(config: Config) -> str:
-    """Name the first three options to save memory here. The least costly come first."""
-    parallel = config.parallel
-    train = config.train
-    zero_stage = config.optimizer.zero_stage
-    several_replicas = parallel.dp * parallel.cp > 1  # ZeRO shards over them
-    # What to try, the value now, and whether it applies.
-    options = [
-        ("smaller train.micro_batch_size", train.micro_batch_size, train.micro_batch_size > 1),
-        ("train.recompute light or full", train.recompute, train.recompute in ("none", "selective")),
-        ("train.recompute full", train.recompute, train.recompute in ("light", "all_but_attention")),
-        ("optimizer.zero_stage 1", zero_stage, zero_stage == 0 and several_replicas),
-        ("optimizer.zero_stage 2 or 3", zero_stage, zero_stage == 1 and several_replicas),
-        ("kernels.loss_chunk 1024", config.kernels.loss_chunk, config.kernels.loss_chunk == 0),
-        ("larger parallel.tp", parallel.tp, True),
-        ("larger parallel.pp", parallel.pp, True),
-        ("larger parallel.cp", parallel.cp, True),
-        ("shorter train.seq_length", train.seq_length, True),
-    ]
-    first, second, third, *_ = [f"{text} (now {now})" for text, now, applies in options if applies]
-    return f"try {first}, {second} or {third}"

@@ -116,6 +116,7 @@ def duration(operations: Operations, hardware: Hardware, network: Network) -> Du
             axis, end = travelling.pop(operation.number)
             exposed[axis] = exposed.get(axis, 0.0) + max(end - clock, 0.0)
             clock = max(end, clock)
-    hidden = sum(communicating.values()) - sum(exposed.values())
+    disturbing = [axis for axis in communicating if axis not in network.copied]
+    hidden = sum(communicating[axis] - exposed.get(axis, 0.0) for axis in disturbing)
     lost = max(hidden, 0.0) * hardware.interference
     return Duration(clock + lost, len(operations) * hardware.launch_us * 1e-6, busy, communicating, exposed)

@@ -18,6 +18,7 @@ from megapar.grid import DEFAULT_ORDER, Grid
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make
 from megapar.pipeline.simulation import simulate
+from megapar.plan.buffers import state_bytes, update_traffic
 from megapar.plan.durations import duration
 from megapar.plan.hardware import Hardware
 from megapar.plan.network import Network
@@ -391,8 +392,11 @@ class Estimator:
                 send(False, "cp", "reduce_scatter", 2 * keys)
         if layout.ep > 1 and model.experts:
             rows = nbytes * model.experts.num_experts_per_tok * layout.etp / layout.tp
+            # Of the chunks one is waited for. The others travel under the products of experts, if these take as long.
+            here = max(model.experts.num_experts // layout.ep, 1)
+            chunks = min(self.config.parallel.ep_overlap_chunks or here, here)
             for _ in range(2):
-                send(True, "ep", "all_to_all", rows)
+                send(True, "ep", "all_to_all", rows / chunks)
         return tuple(forward), tuple(backward)
 
     # Pipelines
@@ -430,8 +434,8 @@ class Estimator:
             if zero_stage:
                 shards = min(shard_ranks or ranks, ranks)
             unit = parameters / max(layers, 1)
-            state = 8 if self._width == 4 else 12
-            nbytes += state * parameters / shards
+            offload = self.config.optimizer.offload
+            nbytes += state_bytes(self.config.optimizer, self._width) * parameters / shards * (1 - offload)
             nbytes += 4 * (parameters / shards + unit if zero_stage >= 2 else parameters)
             nbytes += self._width * (parameters / shards + 2 * unit if zero_stage == 3 else parameters)
             network = self._network(grid._replace(shard_ranks=shard_ranks))
@@ -443,7 +447,10 @@ class Estimator:
             reduce += network.seconds(operation, over, 4 * parameters)
             if zero_stage:
                 gather += network.seconds("all_gather", over, self._width * parameters)
-            update += self.hardware.memory_seconds(34 * parameters / shards)
+            on_device = self.hardware.memory_seconds(
+                update_traffic(self.config.optimizer) * parameters / shards * (1 - offload)
+            )
+            update += max(on_device, self.hardware.host_update_seconds(offload * parameters / shards, self._width))
         return _State(zero_stage, shard_ranks, nbytes, reduce, gather, update)
 
     def _expert_replicas(self, grid: Layout) -> int:

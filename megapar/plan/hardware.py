@@ -53,6 +53,18 @@ class AttentionRate:
 
 
 @dataclass(frozen=True)
+class HostMemory:
+    """The host memory of a node. Its devices share it evenly."""
+
+    gib: float
+    """Of the node."""
+    link_gb_per_second: float
+    """Between the host and one device, each way."""
+    gb_per_second: float
+    """Read and written by the cores that serve one device."""
+
+
+@dataclass(frozen=True)
 class Hardware:
     """A machine, and what it reaches. Units are in the names; GB are 10^9 bytes, GiB are 2^30."""
 
@@ -73,6 +85,7 @@ class Hardware:
     """Of `memory_gb_per_second`, reached by kernels on whole tensors."""
     node: Link
     network: Link
+    host: HostMemory
     all_to_all_share: float
     """Of a link's bandwidth, reached by an all-to-all of rows over experts."""
     interference: float
@@ -110,6 +123,18 @@ class Hardware:
     def memory_seconds(self, moved_bytes: float) -> float:
         """Seconds to read or write so many bytes in all."""
         return moved_bytes / (self.memory_gb_per_second * self.memory_share * 1e9)
+
+    def host_update_seconds(self, elements: float, weight_bytes: int) -> float:
+        """Seconds to update so many elements in host memory. Gradients and weights travel meanwhile."""
+        # AdamW reads and writes main weight and moments, and reads the gradient that has just been written.
+        updated = (12 + 12 + 4 + 4 + weight_bytes) / self.host.gb_per_second
+        sent = max(4, weight_bytes) / self.host.link_gb_per_second
+        return elements * max(updated, sent) / 1e9
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of host memory for one device."""
+        return int(self.host.gib * 2**30 / self.gpus_per_node)
 
     @property
     def memory_bytes(self) -> int:
@@ -219,7 +244,7 @@ def _build(kind: type[Any], values: Mapping[str, Any], file: str, prefix: str = 
 
 
 def _value(wanted: Any, value: Any, file: str, key: str) -> Any:
-    if wanted in (Link, MatrixRates, AttentionRate) and isinstance(value, dict):
+    if wanted in (Link, HostMemory, MatrixRates, AttentionRate) and isinstance(value, dict):
         return _build(wanted, dict(value), file, f"{key}.")
     if wanted == Mapping[int, AttentionRate] and isinstance(value, dict):
         rates = {}
@@ -246,6 +271,9 @@ def _check(hardware: Hardware, file: str) -> None:
         "memory_share": hardware.memory_share,
         "node.gb_per_second": hardware.node.gb_per_second,
         "network.gb_per_second": hardware.network.gb_per_second,
+        "host.gib": hardware.host.gib,
+        "host.link_gb_per_second": hardware.host.link_gb_per_second,
+        "host.gb_per_second": hardware.host.gb_per_second,
         "all_to_all_share": hardware.all_to_all_share,
     }
     positive |= {f"peak_tflops.{name}": peak for name, peak in hardware.peak_tflops.items()}

@@ -141,15 +141,16 @@ def _with_kernels_of_the_planned_device(config: Config) -> Config:
 
 
 def _refuse_patterns(config: Config, parts: Parts) -> None:
-    """Raise ConfigError if a pattern of train.trainable matches no parameter, or a part of one."""
+    """Raise ConfigError if a pattern of train.trainable or optimizer.groups matches no parameter, or a part of one."""
     patterns = config.train.trainable
-    if not patterns:
+    if not patterns and not config.optimizer.groups:
         return
     # A rank has only a part of the parameters. To find patterns that match none at all, the whole model is built.
     alone = replace(config, parallel=ParallelConfig(dp=1, vpp=1, etp=1))
     make_stage = parts.builder.maker(alone, context.planned(grid_of(alone), 0, device=META))
     whole = make_stage(range(config.model.num_hidden_layers), first=True, last=True)
     refuse(patterns, [freeze([whole], patterns)])
+    table.check_groups(config.optimizer, [table.groups_used(config.optimizer, [whole])])
 
 
 def _ranks_to_list(grid: Grid, config: Config) -> list[int]:
@@ -297,7 +298,7 @@ class _Plan:
         modules = self._modules(ctx)
         # The copies of a parameter are the same objects in every plan.
         params = tuple(tuple(map(id, module.params)) for module in modules)
-        key = ("buffers", params, options.zero_stage, options.bucket_mb)
+        key = ("buffers", params, options)
         if key not in self.parts.memory:
             self.parts.memory[key] = Buffers.of(options, modules)
         found: Buffers = self.parts.memory[key]

@@ -6,7 +6,7 @@ each rank of a node has a link of its own to the network, and each link carries 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -25,17 +25,21 @@ class Span:
 
 
 class Network:
-    """Times of communication over the axes of `grid` on `hardware`. Ranks fill the nodes in their order."""
+    """Times of communication over the axes of `grid` on `hardware`. Ranks fill the nodes in their order.
 
-    def __init__(self, grid: Grid, hardware: Hardware):
+    Copy engines communicate over the axes `copied`. Kernels do over all others, and slow down what runs beside them.
+    """
+
+    def __init__(self, grid: Grid, hardware: Hardware, copied: Collection[str] = ()):
         self.grid = grid
         self.hardware = hardware
+        self.copied = copied
         self._spans: dict[str, Span] = {}
         self._groups: dict[tuple[str, int], list[int]] = {}
 
     def with_shards_of(self, shard_ranks: int) -> "Network":
         """The same grid with another number of ranks that share a shard. All other groups are found once for both."""
-        other = Network(replace(self.grid, shard_ranks=shard_ranks), self.hardware)
+        other = Network(replace(self.grid, shard_ranks=shard_ranks), self.hardware, self.copied)
         other._groups = self._groups
         return other
 

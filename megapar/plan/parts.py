@@ -17,7 +17,9 @@ from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, Targets
 from megapar.config.options import BY_LAYER, Config, ParallelConfig
 from megapar.context import Axis, ParallelContext
+from megapar.data_parallel.layout import Update
 from megapar.grid import Grid
+from megapar.optimizer.table import update_of
 from megapar.params import ParamSpec, spec_of
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.moments import Orders
@@ -244,21 +246,25 @@ class Parts:
         return self._flops[key]
 
     def layer_parts(self, config: Config, ctx: ParallelContext) -> list[LayerPart]:
-        """The part of each layer. Layers are of one part if they are of one kind and trained alike."""
+        """The part of each layer. Layers are of one part if they are of one kind, and trained and updated alike."""
         train = config.train
         rule = Recompute(train.recompute, train.recompute_every)
-        cuts = self._cuts(config, ctx) if train.trainable else None
-        key = (config.model, config.adapter, train.seq_length, rule, cuts)
+        groups = config.optimizer.groups
+        by_name = bool(train.trainable or groups)
+        cuts = self._cuts(config, ctx) if by_name else None
+        key = (config.model, config.adapter, train.seq_length, rule, cuts, groups)
         if key not in self._layer_parts:
             first_like: dict[Hashable, int] = {}
             parts = []
             for number, kind in enumerate(self.builder.layer_kinds(config)):
                 trained: tuple[bool, ...] = ()
-                if train.trainable:
+                updates: tuple[Update, ...] = ()
+                if by_name:
                     # Patterns may name layers, so each layer is looked at.
                     structure = self.structure(config, ctx, LayerPart(number, recomputed=False))
                     trained = tuple(param.trained for param in structure.params)
-                alike = (kind, rule.layer(number), trained)
+                    updates = tuple(map(update_of(config.optimizer), (param.spec for param in structure.params)))
+                alike = (kind, rule.layer(number), trained, updates)
                 first = first_like.setdefault(alike, number)
                 parts.append(LayerPart(first, rule.layer(number), trained))
             self._layer_parts[key] = parts
@@ -325,6 +331,7 @@ class Parts:
             config.train.trainable,
             parallel.sequence_parallel,
             parallel.tp_overlap_chunks,
+            parallel.ep_overlap_chunks,
             ctx.cp.size,
         )
         tp, ep, etp = ((axis.size, axis.rank) for axis in (ctx.tp, ctx.ep, ctx.etp))

@@ -9,6 +9,7 @@ from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.launch.reporting import say
 from megapar.plan import hardware
+from megapar.plan.choose_memory import with_choices_of
 from megapar.plan.parts import Parts
 from megapar.plan.step_time import step_time
 from megapar.plan.verdict import Capacity, judge
@@ -24,8 +25,9 @@ def show_verdict(given: Config, config: Config, parts: Parts, validated: Callabl
         return
     machine = hardware.load(config.gpu)
     capacity = Capacity(machine.name, machine.memory_bytes, machine.reserve_bytes)
-    # The size of the vocabulary is known now.
-    print(judge(replace(given, model=config.model), validated, parts, capacity).text)
+    # The size of the vocabulary is known now, and what was chosen.
+    given = with_choices_of(config, replace(given, model=config.model))
+    print(judge(given, validated, parts, capacity).text)
 
 
 def prediction_of(config: Config, parts: Parts, ctx: ParallelContext) -> Prediction | None:

@@ -134,6 +134,7 @@ class _Search:
         self.estimator = estimator
         self.planner = planner
         self.limit = hardware.usable_bytes
+        self.host_limit = hardware.host_bytes
         self.top = top
         self.found = Found()
         self.seen: set[Layout] = set()
@@ -218,7 +219,8 @@ class _Search:
 
     def fits(self, config: Config, report: RankReport) -> bool:
         """Whether a layout fits, also if its experts get uneven numbers of tokens."""
-        return report.total + for_uneven_experts(config, report) <= self.limit
+        on_host = report.optimizer_on_host <= self.host_limit
+        return on_host and report.total + for_uneven_experts(config, report) <= self.limit
 
     def given(self, options: Config, config: Config) -> Row:
         """The row of the given config. It has a time even if it does not fit."""

@@ -24,6 +24,8 @@ from megapar.data.order import micro_batch_positions
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.grid import EXPERT_AXES
 from megapar.launch.grid import grid_of
+from megapar.optimizer.muon import Muon
+from megapar.optimizer.owners import Member, Part, Routes, parts_of
 from megapar.pipeline.actions import Action
 from megapar.plan.memory import memory_limit, planned_device
 from megapar.plan.parts import Parts
@@ -32,7 +34,7 @@ from megapar.train import memory_report
 from megapar.train.kept import KeptBytes
 from megapar.train.step import queue_step
 from megapar.train.trainable import freeze
-from megapar.train.trainer import assemble
+from megapar.train.trainer import assemble, layout_of
 
 META = torch.device("meta")
 Build = Callable[[Config, ParallelContext], StageSet[PipelineStage]]
@@ -103,6 +105,9 @@ def simulate(
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages, memory_limit(config, parts))
+    for optimizer in state.optimizer.each:
+        if isinstance(optimizer, Muon):
+            _find_routes(optimizer, config, build, ctx)
     kept = KeptBytes(state.stages, state.pipeline.deferred_nbytes)
     state.pipeline.after_action.append(kept.note_action)
     batches = _micro_batches(config, ctx, stages.declared.num_targets)
@@ -130,6 +135,26 @@ def with_planned_kernels(config: Config) -> Config:
     if config.kernels.backend != "auto" or config.kernels.compile or planned_device(config) == "cpu":
         return config
     return replace(config, kernels=replace(config.kernels, backend="triton"))
+
+
+def _find_routes(muon: Muon, config: Config, build: Build, ctx: ParallelContext) -> None:
+    """Find the owners of matrices. In a run the ranks tell each other their parts; here they are built."""
+    grid = grid_of(config)
+    for name, axis in muon.axes.items():
+        cut, plane = ctx.plane_of(name)
+        parts: dict[int, list[Part]] = {cut.rank: muon.parts(name)}
+        members = []
+        for rank in plane.ranks:
+            positions = grid.positions(rank)
+            _, of_cut = positions[cut.name]
+            if of_cut not in parts:
+                there = context.simulated(grid, rank, lambda ranks, position: Simulated(len(ranks), position))
+                stages = build(config, there)
+                freeze(stages.values(), config.train.trainable)
+                parts[of_cut] = parts_of(layout_of(config.optimizer, list(stages.values())), muon.updates, name)
+            _, of_grad = positions[name]
+            members.append(Member.at(of_grad, axis, parts[of_cut], sharded=config.optimizer.zero_stage > 0))
+        muon.routes[name] = Routes(members, plane.rank)
 
 
 def _micro_batches(config: Config, ctx: ParallelContext, num_targets: int) -> list[MicroBatch]:

@@ -79,8 +79,10 @@ def searchable(config: Config, fixed: Mapping[str, Any], device: str) -> Config:
     defaults = flatten(Config())
     for_own_layout = (
         *Layout(*[None] * len(Layout._fields)).options(),  # type: ignore[arg-type]
-        # A partition is for one number of stages, chunks are refused without tp, and the others meet some ZeRO stages.
+        # A partition is for one number of stages, chunks are refused without tp or ep, and the others meet some ZeRO
+        # stages.
         *("parallel.partition", "parallel.schedule_memory_gb", "parallel.tp_overlap_chunks"),
+        "parallel.ep_overlap_chunks",
         *("optimizer.bucket_mb", "optimizer.overlap_param_gather"),
         "launch.nproc",  # it starts ranks on this machine
     )

@@ -19,17 +19,16 @@ from megapar.pipeline.refine import refine
 from megapar.pipeline.schedules import placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
+from megapar.plan.buffers import update_traffic
 from megapar.plan.durations import Duration, added, duration, scaled, total
 from megapar.plan.hardware import Hardware
+from megapar.plan.memory import memory_limit
 from megapar.plan.network import Network
 from megapar.plan.parts import Parts
 from megapar.plan.recorded import Recording
 from megapar.plan.stage_works import stages_of
 
 OPTIMIZER = "optimizer and norm"
-# Bytes a parameter and step: AdamW reads and writes main weight and moments, reads the gradient, and writes the weight
-# in bf16; the norm reads the gradient.
-_OPTIMIZER_BYTES = 12 + 12 + 4 + 2 + 4
 _WITH_FORMULA = ("1f1b", "gpipe", "breadth", "interleaved")
 _IN_HALVES = ("zb-h1", "zb-2p", "zb-interleaved", "zb-v", "v-half", "v-min", "dualpipe-v")
 
@@ -109,7 +108,9 @@ class _Step:
         self.config = config
         self.parts = parts
         self.hardware = hardware
-        self.network = Network(grid_of(config), hardware)
+        self.memory = memory_limit(config, parts)
+        copied = ("tp",) if config.parallel.tp_symmetric_memory else ()
+        self.network = Network(grid_of(config), hardware, copied)
         self.microbatches = num_microbatches(config)
         parallel = config.parallel
         self.in_halves = parallel.schedule in _IN_HALVES
@@ -289,14 +290,16 @@ class _Step:
         parallel = self.config.parallel
         key = self._pipeline(number)
         if key not in self.parts.times:
-            orders = self.parts.orders(parallel, number).actions
+            orders = self.parts.orders(parallel, number, self.memory).actions
             self.parts.times[key] = lower(orders, parallel.pp * parallel.vpp)
         return self.parts.times[key]
 
     def _pipeline(self, number: int) -> tuple[Hashable, ...]:
         """What decides the plans of all ranks for so many micro-batches."""
         parallel = self.config.parallel
-        return parallel.schedule, parallel.schedule_costs, parallel.pp, parallel.vpp, number
+        memory = self.memory
+        limit = None if memory is None else (memory.limit, tuple(memory.forward), tuple(memory.inputs))
+        return parallel.schedule, parallel.schedule_costs, parallel.pp, parallel.vpp, number, limit
 
     def _message_seconds(self) -> float:
         """Seconds of the tensors between two stages, for neighboring pipeline ranks."""
@@ -306,7 +309,7 @@ class _Step:
     def _simulated(self) -> tuple[float, list[float], list[Event], list[float]]:
         """As `_by_formula`, then the timeline, and the time of each rank's waits for units."""
         parallel = self.config.parallel
-        orders = self.parts.orders(parallel, self.microbatches).actions
+        orders = self.parts.orders(parallel, self.microbatches, self.memory).actions
         splits = self.zero_stage >= 2
         # The stages of the plan: those of the schedule, or their parts.
         parts: list[list[_Fine]] = []
@@ -393,7 +396,10 @@ class _Step:
                     under = sum(part.forward.seconds * part.number for part in first)
                     gather = max(gather - under, gather / max(sum(part.number for part in fine), 1))
                 ends.expose(axis, gather)
-            ends.optimizer += self.hardware.memory_seconds(_OPTIMIZER_BYTES * shard)
+            on_host = shard * options.offload
+            # Both at once; but the norm is that of all gradients, on the device.
+            updated = self.hardware.memory_seconds(update_traffic(options) * (shard - on_host) + 4 * on_host)
+            ends.optimizer += max(updated, self.hardware.host_update_seconds(on_host, itemsize))
         ends.expose("world", self.network.seconds("all_reduce", "world", 8.0))
         if self.config.model.tie_word_embeddings and rank in self.network.grid.with_embedding:
             tied = max((part.part.embedding_elements for part in fine), default=0)

@@ -7,7 +7,7 @@ from typing import get_args
 
 from megapar.config.options import Config
 from megapar.errors import ConfigError
-from megapar.plan.memory import RankReport, fullest_rank
+from megapar.plan.memory import RankReport, fullest_rank, planned_device
 from megapar.plan.parts import Parts
 from megapar.recompute import Mode
 
@@ -52,7 +52,7 @@ def judge(given: Config, validated: Callable[[Config], Config], parts: Parts, ca
         left = capacity.capacity_bytes - fullest.total - reserve
         return Verdict(True, f"fits on {capacity.name} of {_gib(capacity.capacity_bytes)}: {needs}, {_gib(left)} left")
     text = f"does not fit on {capacity.name} of {_gib(capacity.capacity_bytes)}: {needs}"
-    found = _what_fits(config, given, validated, parts, capacity)
+    found = what_fits(config, given, validated, parts, capacity.capacity_bytes - capacity.reserve_bytes)
     if found:
         return Verdict(False, f"{text}; would fit: {'; or '.join(found)}")
     return Verdict(False, f"{text}; nothing tried with as many ranks would: use more ranks, or a smaller model")
@@ -81,10 +81,13 @@ Change = tuple[str, str, object]
 """A section of the configuration, an option in it, and its new value."""
 
 
-def _what_fits(
-    config: Config, given: Config, validated: Callable[[Config], Config], parts: Parts, capacity: Capacity
+def what_fits(
+    config: Config, given: Config, validated: Callable[[Config], Config], parts: Parts, limit: int
 ) -> list[str]:
-    """The first changes that fit, in words: of one option, and if there are none, of several together."""
+    """The first changes with a plan of at most `limit` bytes, in words: of one option, else of several together.
+
+    `given` and `validated` are as in `judge`, and `config` is what they make.
+    """
 
     def fitting(changes: Sequence[Change]) -> str:
         """The changes in words if they fit, else an empty text."""
@@ -93,7 +96,7 @@ def _what_fits(
             report = fullest_rank(changed, parts)
         except ConfigError:
             return ""  # this layout cannot run
-        if report.total + capacity.reserve_bytes + for_uneven_experts(changed, report) > capacity.capacity_bytes:
+        if report.total + for_uneven_experts(changed, report) > limit:
             return ""
         words = ", ".join(f"{section}.{option} {value}" for section, option, value in changes)
         return f"{words} ({_gib(report.total)})"
@@ -123,6 +126,10 @@ def _changes_of_options(config: Config) -> Iterator[Change]:
     modes = get_args(Mode)
     for mode in modes[modes.index(train.recompute) + 1 :]:
         yield "train", "recompute", mode
+    if planned_device(config) == "cuda":  # on CPUs the host's memory is the device's
+        for share in (0.5, 1.0):
+            if share > config.optimizer.offload:
+                yield "optimizer", "offload", share
 
 
 def _changes_of_axes(config: Config) -> Iterator[list[Change]]:
