@@ -12,7 +12,7 @@ from megapar_kernels.rope import rotate_qk, split_and_rotate_qkv
 from torch import Tensor, nn
 
 from megapar import recompute
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.params import make_piece

@@ -7,7 +7,8 @@ from functools import partial
 from torch import nn
 
 from megapar.batch import PipelineStage
-from megapar.config.options import AdapterConfig, Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import AdapterConfig, Config
 from megapar.context import ParallelContext
 from megapar.device import choose_kernels
 from megapar.pipeline.partition import explicit, partition, split_finely
@@ -83,6 +84,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         model_dtype(config.train.precision),
         sequence_parallel=config.parallel.sequence_parallel,
         overlap_chunks=config.parallel.tp_overlap_chunks,
+        expert_chunks=max(config.parallel.ep_overlap_chunks, 1),  # where nobody chose a number, nothing is cut
         allocate=allocate,
     )
     products = MatrixProducts(kernels.weight_gradient, kernels.grouped_products)

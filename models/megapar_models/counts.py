@@ -11,7 +11,8 @@ from fractions import Fraction
 
 import torch
 
-from megapar.config.options import NO_ADAPTER, AdapterConfig, Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import NO_ADAPTER, AdapterConfig, Config
 from megapar.context import single
 from megapar.errors import ConfigError
 from megapar.params import ParamSpec, Piece, selected, spec_of

@@ -25,7 +25,7 @@ from megapar_kernels.rope import rotate
 from torch import Tensor, nn
 
 from megapar import recompute
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.params import ZEROS, shared_piece
 from megapar.tensor_parallel.layers import Columns, local_linear, shared_vector
 from megapar.tensor_parallel.regions import copy_to_tp, gather_sequence
@@ -127,7 +127,7 @@ class WholeLinear(nn.Module):
         sharding = factory.sharding
         shape = (out_features, in_features)
         piece = shared_piece(f"{name}.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
-        self.weight = sharding.parameter((piece,), shape, factory.init, decay=True)
+        self.weight = sharding.parameter((piece,), shape, factory.init, decay=True, update="matrix")
         self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
         self.products = factory.products_of(name)
         self.sharding = sharding

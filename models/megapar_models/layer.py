@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from megapar import recompute
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.config.plugins import named
 from megapar_models.attention import Attention
 from megapar_models.factory import Factory

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.config.options import MoEConfig
+from megapar.config.model_options import MoEConfig
 from megapar.expert_parallel.route import RouterRule
 from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, LogitRule
 from megapar_models.norms import NormRule

@@ -6,7 +6,7 @@ It has the option for the second table, and the fields of a config.json for both
 from dataclasses import dataclass, field
 from typing import Any
 
-from megapar.config.options import OF_FUNCTION
+from megapar.config.model_options import OF_FUNCTION
 from megapar.errors import ConfigError
 from megapar_models.family import Raw
 from megapar_models.rope import read_rope, write_rope

@@ -24,7 +24,7 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
 from megapar import recompute
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.params import Init
 from megapar.random import Tokens
 from megapar.tensor_parallel.layers import Columns, shared_vector

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megapar.config.messages import problem
-from megapar.config.options import OF_FUNCTION, Config
+from megapar.config.model_options import OF_FUNCTION
+from megapar.config.options import Config
 from megapar_models.family import Raw
 from megapar_models.rope import read_rope, scaling_problems, split_rope, write_rope
 from megapar_models.rotary import Rotary

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar.config.options import MixtureModel, ModelConfig
+from megapar.config.model_options import MixtureModel, ModelConfig
 
 Tensors = Mapping[str, Tensor]  # logical tensors by name
 Part = Callable[[Any, Tensors, str, Tensor], Tensor]  # with the model's options, the name of a module and its input

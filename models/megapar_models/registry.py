@@ -8,8 +8,9 @@ from typing import Any, Literal
 from megapar.config import compatible
 from megapar.config import validate as checks
 from megapar.config.messages import divisors, listed, problem, shown
+from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import Families, ModelRules
-from megapar.config.options import Config, ModelConfig, TrainConfig, flatten
+from megapar.config.options import Config, TrainConfig, flatten
 from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from megapar.config.options import OF_FUNCTION, ModelConfig
+from megapar.config.model_options import OF_FUNCTION, ModelConfig
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing_extensions import TypeVar
 
 from megapar import recompute
 from megapar.batch import MicroBatch, PipelineStage, Targets, TensorSpec
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.context import Axis
 from megapar.recompute import Recompute
 from megapar.stage_set import AddedLoss, Declared

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megapar.config.messages import problem
-from megapar.config.options import OF_FUNCTION, Config
+from megapar.config.model_options import OF_FUNCTION
+from megapar.config.options import Config
 from megapar.errors import ConfigError
 from megapar_models.family import Raw
 from megapar_models.rope import scaling_problems

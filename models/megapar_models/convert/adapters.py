@@ -20,7 +20,8 @@ from megapar.checkpoint.format import BUFFER, Manifest, Sizes, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.compatible import saved_adapter
 from megapar.config.messages import first_few
-from megapar.config.options import AdapterConfig, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import AdapterConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import MAIN
 from megapar_models.convert.config_json import names_of

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.convert.multimodal import MULTIMODAL, OTHER_PARTS, language_model
 from megapar_models.convert.quantized import BLOCK

@@ -40,7 +40,8 @@ IMPORTS: tuple[tuple[str, tuple[str, ...]], ...] = (
         ("FULL", "SLIDING", "WindowModel", "read_windows", "window_of", "window_problems", "write_windows"),
     ),
     ("", ()),
-    ("megapar.config.options", ("OF_FUNCTION", "Config", "ModelConfig")),
+    ("megapar.config.model_options", ("OF_FUNCTION", "ModelConfig")),
+    ("megapar.config.options", ("Config",)),
     ("megapar.tensor_parallel.cross_entropy", ("LogitRule",)),
 )
 _INDENT = "    "

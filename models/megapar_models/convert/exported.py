@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from megapar.checkpoint.format import Sizes
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar_models.convert.config_json import names_of
 from megapar_models.convert.recipes import Recipe, recipes, starred
 from megapar_models.convert.stream import TensorInfo

@@ -26,7 +26,8 @@ from megapar.config.options import Config
 from megapar.context import ParallelContext, planned
 from megapar.errors import ConfigError
 from megapar.grid import Grid
-from megapar.params import Box, ParamSpec, Piece, StateSlice, spec_of
+from megapar.optimizer_state import StateSlice
+from megapar.params import Box, ParamSpec, Piece, spec_of
 from megapar.precision import model_dtype
 from megapar_models.build import build_stages
 from megapar_models.convert.exported import hf_infos, hf_recipes

@@ -27,7 +27,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
 from megapar.config.messages import counted, first_few
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import CheckpointError
 from megapar.system.regular_files import read_regular
 from megapar_models.convert.megatron_args import unsupported

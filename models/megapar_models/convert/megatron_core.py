@@ -22,7 +22,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.config.options import ModelConfig, flatten
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import flatten
 from megapar.errors import CheckpointError
 from megapar_models.convert.megatron import MegatronCheckpoint
 from megapar_models.convert.megatron_args import HARMLESS

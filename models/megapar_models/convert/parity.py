@@ -13,7 +13,8 @@ from rich.table import Table
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config
 from megapar.errors import CheckpointError, ConfigError
 from megapar_models.convert import megatron, megatron_core
 from megapar_models.convert.config_json import is_of_sequences

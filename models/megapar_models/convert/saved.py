@@ -8,7 +8,8 @@ from megapar import context
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices, weights_of
-from megapar.config.options import Config, DataConfig, ModelConfig, default_config, flatten, unflatten
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, DataConfig, default_config, flatten, unflatten
 from megapar.errors import CheckpointError
 from megapar_models.build import build_stages
 from megapar_models.registry import find, validate, weight_options

@@ -12,7 +12,7 @@ from types import NoneType
 from typing import Any
 
 from megapar.checkpoint.format import Sizes
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.convert.config_json import FIXED, WITHOUT_EFFECT, is_derived
 from megapar_models.convert.field_words import (

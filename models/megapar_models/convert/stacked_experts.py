@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import Sizes
 from megapar_models.convert.config_json import names_of

@@ -15,7 +15,8 @@ from torch import Tensor
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.messages import first_few, shown
-from megapar.config.options import Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import MAIN
 from megapar.random import initial_values

@@ -9,7 +9,7 @@ score of a group is its best, and the scores of experts in other groups become 0
 
 from dataclasses import dataclass, field, replace
 
-from megapar.config.options import MoEConfig
+from megapar.config.model_options import MoEConfig
 from megapar_models.layer_kind import Latent, LayerKind
 from megapar_models.mixtral.model import MixtralModel, MixtralStage
 from megapar_models.moe import router_rule

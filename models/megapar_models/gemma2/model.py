@@ -13,7 +13,7 @@ of a head:
 
 from dataclasses import dataclass, field, replace
 
-from megapar.config.options import OF_FUNCTION
+from megapar.config.model_options import OF_FUNCTION
 from megapar.tensor_parallel.cross_entropy import LogitRule
 from megapar_models.gemma.model import GemmaModel, GemmaStage
 from megapar_models.layer_kind import Ends, LayerKind

@@ -5,7 +5,7 @@ Its weights are those of Llama and of Mixtral (megapar_models.llama.model, megap
 
 from dataclasses import dataclass, field, replace
 
-from megapar.config.options import OF_FUNCTION
+from megapar.config.model_options import OF_FUNCTION
 from megapar_models.deepseek.model import DeepseekExperts, with_experts
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mixtral.model import MixtralModel, MixtralStage

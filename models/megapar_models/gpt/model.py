@@ -12,7 +12,7 @@ from megapar_kernels.dropout import dropout_add, keep_mask
 from torch import Tensor, nn
 
 from megapar import recompute
-from megapar.config.options import OF_TRAINING, ModelConfig
+from megapar.config.model_options import OF_TRAINING, ModelConfig
 from megapar.params import shared_piece
 from megapar_models.attention import Attention
 from megapar_models.factory import Factory

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar_models.reference import Tensors, activate, attend, heads, linear, logits_of_layers
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType, Raw, dropout_warnings
 from megapar_models.gpt_neox.model import GPTNeoXModel, GPTNeoXStage

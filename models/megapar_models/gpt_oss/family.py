@@ -6,7 +6,7 @@ Files with experts in mxfp4 are read exactly. What is written has them in bf16.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megapar.config.options import MoEConfig
+from megapar.config.model_options import MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType, overlaid
 from megapar_models.gpt_oss.model import GptOssModel, GptOssStage
 from megapar_models.llama.family import MODULES_BUT_MLP, SAME_FIELDS, TIED

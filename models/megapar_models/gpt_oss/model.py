@@ -13,7 +13,7 @@ expert, and E experts:
 
 from dataclasses import dataclass, field, replace
 
-from megapar.config.options import OF_FUNCTION
+from megapar.config.model_options import OF_FUNCTION
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mixtral.model import MixtralModel, MixtralStage
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from typing_extensions import TypeVar
 
-from megapar.config.options import OF_FUNCTION
+from megapar.config.model_options import OF_FUNCTION
 from megapar.tensor_parallel.cross_entropy import LogitRule
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.norms import NormRule

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megapar.config.options import MoEConfig
+from megapar.config.model_options import MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.granite.family import (
     DEFAULTS,

@@ -5,7 +5,7 @@ The names of the weights are those of Mixtral (megapar_models.mixtral.model).
 
 from dataclasses import dataclass, replace
 
-from megapar.config.options import MixtureModel
+from megapar.config.model_options import MixtureModel
 from megapar_models.granite.model import GraniteModel, GraniteStage
 from megapar_models.layer_kind import LayerKind
 

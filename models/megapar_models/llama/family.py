@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megapar.config.messages import shown
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType, dropout_warnings
 from megapar_models.llama.model import LlamaModel, LlamaStage

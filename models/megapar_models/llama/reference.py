@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar_models.reference import Tensors, activate, attend, heads, linear, logits_of_layers
 from megapar_models.rotary_options import RotaryModel
 

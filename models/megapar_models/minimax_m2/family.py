@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megapar.config.options import MoEConfig
+from megapar.config.model_options import MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.minimax_m2.model import MiniMaxM2Model, MiniMaxM2Stage

@@ -6,7 +6,7 @@ the projections, and a bias by which each router selects.
 
 from dataclasses import dataclass, field, replace
 
-from megapar.config.options import MoEConfig
+from megapar.config.model_options import MoEConfig
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mixtral.model import MixtralModel, MixtralStage
 from megapar_models.partial_rotary import PartialRotaryModel, partial_rotary

@@ -5,7 +5,7 @@ Its weights are those of Llama (megapar_models.llama.model).
 
 from dataclasses import dataclass, field
 
-from megapar.config.options import OF_FUNCTION
+from megapar.config.model_options import OF_FUNCTION
 from megapar_models.layer_kind import LayerKind, Temperature
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapar.config.options import MoEConfig
+from megapar.config.model_options import MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.mixtral.model import MixtralModel, MixtralStage

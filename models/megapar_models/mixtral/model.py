@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from typing_extensions import TypeVar
 
-from megapar.config.options import MixtureModel
+from megapar.config.model_options import MixtureModel
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary

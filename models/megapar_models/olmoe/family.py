@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megapar.config.options import MoEConfig
+from megapar.config.model_options import MoEConfig
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable

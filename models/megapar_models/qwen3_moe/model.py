@@ -6,7 +6,7 @@ Mixtral (megapar_models.mixtral.model). The layers in model.moe.mlp_only_layers 
 
 from dataclasses import dataclass, field, replace
 
-from megapar.config.options import MoEConfig
+from megapar.config.model_options import MoEConfig
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mixtral.model import MixtralModel, MixtralStage
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from megapar.config.options import OF_FUNCTION
+from megapar.config.model_options import OF_FUNCTION
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.model import LlamaModel, LlamaStage
 
