@@ -16,7 +16,14 @@ import pytest
 
 # Files that prove nothing about training: documents, benchmarks, rules of the code, tools, the tests' own support.
 PROJECT = (
-    *("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_command", "test_docs"),
+    *(
+        "test_benchmark",
+        "test_benchmark_checkpoint",
+        "test_benchmark_data",
+        "test_come_over",
+        "test_command",
+        "test_docs",
+    ),
     *("test_gpu_check", "test_house", "test_kernel_benchmarks", "test_lanes", "test_other_frameworks"),
     *("test_plot_schedule", "test_strategy_tables", "test_support_distributed", "test_support_program"),
 )

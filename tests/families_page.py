@@ -13,7 +13,7 @@ from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.registry import FAMILIES, find, kinds_of, presets
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from tests.support.model_types import FORMS, TYPES
 from tests.support.published import published_model
 

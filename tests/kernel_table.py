@@ -232,11 +232,25 @@ def _adamw() -> Iterator[Shipped]:
     kernel, (units, warps) = adamw._adamw_kernel, adamw.config()
     flat = ("main_ptr", "grad_ptr", "exp_avg_ptr", "exp_avg_sq_ptr", "clip_ptr")
     scalars = ("decay", "momentum", "beta2", "beta2_rest", "eps", "step_size", "root_correction")
-    types = {**dict.fromkeys(flat, "*fp32"), "elements": "i32", **dict.fromkeys(scalars, "fp32")}
-    constants = {"UNITS": units, "UNIT": adamw.UNIT}
+    types = {**dict.fromkeys(flat, "*fp32"), "elements": "i32", "update": "i32", **dict.fromkeys(scalars, "fp32")}
+    narrow = dict.fromkeys(("remainder_ptr", "rows_ptr", "tiles_ptr"))
+    constants = {"UNITS": units, "UNIT": adamw.UNIT, **narrow}
     full = {**types, "params_ptr": "*bf16", "decayed_ptr": "*i1", "found_inf_ptr": "*fp32"}
     aligned, elements = ("elements",), units * adamw.UNIT
     yield Shipped("adamw", "bf16", kernel, full, constants, warps, aligned=aligned, elements=elements, traffic=30)
+    halves = {"main_ptr": "*i16", "remainder_ptr": "*i16"}
+    moments = {"exp_avg_ptr": "*i16", "exp_avg_sq_ptr": "*i16", "rows_ptr": "*i64", "tiles_ptr": "*i32"}
+    for variant, changed, traffic in (
+        ("main weights in halves", halves, 28), ("bf16 moments", moments, 22), ("all in 16 bits", halves | moments, 20)
+    ):  # fmt: skip
+        there = {**full, **changed}
+        if "remainder_ptr" in changed:
+            del there["params_ptr"]  # the upper halves are the parameters
+        none = {name: None for name in (*narrow, "params_ptr") if name not in there}
+        yield Shipped(
+            "adamw", variant, kernel, there, {"UNITS": units, "UNIT": adamw.UNIT, **none}, warps,
+            aligned=aligned, elements=elements, traffic=traffic,
+        )  # fmt: skip
     constants = {**constants, **dict.fromkeys(("params_ptr", "decayed_ptr", "found_inf_ptr"))}
     yield Shipped("adamw", "fp32", kernel, types, constants, warps, aligned=aligned, elements=elements, traffic=28)
     steps, block, warps = adamw.square_sum_config()

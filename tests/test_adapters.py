@@ -14,7 +14,8 @@ from torch import Tensor
 from megapar import context, low_rank
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.config.options import AdapterConfig, Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import AdapterConfig, Config
 from megapar.errors import CheckpointError, ConfigError
 from megapar.low_rank import LoraRule
 from megapar.params import ZEROS, spec_of
@@ -193,7 +194,7 @@ def test_dropout_drops_inputs_of_a_in_training() -> None:
         layer.train()(x_sbi)
 
 
-@pytest.mark.parametrize("layout", slow_but([0, 2, 7, 18, 23, 26], LAYOUTS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([2, 7, 23], LAYOUTS), ids=name)
 def test_adapters_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
     """Loss, norm, every gradient and every weight of two steps. B is random: with zeros A would have no gradient.
 

@@ -13,7 +13,8 @@ from megapar_models.qwen3_moe.model import Qwen3MoeExperts, Qwen3MoeModel
 from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
-from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, ParallelConfig, TrainConfig
 from tests.support import program
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}

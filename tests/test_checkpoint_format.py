@@ -31,7 +31,8 @@ from megapar.checkpoint.load import choose
 from megapar.checkpoint.save import owned_boxes
 from megapar.checkpoint.values import content, sum_of_contents
 from megapar.errors import CheckpointError
-from megapar.params import Box, StateTensor, make_piece
+from megapar.optimizer_state import StateTensor
+from megapar.params import Box, make_piece
 from tests.support.checkpoints import (
     FILE,
     MANIFEST,

@@ -15,7 +15,7 @@ from megapar import context
 from megapar.checkpoint.format import find_complete, read_manifest
 from megapar.checkpoint.load import choose
 from megapar.errors import CheckpointError
-from megapar.train.checkpoints import position
+from megapar.train.position import position
 from tests.support import program
 from tests.support.checkpoints import edit_bytes, edit_manifest, flip_bit, save_toy
 from tests.support.processes import TINY

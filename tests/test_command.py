@@ -147,7 +147,7 @@ def test_every_program_is_a_command_or_is_for_work_on_the_repository() -> None:
     commands = {entry.module.rpartition(".")[2] for entry in command.COMMANDS.values()}
     others = {
         *("benchmark", "calibrate", "code_figures", "compare_flags", "docs_hooks", "draw_architecture", "gpu_facts"),
-        *("own_loop", "grpo", "plan_accuracy", "strategy_tables"),
+        *("coming_over", "own_loop", "grpo", "plan_accuracy", "strategy_tables"),
     }
     assert programs - others == commands
     for name in others:

@@ -1,6 +1,7 @@
 """Norms, activations and rotations compiled by torch.compile (kernels.compile)."""
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,9 +70,25 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("layout", slow_but([1], LAYOUTS), ids=name)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
 def test_compiled_training_is_eager_training(layout: Layout) -> None:
     check(layout, _compiled_ranks(layout))
+
+
+def test_traced_training_is_eager_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor takes a minute to compile its code, so torch's ops run the graphs. The code of ops is tested below."""
+    compile_ = torch.compile
+    traced: list[str] = []
+
+    def trace(function: Callable[..., Any], *, fullgraph: bool, dynamic: bool, options: object) -> Callable[..., Any]:
+        traced.append(function.__name__)
+        return compile_(function, fullgraph=fullgraph, dynamic=dynamic, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", trace)
+    check(LAYOUTS[1], [_train_compiled(LAYOUTS[1])])
+    assert traced
+    assert not counters["graph_break"]
 
 
 @pytest.mark.slow

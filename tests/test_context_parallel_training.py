@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from megapar import context
 from megapar.batch import MicroBatch, add_loss
-from megapar.config.options import Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config
 from megapar.context_parallel import deal
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.data.loader import Loader, Mixture

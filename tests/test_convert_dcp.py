@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import CheckpointError, ConfigError
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks

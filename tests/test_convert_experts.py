@@ -23,7 +23,8 @@ from torch import Tensor
 
 from megapar.checkpoint.format import read_manifest, write_manifest
 from megapar.checkpoint.load import Reader
-from megapar.config.options import CheckpointConfig, Config, DataConfig, ModelConfig, MoEConfig
+from megapar.config.model_options import ModelConfig, MoEConfig
+from megapar.config.options import CheckpointConfig, Config, DataConfig
 from megapar.context import single
 from megapar.errors import CheckpointError, ConfigError
 from megapar.expert_parallel.balance import Router

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from megapar.batch import MicroBatch
 from megapar.checkpoint.format import read_manifest
-from megapar.config.options import CheckpointConfig, Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import CheckpointConfig, Config
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.train import checkpoints
 from megapar.train.step import train_step
@@ -75,7 +76,7 @@ CASES = [
 
 
 # Each kind of model, of scaled rotary positions and of activations.
-@pytest.mark.parametrize("case", slow_but([0, 1, 2, 4, 6, 7, 9, 12], CASES), ids=str)
+@pytest.mark.parametrize("case", slow_but([0, 2, 6, 9], CASES), ids=str)
 def test_weights_come_back_bitwise_and_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     """Fault hugging-face-round-trip, and fidelity of config.json (fault config-json-fidelity): the copy of it from the
     weights' folder, and our own, read by transformers as the same model."""

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from megapar_models.convert import megatron, megatron_args, megatron_core
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import CheckpointError
 from tests.support import tiny_models
 from tests.support.megatron_folders import MODELS, megatron_folder

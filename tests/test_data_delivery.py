@@ -18,7 +18,8 @@ from megapar_models.registry import validate
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, DataConfig, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, DataConfig, ParallelConfig, TrainConfig
 from megapar.data.blend import Stage
 from megapar.data.delivery import Delivery, _Processes
 from megapar.data.indexed import IndexedWriter

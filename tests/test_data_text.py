@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, DataConfig, TrainConfig
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import write_sidecar
 from megapar.data.preprocess import Recipe, preprocess

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapar import device
+from megapar import device, environment
 from megapar.errors import ConfigError
 
 TORCHRUN = {
@@ -35,7 +35,7 @@ SLURM = {
 
 def refusal(variables: dict[str, str]) -> str:
     with pytest.raises(ConfigError) as caught:
-        device.environment(variables)
+        environment.read(variables)
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -48,14 +48,14 @@ def without(variables: dict[str, str], *names: str) -> dict[str, str]:
 
 
 def test_torchrun_ranks() -> None:
-    env = device.environment(TORCHRUN)
+    env = environment.read(TORCHRUN)
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (5, 8, 1, 4)
     assert (env.meeting, env.launcher) == ("tcp://node-a:29500", "torchrun")
     assert env.launched
     assert env.agent_serves_store
     first = {**TORCHRUN, "RANK": "0"}
-    assert not device.environment(first).serves_store, "the agent serves the store"
-    assert device.environment(without(first, "TORCHELASTIC_USE_AGENT_STORE")).serves_store
+    assert not environment.read(first).serves_store, "the agent serves the store"
+    assert environment.read(without(first, "TORCHELASTIC_USE_AGENT_STORE")).serves_store
 
 
 @pytest.mark.parametrize(
@@ -69,29 +69,29 @@ def test_torchrun_ranks() -> None:
     ],
 )
 def test_an_address_of_version_6_is_put_in_brackets(address: str, meeting: str) -> None:
-    assert device.environment({**TORCHRUN, "MASTER_ADDR": address}).meeting == meeting
+    assert environment.read({**TORCHRUN, "MASTER_ADDR": address}).meeting == meeting
 
 
 def test_slurm_ranks() -> None:
-    env = device.environment(SLURM)
+    env = environment.read(SLURM)
     assert (env.rank, env.world_size, env.local_rank, env.local_world_size) == (17, 19, 1, 3)
     assert (env.meeting, env.launcher, env.serves_store) == ("tcp://node-a:29500", "slurm", False)
-    assert device.environment({**SLURM, "SLURM_PROCID": "0"}).serves_store
+    assert environment.read({**SLURM, "SLURM_PROCID": "0"}).serves_store
     for text, tasks in (("8(x3)", 8), ("2,1,4", 4), ("1(x2),6(x5)", 6), ("7(x9999999)", 7)):
-        assert device.environment({**SLURM, "SLURM_STEP_TASKS_PER_NODE": text}).local_world_size == tasks
-    assert device.environment({**SLURM, "SLURM_CPUS_PER_TASK": "1"}).cores == 1
+        assert environment.read({**SLURM, "SLURM_STEP_TASKS_PER_NODE": text}).local_world_size == tasks
+    assert environment.read({**SLURM, "SLURM_CPUS_PER_TASK": "1"}).cores == 1
 
 
 @pytest.mark.parametrize("step", [None, "4294967290", "4294967291"], ids=["batch", "interactive", "batch-step"])
 def test_the_shell_of_an_allocation_is_no_rank(step: str | None) -> None:
     """A batch script has SLURM_NTASKS and SLURM_PROCID too; --dry_run and --launch.nproc work in it."""
     shell = without(SLURM, "SLURM_STEP_ID") | ({} if step is None else {"SLURM_STEP_ID": step})
-    env = device.environment(shell)
+    env = environment.read(shell)
     assert (env.world_size, env.launched) == (1, False)
     with pytest.raises(ConfigError, match="64 tasks, but srun did not start this process"):
-        device.refuse_slurm_shell(shell)
-    device.refuse_slurm_shell(SLURM)
-    device.refuse_slurm_shell({})
+        environment.refuse_slurm_shell(shell)
+    environment.refuse_slurm_shell(SLURM)
+    environment.refuse_slurm_shell({})
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from megapar_models.rope import read_rope
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.config.options import Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config
 from megapar.errors import ConfigError
 from tests.support import program
 

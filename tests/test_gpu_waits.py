@@ -4,7 +4,7 @@ Reading a value (`item`, `tolist`, `nonzero`, indexing by a mask) is impossible 
 tensor from Python numbers is possible there; on a GPU it is a copy waiting for all queued work, so it is counted.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models import moe
 from megapar_models.build import build_stages
 from megapar_models.registry import validate
 from torch import Tensor
@@ -21,7 +22,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context, device
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, LogConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.expert_parallel import dispatch, row_counts
 from megapar.grid import Grid
 from megapar.precision import Precision
 from megapar.random import initialize
@@ -137,7 +140,7 @@ def no_copies_from_python() -> Iterator[None]:
 GPT_WITH_DROPOUT = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1)
 
 
-@pytest.mark.parametrize(("recompute", "packed"), slow_but([0, 3], product(["none", "full"], [False, True])), ids=str)
+@pytest.mark.parametrize(("recompute", "packed"), slow_but([3], product(["none", "full"], [False, True])), ids=str)
 @pytest.mark.parametrize(
     "model",
     [LLAMA, STRADDLING, replace(LLAMA, qk_norm=True), GPT_WITH_DROPOUT, SHARED, SIGMOID],
@@ -296,19 +299,55 @@ def events_of_mixture(config: Config, rows: int) -> list[str]:
     return noted
 
 
-@pytest.mark.parametrize("layout", [Layout(SHARED, recompute="full"), Layout(SHARED, dp=2, ep=2)], ids=["full", "ep2"])
-def test_a_layer_with_experts_waits_once_behind_the_copies_of_rows(layout: Layout) -> None:
-    """The copy of counts begins, rows are copied, then the host waits: a GPU has work meanwhile. Backward never waits,
-    nor does a recomputed forward pass."""
+WITH_EXPERTS = [
+    Layout(SHARED, recompute="full"),
+    Layout(SHARED, dp=2, ep=2),
+    Layout(SHARED, dp=2, ep=2, ep_overlap_chunks=4),
+    Layout(SHARED, dp=2, ep=2, ep_overlap_chunks=2, recompute="full"),
+]
+
+
+def waits_once_a_layer(layout: Layout) -> bool:
+    """Whether the copy of counts begins, rows are copied, then the host waits, once a layer and never in backward."""
     rows = LENGTH * layout.micro_batch_size * SHARED.moe.num_experts_per_tok
-    for noted in run_ranks(layout.world, events_of_mixture, layout.config(), rows):
-        forward = noted[: noted.index("backward")]
-        begins = [index for index, event in enumerate(forward) if event == "copy begins"]
-        assert len(begins) == SHARED.num_hidden_layers
-        for begin in begins:
-            assert forward[begin : begin + 3] == ["copy begins", "copied rows", "host waits"]
-        assert forward.count("host waits") == SHARED.num_hidden_layers
-        assert "host waits" not in noted[len(forward) :]
+    noted = events_of_mixture(layout.config(), rows)
+    forward = noted[: noted.index("backward")]
+    begins = [index for index, event in enumerate(forward) if event == "copy begins"]
+    in_order = [forward[begin : begin + 3] == ["copy begins", "copied rows", "host waits"] for begin in begins]
+    once = len(begins) == forward.count("host waits") == SHARED.num_hidden_layers
+    return once and all(in_order) and "host waits" not in noted[len(forward) :]
+
+
+@pytest.mark.parametrize("layout", WITH_EXPERTS, ids=["full", "ep2", "chunks4", "chunks2-full"])
+def test_a_layer_with_experts_waits_once_behind_the_copies_of_rows(layout: Layout) -> None:
+    """A GPU has work while the host waits. Backward never waits, nor does a recomputed forward pass."""
+    assert all(run_ranks(layout.world, waits_once_a_layer, layout))
+
+
+def counts_are_waited_for_too_early(patch: pytest.MonkeyPatch) -> None:
+    plan_dispatch = dispatch.plan_dispatch
+
+    def plan(*args: Any) -> dispatch.Dispatch:
+        planned = plan_dispatch(*args)
+        assert planned.chunks[0].sent_rows is not None
+        return planned
+
+    patch.setattr(moe, "plan_dispatch", plan)
+
+
+def every_chunk_waits_for_counts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(row_counts.RowCounts, "on_host", property(row_counts.RowCounts.on_host.func))
+
+
+def waits_with(plant: Callable[[pytest.MonkeyPatch], None], layout: Layout) -> bool:
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        return waits_once_a_layer(layout)
+
+
+@pytest.mark.parametrize("plant", [counts_are_waited_for_too_early, every_chunk_waits_for_counts])
+def test_a_wait_for_counts_at_another_place_is_seen(plant: Callable[[pytest.MonkeyPatch], None]) -> None:
+    assert run_ranks(2, waits_with, plant, WITH_EXPERTS[2]) == [False, False]
 
 
 def test_heads_that_straddle_ranks_wait_for_nothing() -> None:

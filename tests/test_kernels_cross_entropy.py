@@ -56,7 +56,7 @@ OPTIONS = [{}, {"inplace": True}, {"z_loss": 0.01}, {"z_loss": 0.01, "inplace": 
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", slow_but([0, 1], [torch.float32, torch.bfloat16, torch.float16]))
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_kernels_equal_fp64(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Loss and gradient, with columns of padding and without, ending inside and at the end of a block (fault

@@ -48,7 +48,7 @@ def arguments(name: str, rows: int | tuple[int, ...], columns: int) -> list[Tens
 SIZES = [(1, 5), (5, 7), (3, 127), (70, 129), (2, 1000), (3, 4096), (2, 9000), (300, 64), (131, 128), (4097, 8)]
 
 
-@pytest.mark.parametrize("dtype", slow_but([0, 1], [torch.float32, torch.bfloat16, torch.float16]), ids=str)
+@pytest.mark.parametrize("dtype", slow_but([1], [torch.float32, torch.bfloat16, torch.float16]), ids=str)
 @pytest.mark.parametrize("name", [*NORMS, *FUSED])
 def test_norms_and_their_gradients_are_exact_to_rounding(name: str, dtype: torch.dtype) -> None:
     for rows, columns in SIZES if dtype == torch.float32 else SIZES[3:-1]:

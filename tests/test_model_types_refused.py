@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import ConfigError
 from tests.support.grid import LLAMA, Layout
 from tests.support.model_types import HEADS, LONGROPE, MIXED, PLAIN, RMS

@@ -18,7 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, MoEConfig
+from megapar.config.model_options import MoEConfig
+from megapar.config.options import Config
 from megapar.verify import logical
 from tests.support import close, reference_models, tiny_models
 from tests.support.flat import flatten

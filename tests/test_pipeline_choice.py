@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megapar import context
 from megapar.config.files import Resolved
-from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.pipeline.schedules import SCHEDULES

@@ -48,7 +48,7 @@ def test_a_run_folder_has_what_was_promised(alone: Path) -> None:
     asked = load([*TINY, "--run_dir", "run", "--data.validation", "synthetic"]).config
     assert load(["--config", str(alone / "run/config.toml")]).config == asked
     assert sorted(path.name for path in (alone / "run").iterdir()) == [
-        *(".lock", "checkpoints", "config.toml", "environment.json", "metrics.jsonl"),
+        *(".lock", "checkpoints", "config.toml", "environment.json", "events.jsonl", "metrics.jsonl"),
         *("ranks.json", "tensorboard"),
     ]
 
@@ -263,11 +263,43 @@ def test_the_slurm_script_asks_for_a_signal_before_the_time_limit() -> None:
     assert {"signal=USR1@120", "requeue", "output=%x-%j.out", "open-mode=append"} <= {*options}
 
 
+SRUN = """#!/bin/sh
+exit "$CODE"
+"""
+SCONTROL = """#!/bin/sh
+[ "$1" = requeue ] && echo "$@" >> "$NOTES"
+echo node7
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "queued"),
+    [
+        (0, "0", False),
+        *((code, "0", False) for code in (2, 3, 5, 7, 8)),
+        *((code, "0", True) for code in (4, 6, 70, 75, 137, 143)),
+        (75, "20", False),  # as often as MAX_REQUEUES allows
+    ],
+)
+def test_the_slurm_script_queues_its_job_again_if_another_start_may_end_better(
+    code: int, restarts: str, queued: bool, tmp_path: Path
+) -> None:
+    environment = with_stand_ins(tmp_path) | SLURM_JOB
+    (tmp_path / "srun").write_text(SRUN)
+    (tmp_path / "scontrol").write_text(SCONTROL)
+    notes = tmp_path / "notes"
+    environment |= {"CODE": str(code), "NOTES": str(notes), "SLURM_RESTART_COUNT": restarts}
+    run = run_slurm_script(tmp_path, environment)
+    assert run.returncode == code
+    assert (notes.read_text() if notes.exists() else "") == ("requeue 7123456\n" if queued else "")
+
+
 LAUNCHERS = {
     "gpt_125m_1gpu": "python",
     "laptop": "python",
     "llama3_8b_adapter_1gpu": "python",
     "llama_7b_8gpu": "python",
+    "llama_70b_elastic_torchrun": "torchrun",
     "llama_70b_slurm": "srun",
     "llama_70b_torchrun": "torchrun",
     "mixtral_8x7b_8gpu": "python",
@@ -306,14 +338,21 @@ def test_every_launch_script_starts_ranks_with_options_that_can_run(script: str,
         elif name == "torchrun":
             assert name == launcher
             options = dict(zip(of_launcher[::2], of_launcher[1::2], strict=True))
-            assert int(options["--nnodes"]) * int(options["--nproc-per-node"]) == world
-            assert (options["--node-rank"], options["--master-addr"]) == ("3", "node7")
+            fewest, _, most = options["--nnodes"].rpartition(":")
+            ranks_of_node = int(options["--nproc-per-node"])
+            assert int(most) * ranks_of_node == world
+            if fewest:
+                replica = parallel.tp * parallel.cp * parallel.pp
+                assert int(fewest) * ranks_of_node == config.launch.min_dp * replica
+                assert options["--rdzv-endpoint"] == "node7:29500"
+            else:
+                assert (options["--node-rank"], options["--master-addr"]) == ("3", "node7")
         elif name == "srun":
             text = (SCRIPTS / f"{script}.sh").read_text()
             nodes, tasks = (
                 int(n) for n in re.findall(r"^#SBATCH --(?:nodes|ntasks-per-node)=(\d+)", text, re.MULTILINE)
             )
-            assert (name, of_launcher) == (launcher, ["python"])
+            assert (name, of_launcher) == (launcher, ["--kill-on-bad-exit=1", "python"])
             assert nodes * tasks == world
         else:
             assert (name, of_launcher) == (launcher, [])

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.grid import Grid
 from megapar.params import Box, Init, ParamSpec, Piece, Sizes, parameter

@@ -18,7 +18,7 @@ from megapar_models.convert.saved import saved_config
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import ConfigError
 from megapar.params import MAIN
 from megapar.train.state import StepResult
@@ -29,6 +29,7 @@ from tests.support.grid import Layout, make_state, micro_batches
 from tests.support.hugging_face import Case, assert_parity, assert_same_tensors, refused, save_rewards
 from tests.support.pairs import ROWS, prepare
 from tests.support.runs import assert_bitwise, stored
+from tests.support.sweeps import slow_but
 from tools import generate, score
 from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 
@@ -167,7 +168,7 @@ def test_other_classes_are_refused_in_one_line(case: Case, labels: int, words: s
 # Runs
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", slow_but([1], [False, True]))
 def test_a_reward_model_starts_from_a_language_model_learns_and_resumes_bitwise(
     tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,7 +15,7 @@ from megapar_models.reference import Tensors, heads, linear
 from megapar_models.rotary import Rotary
 from torch import Tensor
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.verify.batches import four_documents
 from tests.support.grid import LLAMA
 from tests.support.rules import check_against_plain

@@ -14,12 +14,13 @@ from megapar_models.reference import Tensors, linear
 from megapar_models.registry import presets, validate
 from torch import Tensor
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.errors import ConfigError
 from megapar.expert_parallel.route import RouterRule, select, weights
 from tests.support import grid
 from tests.support.options import load
 from tests.support.rules import check_against_plain
+from tests.support.sweeps import slow_but
 from tests.support.width import LAYOUTS, trains_as_one_process
 
 LIMIT, EPSILON = 0.4, 0.2
@@ -55,7 +56,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("sizes", list(CASES.values()), ids=list(CASES))
+@pytest.mark.parametrize("sizes", slow_but([0], CASES.values()), ids=list(CASES))
 def test_experts_by_rules_train_as_in_one_process(sizes: dict[str, object]) -> None:
     trains_as_one_process(MODEL, sizes)
 

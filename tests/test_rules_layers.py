@@ -15,11 +15,12 @@ from megapar_models.reference import Tensors, linear
 from torch import Tensor
 
 from megapar import context
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.tensor_parallel.cross_entropy import LogitRule
 from tests.support import tiny_models
 from tests.support.grid import LLAMA
 from tests.support.rules import attention_plainly, check_against_plain
+from tests.support.sweeps import slow_but
 from tests.support.width import LAYOUTS, trains_as_one_process
 
 MULTIPLIER, RESIDUAL, CAP, LOGITS = 48**0.5, 0.3, 1.5, 0.7
@@ -58,7 +59,9 @@ FAMILY = replace(LLAMA_FAMILY, name="rules", stage=RulesStage)
 MODEL = replace(LLAMA, family="tests.test_rules_layers:FAMILY", qk_norm=False)
 
 
-@pytest.mark.parametrize(("layout", "loss_chunk"), [("tp 2", 0), ("pp 2 with vpp 2", 5), ("cp 2 with ZeRO-3", 5)])
+@pytest.mark.parametrize(
+    ("layout", "loss_chunk"), slow_but([0, 2], [("tp 2", 0), ("pp 2 with vpp 2", 5), ("cp 2 with ZeRO-3", 5)])
+)
 def test_layers_and_ends_by_rules_train_as_in_one_process(layout: str, loss_chunk: int) -> None:
     sizes = {**LAYOUTS[layout], "loss_chunk": loss_chunk, "sequence_parallel": layout == "tp 2"}
     trains_as_one_process(MODEL, sizes)

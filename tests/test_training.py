@@ -29,6 +29,7 @@ from megapar.precision import LossScale, Precision
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
 from megapar.train.metrics import Reporter
+from megapar.train.sinks.base import RunInfo
 from megapar.train.state import TrainState
 from megapar.train.step import count_targets, mean_loss, train_step
 from megapar.train.trainer import Run, start, train
@@ -480,7 +481,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(tmp_path: 
 def full_disk(folder: Path) -> str:
     """What rank 0 says when lines are too long for what any file may grow to."""
     said = io.StringIO()
-    reporter = Reporter(folder, LogConfig(tensorboard=False), steps=9, first_step=0, speaks=True)
+    reporter = Reporter(LogConfig(tensorboard=False), RunInfo(folder, {}, 9), speaks=True)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
     reporter.write({"step": 1})
@@ -506,7 +507,7 @@ def test_metrics_that_the_disk_does_not_take_are_lost_and_told_once(tmp_path: Pa
 def test_a_tensorboard_folder_that_is_a_file_is_told_in_one_line(tmp_path: Path) -> None:
     (tmp_path / "tensorboard").touch()
     with pytest.raises(StorageError, match=f"^cannot write {tmp_path}/tensorboard: File exists$"):
-        Reporter(tmp_path, LogConfig(), steps=9, first_step=0, speaks=True)
+        Reporter(LogConfig(), RunInfo(tmp_path, {}, 9), speaks=True)
 
 
 # fp16

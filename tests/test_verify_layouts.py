@@ -53,6 +53,7 @@ def run(*words: str, folder: Path) -> Ended:
         ("pp2,orders.txt", {"parallel.pp": 2, "parallel.schedule": "orders.txt"}),
         ("ep2", {"parallel.ep": 2, "parallel.dp": 2}),
         ("tp2,recompute,mb3", {"parallel.tp": 2, "train.recompute": "full", "train.micro_batch_size": 3}),
+        ("dp2,ep2,epchunks4", {"parallel.dp": 2, "parallel.ep": 2, "parallel.ep_overlap_chunks": 4}),
     ],
 )
 def test_words_of_a_layout(text: str, options: dict[str, object]) -> None:
@@ -94,7 +95,7 @@ def test_options_without_effect_in_a_layout_do_not_keep_it_from_running() -> Non
 CONFIGS_AND_PRESETS = list(named_configs(verify_layouts.CONFIGS))
 
 
-@pytest.mark.parametrize("name", slow_but(range(0, len(CONFIGS_AND_PRESETS), 4), CONFIGS_AND_PRESETS))
+@pytest.mark.parametrize("name", slow_but(range(0, len(CONFIGS_AND_PRESETS), 8), CONFIGS_AND_PRESETS))
 def test_every_preset_has_a_small_model_for_its_layouts(name: str) -> None:
     """Without ranks: `cases_of` validates the small models too."""
     config = load(["--config", name], named_configs(verify_layouts.CONFIGS)).config

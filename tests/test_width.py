@@ -21,10 +21,12 @@ from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
 from megapar.grid import Grid
-from megapar.optimizer.base import Optimizer, Shard, Step
+from megapar.optimizer.base import Optimizer
 from megapar.optimizer.clip import grad_norm
 from megapar.optimizer.optimizers import Optimizers
-from megapar.params import ONES, ParamSpec, StateTensor, cut, make_piece, parameter
+from megapar.optimizer.visits import Shard, Step
+from megapar.optimizer_state import StateTensor
+from megapar.params import ONES, ParamSpec, cut, make_piece, parameter
 from tests.support.distributed import run_ranks
 
 SAMPLES, STEPS, LR = 8, 3, 0.1

@@ -13,9 +13,10 @@ from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.model import LlamaStage
 from torch import Tensor, nn
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.tensor_parallel.layers import Columns
 from tests.support.grid import LENGTH, LLAMA
+from tests.support.sweeps import slow_but
 from tests.support.width import in_each_layout, trains_as_one_process
 
 WIDTHS = {"q": 12, "k": 12, "v": 8}
@@ -57,7 +58,7 @@ def test_it_trains_as_one_process(sizes: dict[str, object]) -> None:
     trains_as_one_process(MODEL, sizes)
 
 
-@pytest.mark.parametrize("form", ["ring", "ulysses"])
+@pytest.mark.parametrize("form", slow_but([0], ["ring", "ulysses"]))
 def test_it_trains_in_each_form_of_context_parallelism(form: str) -> None:
     trains_as_one_process(MODEL, {"cp": 2, "cp_attention": form})
 

@@ -23,7 +23,7 @@ from megapar_models.rotary import Rotary
 from torch import Tensor, nn
 
 from megapar import context
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.context_parallel.attention import CoreAttention
 from megapar.errors import ConfigError
 from megapar.launch.grid import grid_of

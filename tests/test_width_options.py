@@ -17,8 +17,9 @@ from megapar import context
 from megapar.config.compatible import function_changes
 from megapar.config.files import Resolved, load, to_toml
 from megapar.config.messages import problem
+from megapar.config.model_options import OF_FUNCTION, ModelConfig
 from megapar.config.model_rules import Families
-from megapar.config.options import OF_FUNCTION, Config, ModelConfig, default_config, flatten
+from megapar.config.options import Config, default_config, flatten
 from megapar.errors import ConfigError
 from tests.support import program, tiny_models
 from tests.support.grid import LLAMA

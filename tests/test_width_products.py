@@ -19,6 +19,7 @@ from megapar.linear import LinearFunction, Local
 from megapar.products import MatrixProducts
 from megapar.train.step import evaluate, train_step
 from tests.support import grid
+from tests.support.sweeps import slow_but
 from tests.support.width import in_each_layout, trains_as_one_process
 
 BLOCK = 8
@@ -91,7 +92,7 @@ FURTHER = {
 }
 
 
-@pytest.mark.parametrize("sizes", list(FURTHER.values()), ids=list(FURTHER))
+@pytest.mark.parametrize("sizes", slow_but([0], FURTHER.values()), ids=list(FURTHER))
 def test_converted_inputs_are_gathered_and_deferred(sizes: dict[str, object]) -> None:
     trains_as_one_process(MODEL, sizes | FROM_EQUAL_WEIGHTS)
 

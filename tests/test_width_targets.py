@@ -11,7 +11,7 @@ from megapar_models.llama.model import LlamaStage
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch, add_loss
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from megapar.sharding import Sharding
 from megapar.stage_set import AddedLoss, Declared
 from megapar.tally import Tally

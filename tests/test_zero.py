@@ -121,13 +121,13 @@ def check_stages(layout: Layout, *, same_sums: bool) -> None:
                     close.assert_close(found, first, 1e-6 if (step, kind) == (0, 2) else 1e-5)
 
 
-@pytest.mark.parametrize("layout", slow_but([0, 1, 2, 5], SAME_SUMS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([0, 2], SAME_SUMS), ids=name)
 def test_stages_agree_bitwise_where_sums_have_one_order(layout: Layout) -> None:
     """Fault zero-ragged-micro-batches."""
     check_stages(layout, same_sums=True)
 
 
-@pytest.mark.parametrize("layout", slow_but([0, 3, 6, 8], OTHER_SUMS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([3, 8], OTHER_SUMS), ids=name)
 def test_stages_agree_to_rounding(layout: Layout) -> None:
     """Faults zero-accumulation-lost, zero-one-replica, zero-with-pipelines, zero-tied-weights, zero-norm-of-shards."""
     check_stages(layout, same_sums=False)

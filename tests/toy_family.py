@@ -15,7 +15,8 @@ from megapar_models.mlp import DenseMLP
 from torch import Tensor, nn
 
 from megapar.config.messages import problem
-from megapar.config.options import Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config
 
 
 class ParallelLayer(nn.Module):

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config.options import AdapterConfig, Config, ModelConfig, OptimizerConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import AdapterConfig, Config, OptimizerConfig, TrainConfig
 from megapar.train.state import TrainState
 from megapar.train.step import train_step
 from megapar.train.trainable import freeze_others

@@ -27,7 +27,8 @@ from megapar.checkpoint.values import checksum
 from megapar.context import Axis, ParallelContext
 from megapar.errors import MegaparError
 from megapar.optimizer.adamw import AdamW
-from megapar.params import ZEROS, ParamSpec, Piece, StateSlice, make_piece
+from megapar.optimizer_state import StateSlice
+from megapar.params import ZEROS, ParamSpec, Piece, make_piece
 from tools.convert_checkpoint import NativeToHf, native_to_hf
 
 MODEL = {"hidden_size": 6, "rope": {"factor": 1.0}, "tie_word_embeddings": False}
@@ -48,7 +49,7 @@ def whole_spec(name: str, shape: Sequence[int]) -> ParamSpec:
 
 
 def make_slice(spec: ParamSpec, start: int, stop: int, **tensors: Tensor) -> StateSlice:
-    return StateSlice(torch.empty(0), spec, start, stop, tensors, AdamW.STATE)
+    return StateSlice(torch.empty(0), spec, start, stop, tensors, AdamW.STATE, "adamw")
 
 
 def toy_slices(step: int = 1, columns: int = 5) -> list[Any]:

@@ -9,7 +9,8 @@ from megapar_models.convert.stream import write_weights
 from megapar_models.counts import WholeModel
 from megapar_models.registry import validate
 
-from megapar.config.options import Config, ModelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, TrainConfig
 from tests.support import tiny_models
 
 KINDS: dict[str, dict[str, Any]] = {

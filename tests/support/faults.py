@@ -103,13 +103,15 @@ class Scene:
         env: Mapping[str, str] | None = None,
         plant: Callable[[], None] | None = None,
         timeout_seconds: float = 60,
+        traces: bool = False,
     ) -> Ended:
         """Run a program to its end, and assert: nothing of it is left."""
         running = self.start(*flags, env=env, plant=plant)
-        return self.finish(running, timeout_seconds)
+        return self.finish(running, timeout_seconds, traces=traces)
 
-    def finish(self, running: Program, timeout_seconds: float = 60) -> Ended:
-        """Wait for the end, and assert: no process, no temporary file, no shared memory and no traceback is left."""
+    def finish(self, running: Program, timeout_seconds: float = 60, *, traces: bool = False) -> Ended:
+        """Wait for the end, and assert: no process, temporary file or shared memory is left, and no traceback but with
+        `traces`."""
         ended = running.wait(timeout_seconds)
         pids = [running.pid, *members(self.work)]
         for _ in range(500):
@@ -120,7 +122,7 @@ class Scene:
         assert os.listdir(self.tmp) == []
         names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
         assert [name for name in names if any(f"-{pid}" in name or f"_{pid}_" in name for pid in pids)] == []
-        assert "Traceback" not in ended.err, ended.err
+        assert traces == ("Traceback" in ended.err), ended.err
         assert "Error in " not in ended.err, ended.err
         return ended
 

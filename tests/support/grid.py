@@ -16,14 +16,13 @@ from torch import Tensor, nn
 
 from megapar import context
 from megapar.batch import MicroBatch
+from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.config.options import (
     NO_ADAPTER,
     AdapterConfig,
     Config,
     DataConfig,
     KernelsConfig,
-    ModelConfig,
-    MoEConfig,
     OptimizerConfig,
     ParallelConfig,
     TrainConfig,
@@ -153,10 +152,13 @@ class Layout:
     schedule: str = "1f1b"
     sequence_parallel: bool = False
     tp_overlap_chunks: int = 1
+    ep_overlap_chunks: int = 1
     recompute: str = "none"
     every: int = 1
     zero_stage: int = 1
     shard_ranks: int = 0
+    moments: Literal["fp32", "bf16"] = "fp32"
+    main_weights: Literal["fp32", "remainder"] = "fp32"
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     micro_batch_size: int = 1
     partition: tuple[int, ...] = ()
@@ -167,6 +169,7 @@ class Layout:
     compile: bool = False
     packed: bool = False
     follows: bool = False  # one process goes on with the weights of the ranks after each step
+    optimizer: str = "adamw"
     trainable: tuple[str, ...] = ()
     adapter: AdapterConfig = NO_ADAPTER
     objective: str = "cross_entropy"
@@ -189,6 +192,7 @@ class Layout:
             schedule=self.schedule,
             sequence_parallel=self.sequence_parallel,
             tp_overlap_chunks=self.tp_overlap_chunks,
+            ep_overlap_chunks=self.ep_overlap_chunks,
             partition=self.partition,
             order=self.order,
         )
@@ -208,10 +212,13 @@ class Layout:
         # A first update of AdamW is about g / (|g| + eps): an eps above the rounding of gradients keeps it
         # well-conditioned.
         optimizer = OptimizerConfig(
+            name=self.optimizer,
             lr=5e-2,
             eps=1e-2,
             zero_stage=self.zero_stage,
             shard_ranks=self.shard_ranks,
+            moments=self.moments,
+            main_weights=self.main_weights,
             grad_reduce_dtype=self.grad_reduce_dtype,
             clip_grad=0.5,
             bucket_mb=0.0 if self.zero_stage >= 2 else 1 / 64,
@@ -353,6 +360,7 @@ MODELS = {
 SHORT = {
     "sequence_parallel": "sp",
     "tp_overlap_chunks": "overlap",
+    "ep_overlap_chunks": "chunks",
     "zero_stage": "zero",
     "micro_batch_size": "batch",
     "loss_chunk": "chunk",

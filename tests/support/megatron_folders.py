@@ -14,7 +14,7 @@ from megapar_models.family import Megatron
 from megapar_models.registry import FAMILIES
 from torch import Tensor
 
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 from tests.support import tiny_models
 
 LAYERS = 5

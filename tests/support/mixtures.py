@@ -15,6 +15,7 @@ from megapar.expert_parallel import dispatch
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
+from megapar.expert_parallel.row_counts import place_of_expert
 from megapar.params import Init
 from megapar.sharding import Sharding
 from megapar.verify import logical
@@ -38,6 +39,7 @@ class Case:
     width: int = 8
     balance: BalanceRule = field(default_factory=BalanceRule)
     impl: Implementation = "torch"
+    chunks: int = 1
 
     def tokens_of(self, rank: int, micro_batch: int = 0) -> int:
         return self.tokens[(rank + micro_batch) % len(self.tokens)]
@@ -106,13 +108,15 @@ class Mixture(nn.Module):
         )
 
     def plan(self, indices_tk: Tensor) -> dispatch.Dispatch:
-        return dispatch.plan_dispatch(indices_tk, self.case.num_experts, self.ctx.ep, self.ctx.etp)
+        number, chunks, ep = self.case.num_experts, self.case.chunks, self.ctx.ep
+        place_e = place_of_expert(number, ep, chunks, indices_tk.device)
+        return dispatch.plan_dispatch(indices_tk, number, ep, self.ctx.etp, chunks=chunks, place_e=place_e)
 
     def mix(self, x_th: Tensor, weights_tk: Tensor, plan: dispatch.Dispatch) -> Tensor:
         """The experts' weighted results [t, h]."""
         impl = self.case.impl
-        rows = dispatch.receive(dispatch.send(x_th, plan, impl), plan, impl)
-        return dispatch.combine(self.experts(rows, plan.groups), weights_tk, plan, impl)
+        returning = dispatch.compute(self.experts, dispatch.send(x_th, plan, impl), plan, impl)
+        return dispatch.combine(returning, weights_tk, plan, impl)
 
     def route(self, x_th: Tensor, indices: Tensor | None = None) -> Routing:
         return self.router(x_th, indices)

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, ModelConfig, MoEConfig, OptimizerConfig, TrainConfig
+from megapar.config.model_options import ModelConfig, MoEConfig
+from megapar.config.options import Config, OptimizerConfig, TrainConfig
 from megapar.errors import ConfigError
 from megapar.train.state import TrainState
 from megapar.train.step import train_step

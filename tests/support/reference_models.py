@@ -8,7 +8,7 @@ from megapar_models.registry import find
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.config.options import ModelConfig
+from megapar.config.model_options import ModelConfig
 
 Tensors = Mapping[str, Tensor]
 

@@ -77,6 +77,7 @@ VALUES: dict[str, list[Any]] = {
     "parallel.schedule_costs": [(1.0,), (1.0, 1.3, 0.7)],
     "parallel.sequence_parallel": [True],
     "parallel.tp_overlap_chunks": [1, 2],
+    "parallel.ep_overlap_chunks": [1, 2],
     "parallel.partition": [(1, 2), (2, 2), (1, 0, 2, 1), (1, 1, 1, 1)],
     "parallel.order": ["tp-cp-dp-pp", "dp-tp-cp-pp", "tp-dp-pp-cp", "tp-dp"],
     "train.steps": [1, 10, 100],

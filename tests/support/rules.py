@@ -10,7 +10,8 @@ from megapar_models.reference import Tensors
 from torch import Tensor
 
 from megapar import context
-from megapar.config.options import KernelsConfig, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import KernelsConfig
 from megapar.verify import logical
 from tests.support import tiny_models
 

@@ -12,7 +12,8 @@ from megapar_models.stage import Stage
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.config.options import NO_ADAPTER, AdapterConfig, Config, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import NO_ADAPTER, AdapterConfig, Config, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.verify import logical
 
