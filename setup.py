@@ -70,6 +70,7 @@ setup(
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings>=1,<2", "mkdocstrings-python>=2,<3"],
         "dev": [
             "pytest>=8",
+            "PyYAML>=6",  # the tests read the templates for Kubernetes and SkyPilot
             "pytest-xdist>=3",  # the suite on all cores: half the time
             "hypothesis>=6",
             "ruff",

@@ -28,7 +28,7 @@ class Command(NamedTuple):
 # Programs that are for work on this repository are not here: benchmark.py measures the checkout beside other packages,
 # code_figures.py, docs_hooks.py and draw_architecture.py read its sources, compare_flags.py writes a page of its
 # documentation, gpu_facts.py is a part of gpu_check.sh. calibrate.py measures with the benchmarks.
-# plan_accuracy.py and strategy_tables.py write pages of the documentation. own_loop.py and grpo.py are
+# plan_accuracy.py, coming_over.py and strategy_tables.py write pages of the documentation. own_loop.py and grpo.py are
 # examples to copy.
 COMMANDS = {
     "pretrain": Command("pretrain_scripts.pretrain", "Train a model, on this machine or as a rank of a job."),
@@ -43,10 +43,15 @@ COMMANDS = {
         "tools.inspect_gradients", "Show the gradients of replicas before and after their sum."
     ),
     "convert": Command("tools.convert_checkpoint", "Convert from and to Hugging Face, from Megatron-LM, to torch."),
+    "from_megatron": Command("tools.from_megatron", "Turn a job of Megatron-LM into a configuration of megapar."),
+    "from_deepspeed": Command("tools.from_deepspeed", "Turn a job of Hugging Face's Trainer or DeepSpeed into one."),
+    "from_torchtitan": Command("tools.from_torchtitan", "Turn a job of torchtitan into a configuration of megapar."),
     "new_family": Command("tools.new_family", "Show what a model without a family here needs, and draft a family."),
     "score": Command("tools.score", "Write the log-probabilities of texts, or those beside prepared tokens."),
+    "judge": Command("tools.judge", "Measure a model: perplexity of texts, and tasks of lm-evaluation-harness."),
     "generate": Command("tools.generate", "Continue a text with a trained model."),
     "verify_layouts": Command("tools.verify_layouts", "Compare layouts with one process, parameter by parameter."),
+    "status": Command("tools.status", "Say how runs are, from the files of their folders alone."),
     "plot": Command("tools.plot", "Draw the loss, the load of experts and the timeline of a run."),
     "profile": Command("tools.profile", "Show where the time of recorded steps went, on every rank."),
     "simulate": Command("tools.simulate", "Run one rank's training step of a world of any size, on this machine."),

@@ -13,13 +13,10 @@ import torch.distributed as dist
 
 from megapar.comm import host_meeting
 from megapar.comm.flight import AxisLog, Flight
-from megapar.comm.process_groups import ProcessGroups
-from megapar.comm.shared_memory import Host
 from megapar.comm.store import StoreUser, part_of
 from megapar.comm.transport import ALONE, PLANNED, Transport
-from megapar.comm.transport_gloo import Gloo
-from megapar.comm.transport_shared_memory import SharedMemory
-from megapar.comm.transport_torch import TorchDistributed
+from megapar.comm.transports import Transports
+from megapar.errors import ConfigError
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.grid import Grid, Groups
 
@@ -94,6 +91,9 @@ class ParallelContext:
     Experts lie on a grid of their own over the same ranks: experts are dealt over `ep`, and each is cut over `etp`. The
     ranks of `expert_grad` hold the same experts, and sum their gradients. The three have size 1 in a model without
     experts.
+
+    `plane` is tp x grad, the ranks with a part of a matrix, and `expert_plane` is etp x expert_grad. They are None
+    unless the optimizer of the run asks for them (`Grid.planes`), and have size 1 if they have one direction.
     """
 
     tp: Axis
@@ -110,12 +110,28 @@ class ParallelContext:
     flight: Flight = field(default_factory=Flight, compare=False)
     cores: int = field(default=1, compare=False)
     expert_load: ExpertLoad = field(default=EVEN, compare=False)
+    plane: Axis | None = None
+    expert_plane: Axis | None = None
 
     @property
     def axes(self) -> tuple[Axis, ...]:
         dense = (self.tp, self.cp, self.dp, self.pp, self.grad)
         parts = [part for axis in (self.grad, self.expert_grad) for part in (axis.inner, axis.outer) if part]
-        return (*dense, self.etp, self.ep, self.expert_grad, self.tied, self.world, *parts)
+        planes = [axis for axis in (self.plane, self.expert_plane) if axis]
+        return (*dense, self.etp, self.ep, self.expert_grad, self.tied, self.world, *parts, *planes)
+
+    def plane_of(self, grad_axis: str) -> tuple[Axis, Axis]:
+        """The axis that cuts a matrix, and all ranks with parts of it, by the name of the axis of its gradient sum."""
+        cut, grad, plane = self.tp, self.grad, self.plane
+        if grad_axis == self.expert_grad.name:
+            cut, grad, plane = self.etp, self.expert_grad, self.expert_plane
+        if cut.size == 1:
+            return cut, grad
+        if grad.size == 1:
+            return cut, cut
+        if plane is None:
+            raise ConfigError("an optimizer of whole matrices needs optimizer.name muon if tp or etp is above 1")
+        return cut, plane
 
     def traffic(self) -> dict[str, int]:
         """Bytes sent so far by this rank, by name of the axis. Axes without traffic are left out."""
@@ -176,13 +192,15 @@ def create(
     timeout_seconds: float = 300.0,
     flight: Flight | None = None,
     use_shared_memory: bool = True,
+    symmetric_tp: bool = False,
     cores: int = 1,
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
 
     Collectives raise an error after `timeout_seconds`. `flight` is the log of this rank's operations, by default
     private. With `use_shared_memory`, the axes of a gloo job exchange through shared memory if all its ranks are on one
-    host. `cores` are the CPU cores for this rank.
+    host. With `symmetric_tp`, the GPUs of `tp` gather and sum by copies from each other's memory. `cores` are the CPU
+    cores for this rank.
 
     Raises ValueError if the grid's sizes do not multiply to the world size, or if ep * etp does not divide
     tp * cp * dp.
@@ -194,46 +212,33 @@ def create(
     if world_size == 1:
         return single(device, flight, cores)
     flight = flight or Flight()
+    device = device or torch.device("cpu")
     rank = dist.get_rank()
     host = None
     if use_shared_memory and dist.get_backend() == "gloo":
         store = part_of(dist.distributed_c10d._get_default_store(), StoreUser.EXCHANGE)
         host = host_meeting.meet(rank, store, dist.barrier, timeout_seconds)
-    maker = _AxisMaker(rank, world_size, timedelta(seconds=timeout_seconds), flight, host)
+    symmetric = ("tp",) if symmetric_tp else ()
+    transports = Transports(rank, world_size, timedelta(seconds=timeout_seconds), device, host, symmetric)
+    maker = _AxisMaker(rank, flight, transports)
     axes = {name: maker.make(name, groups) for name, groups in grid.groups().items()}
-    device = device or torch.device("cpu")
     return ParallelContext(**_with_parts(axes), device=device, flight=flight, cores=cores, expert_load=EVEN)
 
 
 class _AxisMaker:
     """Makes the axes of a rank, each with what it needs to communicate. All ranks make the same axes in one order."""
 
-    def __init__(self, rank: int, world_size: int, timeout: timedelta, flight: Flight, host: Host | None):
+    def __init__(self, rank: int, flight: Flight, transports: Transports):
         self._rank = rank
         self._flight = flight
-        self._host = host
-        # Every rank knows whether this host has all of them. Then no axis needs a group.
-        self._needs_groups = host is None or len(host.peers) + 1 < world_size
-        self._groups = ProcessGroups(rank, world_size, timeout)
-        self._axes = 0
+        self._transports = transports
 
     def make(self, name: str, groups: Groups) -> Axis:
         """The axis of this rank, given all groups of ranks in its direction."""
-        self._axes += 1
-        if self._needs_groups:
-            self._groups.make(name, groups)
+        self._transports.meet(name, groups)
         members = next((ranks for ranks in groups if self._rank in ranks), (self._rank,))
         if len(members) == 1:
             return Axis(name, ranks=members)
         position = members.index(self._rank)
         log = self._flight.axis(name, members[0], len(members), position)
-        transport = self._transport(name, position, members, log)
-        return Axis(name, len(members), position, members, transport, log=log)
-
-    def _transport(self, name: str, position: int, members: tuple[int, ...], log: AxisLog) -> Transport:
-        if self._host is not None and self._host.peers.issuperset(set(members) - {self._rank}):
-            # The number of the axis is the same on all ranks, and so names its messages.
-            return SharedMemory(self._host, self._axes, position, members, log)
-        group = self._groups.of(name, members)
-        kind = Gloo if dist.get_backend(group) == "gloo" else TorchDistributed
-        return kind(group, position, members, log)
+        return Axis(name, len(members), position, members, self._transports.of(name, position, members, log), log=log)

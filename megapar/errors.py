@@ -75,6 +75,13 @@ class OutOfMemoryError(MegaparError):
     exit_code = 8
 
 
+class Rewind(MegaparError):  # noqa: N818 (no error)
+    """A spike of the loss: the next start goes on from before it (guard.on_spike)."""
+
+    exit_code = 9
+    everywhere = True
+
+
 @contextmanager
 def storing(path: Path) -> Iterator[None]:
     """Turn an OSError in the block into a StorageError about `path`."""

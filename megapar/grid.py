@@ -26,7 +26,8 @@ class Grid:
 
     `order` names the dense axes, the fastest first. `ep` and `etp` are sizes of the expert grid. An `ep` of 0 stands
     for a model without experts. ZeRO shards over groups of `shard_ranks` neighbors on the axes of gradients, 0 for all
-    ranks. `tied` are the pipeline ranks with copies of the embedding, by default the first and the last.
+    ranks. `tied` are the pipeline ranks with copies of the embedding, by default the first and the last. With `planes`
+    the ranks that have parts of a matrix can communicate all at once.
 
     Raises ValueError if `order` does not name each axis once.
     """
@@ -40,6 +41,7 @@ class Grid:
     order: str = DEFAULT_ORDER
     shard_ranks: int = 0
     tied: tuple[int, ...] | None = None
+    planes: bool = False
 
     def __post_init__(self) -> None:
         if sorted(self.order.split("-")) != sorted(self.sizes):
@@ -86,7 +88,24 @@ class Grid:
         for name in GRADIENT_AXES:
             if groups[name] and 0 < self.shard_ranks < len(groups[name][0]):
                 groups[f"{name}_shards"], groups[f"{name}_copies"] = _split(groups[name], self.shard_ranks)
+        if self.planes:
+            groups["plane"] = groups["expert_plane"] = []
+            if self._has_plane:
+                groups["plane"] = rank_groups(self.sizes, ["tp", "cp", "dp"], self.order)
+            if self._has_expert_plane:
+                axes = ["etp", "expert_grad"]
+                groups["expert_plane"] = expert_rank_groups(self.sizes, self.expert_sizes, axes, self.order)
         return groups
+
+    @property
+    def _has_plane(self) -> bool:
+        """Whether a plane of tp x grad has two directions. Otherwise an axis of one of them has the same ranks."""
+        return min(self.tp, self.dp * self.cp) > 1
+
+    @property
+    def _has_expert_plane(self) -> bool:
+        sizes = self.expert_sizes
+        return min(sizes["etp"], sizes["expert_grad"]) > 1
 
     def positions(self, rank: int) -> dict[str, tuple[int, int]]:
         """For each axis of `groups`, by name, the number of ranks in the group of `rank`, and its position there."""
@@ -106,6 +125,13 @@ class Grid:
             if 0 < self.shard_ranks < size:
                 found[f"{name}_shards"] = (self.shard_ranks, index % self.shard_ranks)
                 found[f"{name}_copies"] = (size // self.shard_ranks, index // self.shard_ranks)
+        if self.planes:
+            found["plane"] = found["expert_plane"] = (1, 0)
+            if self._has_plane:
+                found["plane"] = (self.tp * self.dp * self.cp, in_stage)
+            if self._has_expert_plane:
+                (etp, in_etp), (copies, copy) = found["etp"], found["expert_grad"]
+                found["expert_plane"] = (etp * copies, in_etp + etp * copy)
         return found
 
     def _index(self, position: Mapping[str, int], axes: Sequence[str]) -> int:

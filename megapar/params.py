@@ -2,8 +2,8 @@
 
 Initialization, gradient sums, gradient norm, weight decay, the optimizer, ZeRO ownership and the boxes of a checkpoint
 all follow from `ParamSpec`. A parameter without one is an error. How a parameter is treated follows from its spec
-alone, never from its class, its number of dimensions or its name. One exception: the user's option train.trainable
-selects by name (`selected`).
+alone, never from its class, its number of dimensions or its name. Two exceptions: the user's options train.trainable
+(`selected`) and optimizer.groups select by name.
 """
 
 import itertools
@@ -114,8 +114,13 @@ class ParamSpec:
     Its ranks have different samples, or different positions of them. The ranks with the same position on it form one
     data-parallel replica. Under ZeRO the optimizer state is sharded over its `shards`.
     """
-    optimizer: str = "adamw"
-    """The optimizer: a name of `megapar.optimizer.table.OPTIMIZERS`, or MODULE:NAME for one of your own."""
+    update: Literal["element", "matrix"] = "element"
+    """What an optimizer may see in the parameter. "matrix": each piece is the matrix of a hidden linear layer.
+
+    Embeddings, heads, routers, adapters, norms and biases are elements to every optimizer.
+    """
+    optimizer: str = ""
+    """"" for the optimizer of the run (optimizer.name), or MODULE:NAME for one of your own, whatever the run's is."""
     token_share: Fraction = Fraction(1)
     """The share of tokens using the parameter: num_experts_per_tok / num_experts for those of experts.
 
@@ -271,39 +276,8 @@ def spec_of(param: Tensor, name: str = "parameter") -> ParamSpec:
 
 
 MAIN = "main"
-"""Key of the fp32 main weights in StateSlice.tensors. The optimizer chooses the other keys."""
-
-
-@dataclass(frozen=True)
-class StateTensor:
-    """A tensor kept by an optimizer for every parameter, with as many elements as the parameter.
-
-    `initial` is the value of each element before the first update. Padding has it too. A checkpoint with a negative
-    value of a `nonnegative` tensor is damaged.
-    """
-
-    name: str
-    dtype: torch.dtype = torch.float32
-    initial: float = 0.0
-    nonnegative: bool = False
-
-
-@dataclass(frozen=True)
-class StateSlice:
-    """Flat elements [start, stop) of a local parameter, and the optimizer state of these elements on this rank.
-
-    `tensors` are 1-D. A checkpoint names each of them by its key, a dot and the name of the piece: main.norm.weight.
-    `states` declares those besides the main weights.
-    """
-
-    param: Tensor
-    spec: ParamSpec
-    start: int
-    stop: int
-    tensors: Mapping[str, Tensor]
-    states: Sequence[StateTensor] = ()
-
-    @property
-    def main(self) -> Tensor:
-        """The fp32 weights that the optimizer updates."""
-        return self.tensors[MAIN]
+"""Key of the main weights in StateSlice.tensors. The optimizer chooses the other keys, but for AVERAGE."""
+AVERAGE = "average"
+"""Key of the fp32 average of main weights over the steps (optimizer.ema)."""
+REMAINDER = "remainder"
+"""Name of the lower halves of main weights among an optimizer's state, if the upper halves are the parameters."""

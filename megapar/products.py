@@ -164,7 +164,7 @@ class ConvertedWeight:
     """
 
     def __init__(self) -> None:
-        self._value: Any = None
+        self._values: dict[tuple[int, torch.Size], Any] = {}  # by the place and the shape of the view
         self._made: tuple[MatrixProducts, int] | None = None  # by which products, of which version of the weight
 
     @classmethod
@@ -177,18 +177,21 @@ class ConvertedWeight:
         return found
 
     def get(self, weight: Tensor, products: MatrixProducts) -> Any:
-        """`products.convert_weight(weight)`, made now or before. `weight` is the parameter or a view of it."""
+        """`products.convert_weight(weight)`, made now or before. `weight` is the parameter, a view or a part of it."""
         wanted = products, weight._version
-        if self._made == wanted:
-            return self._value
+        if self._made != wanted:
+            self.forget()
+        part = int(weight.storage_offset()), weight.shape
+        if part in self._values:
+            return self._values[part]
         value = products.convert_weight(weight)
         if value is not weight:
-            self._value = value
+            self._values[part] = value
             self._made = wanted
         return value
 
     def forget(self) -> None:
-        self._value = None
+        self._values = {}
         self._made = None
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,11 +21,12 @@ class Sharding:
     a sample are cut over `cp`. Experts are dealt over `ep`, and each is cut over `etp`. Their replicas are
     `expert_grad_axis` (see ParallelContext).
 
-    `optimizer` names that of the parameters (`ParamSpec.optimizer`). `expert_load` is that of a plan
-    (`ParallelContext`).
+    `optimizer` names that of the parameters, if it is not the run's (`ParamSpec.optimizer`). `expert_load` is that of a
+    plan (`ParallelContext`).
 
     With `overlap_chunks` above 1, a linear layer communicates its input or output in that many chunks, while it
-    computes its product. Without `allocate`, parameters get their memory later: with ZeRO-3 a rank never holds all of
+    computes its product. With `expert_chunks` above 1, the rows of experts travel in that many chunks, while the
+    experts work on others. Without `allocate`, parameters get their memory later: with ZeRO-3 a rank never holds all of
     them.
     """
 
@@ -34,12 +36,13 @@ class Sharding:
     dtype: torch.dtype
     device: torch.device
     overlap_chunks: int = 1
+    expert_chunks: int = 1
     cp: Axis = field(default_factory=partial(Axis, "cp"))
     ep: Axis = field(default_factory=partial(Axis, "ep"))
     etp: Axis = field(default_factory=partial(Axis, "etp"))
     expert_grad_axis: Axis = field(default_factory=partial(Axis, "expert_grad"))
     allocate: bool = True
-    optimizer: str = "adamw"
+    optimizer: str = ""
     expert_load: ExpertLoad = EVEN
 
     @classmethod
@@ -50,6 +53,7 @@ class Sharding:
         *,
         sequence_parallel: bool = False,
         overlap_chunks: int = 1,
+        expert_chunks: int = 1,
         allocate: bool = True,
     ) -> "Sharding":
         """The sharding of a rank: its axes and its device."""
@@ -60,6 +64,7 @@ class Sharding:
             dtype=dtype,
             device=ctx.device,
             overlap_chunks=overlap_chunks,
+            expert_chunks=expert_chunks,
             cp=ctx.cp,
             ep=ctx.ep,
             etp=ctx.etp,
@@ -72,11 +77,18 @@ class Sharding:
     def splits_sequence(self) -> bool:
         return self.sequence_parallel and self.tp.size > 1
 
-    def parameter(self, pieces: tuple[Piece, ...], shape: Sequence[int], init: Init, *, decay: bool) -> nn.Parameter:
+    def parameter(
+        self,
+        pieces: tuple[Piece, ...],
+        shape: Sequence[int],
+        init: Init,
+        *,
+        decay: bool,
+        update: Literal["element", "matrix"] = "element",
+    ) -> nn.Parameter:
         """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
-        return self.parameter_of(
-            ParamSpec(pieces, init, decay=decay, grad_axis=self.grad_axis, optimizer=self.optimizer), shape
-        )
+        spec = ParamSpec(pieces, init, decay=decay, grad_axis=self.grad_axis, update=update, optimizer=self.optimizer)
+        return self.parameter_of(spec, shape)
 
     def parameter_of(self, spec: ParamSpec, shape: Sequence[int]) -> nn.Parameter:
         """Make an uninitialized parameter of the local `shape`. Without `allocate` its storage is empty."""

@@ -16,9 +16,10 @@ from megapar_models.objectives import Losses, Objective, Scored
 from megapar_models.registry import validate
 from torch import Tensor
 
-from megapar import context, device
+from megapar import context, environment
 from megapar.batch import MicroBatch
-from megapar.config.options import CheckpointConfig, Config, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import CheckpointConfig, Config, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.launch.grid import grid_of
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import reported
@@ -139,7 +140,7 @@ def run(config: Config, ctx: context.ParallelContext, seed: int = 0) -> list[flo
 
 def main() -> None:
     with reported():
-        env = device.environment()
+        env = environment.read()
         config = options(env.world_size)
     with rank_process(config, env) as process:
         ctx = join(config, env, process)

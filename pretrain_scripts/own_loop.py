@@ -7,7 +7,7 @@ from pathlib import Path
 from megapar_models.build import build_stages
 from megapar_models.registry import FOR_OPTIONS, num_targets, validate
 
-from megapar import device
+from megapar import environment
 from megapar.config.files import load
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import reported
@@ -17,7 +17,7 @@ from megapar.train.step import train_step
 from megapar.train.trainer import start
 
 with reported():
-    env = device.environment()  # one process, or the rank that torchrun or Slurm started
+    env = environment.read()  # one process, or the rank that torchrun or Slurm started
     config = validate(load(sys.argv[1:], families=FOR_OPTIONS).config, env.world_size)
 run_dir = Path(config.run_dir)
 with rank_process(config, env) as process:

@@ -11,16 +11,18 @@ from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import size_and_flops
 from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, sample_kind, validate
 
-from megapar import device
+from megapar import environment
 from megapar.comm.flight import Board
 from megapar.config.derive import smallest_world
+from megapar.config.elastic import fitted
 from megapar.config.files import Resolved, load, to_toml
 from megapar.config.options import Config
+from megapar.environment import Environment
 from megapar.errors import Preempted
-from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process, refuse_start
 from megapar.launch.reporting import exits_refused, open_streams, reported
-from megapar.plan import choose_chunks, dry_run, memory, predicted
+from megapar.launch.restarts import keep_running
+from megapar.plan import choose_memory, dry_run, memory, out_of_memory, predicted
 from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.plan.parts import Parts
 from megapar.system import limits
@@ -33,15 +35,15 @@ from megapar.train.trainer import Run, initializes_by_unit, start, train
 def check(resolved: Resolved, world_size: int) -> Config:
     """Check the configuration for `world_size` ranks; returns it with derived values filled in."""
     config = with_vocabulary_of_tokenizer(validate(resolved.config, world_size))
-    return choose_chunks.check_chunks(check_schedule(resolved.config, config, parts := Parts(StageBuilder())), parts)
+    return choose_memory.check_choices(check_schedule(resolved.config, config, parts := Parts(StageBuilder())), parts)
 
 
-def run(resolved: Resolved, config: Config, env: device.Environment, board: Board | None = None) -> None:
+def run(resolved: Resolved, config: Config, env: Environment, board: Board | None = None) -> None:
     """Train on one rank. Ranks of the local launcher log what they do on `board`."""
     parts = Parts(StageBuilder())
-    explained = partial(dry_run.explaining_out_of_memory, config, parts, env.rank)
-    # The outer one covers the start of `rank_process`'s threads, the inner one makes an error that it reports.
-    with explained(), rank_process(config, env, board) as process, explained():
+    valid = partial(validate, world_size=env.world_size)
+    explained = out_of_memory.Explanation(config, resolved.config, valid, parts, env.rank)
+    with explained.around(), rank_process(config, env, board) as process, explained.around():  # the outer: its threads
         ctx = join(config, env, process)
         resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, parts)
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
@@ -51,17 +53,25 @@ def run(resolved: Resolved, config: Config, env: device.Environment, board: Boar
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
-            state, notes = start(config, ctx, stages, identity(data, validation_sets), limit)
+            state, notes = start(config, ctx, stages, identity(data, validation_sets), limit, env)
             data.consumed_samples = state.consumed_samples
             size, flops = size_and_flops(config)
             write_run_header(config, ctx, size, [*balance, *notes], to_toml(resolved, config))
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
             report = dry_run.memory_report_of(config, parts, env.rank)
             time = predicted.prediction_of(config, parts, ctx)
-            stopped = train(Run(state, data, validation_sets, run_dir, flops, process.asked_to_stop, report, time))
+            stopped = train(
+                Run(state, data, validation_sets, run_dir, flops, process.asked_to_stop, report, time, process)
+            )
         leave(ctx)
         if stopped:
             raise Preempted(stopped)
+
+
+def prepare(resolved: Resolved, world_size: int) -> partial[None]:
+    """The program of a rank of `world_size` ranks. They may be fewer than the options ask for (launch.min_dp)."""
+    resolved = fitted(resolved, world_size)
+    return partial(run, resolved, check(resolved, world_size))
 
 
 def plan(resolved: Resolved) -> None:
@@ -76,22 +86,21 @@ def main() -> int:
     open_streams()
     limits.raise_open_files()
     # Ranks have not met yet, so one process prints an error for all of them.
-    speaker = 0 if device.first_to_speak() else 1
+    speaker = 0 if environment.first_to_speak() else 1
     with reported(speaker):
         resolved = load(sys.argv[1:], named_configs(Path(__file__).parent / "configs"), FOR_OPTIONS)  # --help ends here
     with reported(speaker), exits_refused():
         if resolved.config.dry_run:
             plan(resolved)
             return 0
-        env = device.environment()
+        env = environment.read()
         refuse_start(resolved.config)
         world = env.world_size if env.launched else max(resolved.config.launch.nproc, 1)
-        config = check(resolved, world)
-        if world > 1 and not env.launched:
-            device.choose(config.launch.device, 0, world)  # an error is raised here once, and not in every rank
-            preload(config)
-            return start_local_ranks(partial(run, resolved, config), world, config.run_dir)
-        run(resolved, config, env)
+        main_of_rank = prepare(resolved, world)
+        config = main_of_rank.args[1]
+        if not env.launched and (world > 1 or config.launch.max_restarts):
+            return keep_running(main_of_rank, partial(prepare, resolved), config)
+        main_of_rank(env)
     return 0
 
 

@@ -12,6 +12,7 @@ finetuning   fine-tuning on packs beside the Trainer of transformers, on a CPU
 generation   texts continued beside transformers, on a CPU
 packing      how full packs of conversations are, beside TRL's
 handoff      weights handed over in buckets, and tensor by tensor
+restarts     what a lost rank and a snapshot cost
 recompute    step time and kept bytes of each train.recompute
 gpu          training models of billions of weights on one GPU
 kernels      every fused kernel on one GPU
@@ -38,6 +39,7 @@ MODULES = {
     "generation": "benchmarks.generation",
     "packing": "benchmarks.packing",
     "handoff": "benchmarks.handoff",
+    "restarts": "benchmarks.restarts",
     "recompute": "benchmarks.recompute",
     "gpu": "benchmarks.gpu",
     "kernels": "benchmarks.kernels.run",

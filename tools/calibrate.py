@@ -19,14 +19,14 @@ import tyro
 from benchmarks.ranks import run_ranks
 from megapar_kernels.attention import causal_attention
 
-from megapar import context, device
+from megapar import context, device, environment
 from megapar.comm import collectives
 from megapar.config.messages import counted
 from megapar.context import Axis
 from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.launch.reporting import reported
-from megapar.plan.hardware import AttentionRate, Hardware, Link, MatrixRates, load, write
+from megapar.plan.hardware import AttentionRate, Hardware, HostMemory, Link, MatrixRates, load, write
 from megapar.precision import model_dtype
 
 Precision = Literal["fp32", "bf16", "fp16"]
@@ -54,7 +54,7 @@ class Arguments:
     output: Path
     """The TOML file to write."""
     like: str = ""
-    """Hardware, by name or file, with the figures that no measurement here gives: network, price and watts."""
+    """Hardware, by name or file, with what no measurement here gives: network, host memory, price and watts."""
     nproc: int = 0
     """Ranks that measure at the same time; 0: all GPUs, or two on a CPU."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -253,6 +253,7 @@ def hardware_of(found: dict[str, Any], world: int, precision: Precision, name: s
         memory_share=1.0,
         node=node,
         network=node,
+        host=HostMemory(round(found["memory_bytes"] * world / 2**30, 2), round(memory, 3), round(memory, 3)),
         all_to_all_share=round(all_to_all_share, 3),
         interference=round(interference, 3),
         kernel_us=0.0,
@@ -268,6 +269,7 @@ def hardware_of(found: dict[str, Any], world: int, precision: Precision, name: s
         gpus_per_node=like.gpus_per_node,
         reserve_gib=like.reserve_gib,
         network=like.network,
+        host=like.host,
         price_per_hour=like.price_per_hour,
         watts=like.watts,
     )
@@ -301,7 +303,7 @@ def main(arguments: Arguments) -> None:
         precision = arguments.precision
     world = arguments.nproc
     if not world:
-        world = gpus if target == "cuda" else min(2, device.usable_cores())
+        world = gpus if target == "cuda" else min(2, environment.usable_cores())
     task = _task(target, precision, world)
     # In the file's own folder, so that an error of the path comes before minutes of measuring.
     arguments.output.touch()
@@ -321,7 +323,7 @@ def _task(target: str, precision: Precision, world: int) -> Task:
 def _comments(like: str) -> dict[str, str]:
     """What to know of the figures, by the key of `Hardware`."""
     note = f"as {like}" if like else "not measured: --like HARDWARE takes it from another file"
-    comments = dict.fromkeys(("reserve_gib", "network.gb_per_second", "price_per_hour", "watts"), note)
+    comments = dict.fromkeys(("reserve_gib", "network.gb_per_second", "host.gib", "price_per_hour", "watts"), note)
     comments["step_overhead_ms"] = "not measured"
     comments["matrix.grouped_share"] = "not measured"
     return comments

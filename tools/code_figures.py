@@ -135,7 +135,8 @@ def hops() -> tuple[int, int]:
 
     from megapar import context
     from megapar.batch import MicroBatch
-    from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
+    from megapar.config.model_options import ModelConfig
+    from megapar.config.options import Config, ParallelConfig, TrainConfig
     from megapar.products import MatrixProducts
     from megapar.random import initialize
     from megapar.train.step import train_step

@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
-from megapar_models.convert import adapters, dcp, megatron, megatron_core, upcycle
+from megapar_models.convert import adapters, averages, dcp, megatron, megatron_core, upcycle
 from megapar_models.convert.config_json import (
     canonical_name,
     from_hugging_face,
@@ -51,7 +51,8 @@ from megapar.config.compatible import decided_by
 from megapar.config.data_spec import Entry
 from megapar.config.files import part_toml
 from megapar.config.messages import first_few
-from megapar.config.options import Config, DataConfig, ModelConfig, TrainConfig, flatten
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, DataConfig, TrainConfig, flatten
 from megapar.config.plugins import package_of
 from megapar.data.prepared import read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
@@ -537,6 +538,7 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {
     "megatron-to-native": (MegatronToNative, megatron_to_native),
     "native-to-dcp": (NativeToDcp, native_to_dcp),
     "upcycle": (Upcycle, upcycle_dense),
+    "average": (averages.AverageOfWeights, averages.average_of_weights),
     "merge": (adapters.Merge, adapters.merge),
     "native-to-peft": (adapters.NativeToPeft, adapters.native_to_peft),
     "peft-to-native": (adapters.PeftToNative, adapters.peft_to_native),

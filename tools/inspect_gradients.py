@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megapar import context, device
+from megapar import context, environment
 from megapar.batch import MicroBatch
 from megapar.comm import collectives
 from megapar.comm.flight import Board
@@ -33,6 +33,7 @@ from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.data_parallel.buckets import intersect
 from megapar.device import DeviceClock
+from megapar.environment import Environment
 from megapar.errors import ConfigError, storing
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
@@ -286,7 +287,7 @@ def draw(found: Mapping[str, Drift], left_out: int, path: Path) -> None:
 # The program
 
 
-def inspect(config: Config, args: Arguments, env: device.Environment, board: Board | None = None) -> None:
+def inspect(config: Config, args: Arguments, env: Environment, board: Board | None = None) -> None:
     """Inspect on one rank. Rank 0 prints."""
     with rank_process(config, env, board) as process:
         ctx = join(config, env, process)
@@ -381,7 +382,7 @@ def write(
         path.write_text(json.dumps(content, indent=1))
 
 
-def config_of(flags: Sequence[str], env: device.Environment) -> Config:
+def config_of(flags: Sequence[str], env: Environment) -> Config:
     """The configuration that pretrain.py would run with these flags."""
     resolved = load(flags, named_configs(Path(__file__).parents[1] / "pretrain_scripts/configs"), FOR_OPTIONS)
     world = env.world_size if env.launched else max(resolved.config.launch.nproc, 1)
@@ -393,7 +394,7 @@ def config_of(flags: Sequence[str], env: device.Environment) -> Config:
 def main() -> int:
     with reported():
         args, flags = tyro.cli(Arguments, description=Arguments.__doc__, use_underscores=True, return_unknown_args=True)
-        env = device.environment()
+        env = environment.read()
         config = config_of(flags, env)
         check(config, args)
         if env.launched:

@@ -19,6 +19,7 @@ from megapar.config.options import Config
 from megapar.errors import ConfigError
 from megapar.launch.reporting import reported
 from megapar.plan import hardware
+from megapar.plan.choose_chunks import best, with_chunks
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import RankReport, fullest_rank
 from megapar.plan.parts import Parts
@@ -59,6 +60,11 @@ class Planner:
 
     def memory(self, config: Config) -> RankReport:
         return fullest_rank(config, self.parts)
+
+    def in_chunks(self, config: Config) -> Config:
+        """`config` with the number of chunks that parallel.ep_overlap_chunks 0 takes."""
+        machine = hardware.load(_GPU)
+        return best(with_chunks(config, "ep_overlap_chunks", 0), lambda of: step_time(of, self.parts, machine).seconds)
 
     def time(self, config: Config, machine: Hardware | None = None) -> StepTime:
         """The simulated step, by default on nodes of 8 H100s."""
@@ -106,6 +112,19 @@ def needs(planner: Planner) -> Table:
             report = planner.memory(planner.config(preset, gpus, full))
             parts = (report.weights, report.gradients, report.optimizer, report.activations, report.total)
             rows.append([name, f"{gpus:,}", layout, *map(_gib, parts), _smallest_gpu(report.total)])
+    return rows
+
+
+def narrow(planner: Planner) -> Table:
+    """What a GPU holds with the optimizer's state in fewer bytes, and the smallest GPU that has room for it."""
+    rows = [["model", "GPUs", "layout", "state", "bytes", "states", "all, GiB", "smallest GPU", "tokens/s/GPU"]]
+    for preset, name, gpus, layout, flags in _NARROWED:
+        for title, per_parameter, options in _STATES:
+            config = planner.config(preset, gpus, f"{_batch(64, 8192)} {flags} {options}")
+            report = planner.memory(config)
+            cells = [_gib(report.optimizer), _gib(report.total), _smallest_gpu(report.total)]
+            speed = f"{planner.time(config).tokens_per_second_per_gpu:,.0f}"
+            rows.append([name, str(gpus), layout, title, per_parameter, *cells, speed])
     return rows
 
 
@@ -192,8 +211,9 @@ def context(planner: Planner) -> Table:
 
 
 def experts(planner: Planner) -> Table:
-    """A mixture of 128 experts on 64 GPUs, with its experts on more and more of them."""
-    rows = [["ep", "its ranks are", "GiB", "tokens/s/GPU", "waits for ep", "waits for gradients and weights"]]
+    """A mixture of 128 experts on 64 GPUs, with its experts on more and more of them, without and with chunks."""
+    columns = ["ep", "its ranks are", "GiB", "tokens/s/GPU", "waits for ep", "waits for gradients and weights"]
+    rows = [[*columns, "best chunks", "tokens/s/GPU with them", "waits for ep"]]
     cases = [("1, ZeRO-3", "-", 1, 3)]
     cases += [(str(ep), "in a node" if ep <= 8 else "across nodes", ep, 1) for ep in (2, 4, 8, 16, 64)]
     for name, span, ep, stage in cases:
@@ -202,9 +222,15 @@ def experts(planner: Planner) -> Table:
         time = planner.time(config)
         gradients = time.exposed.get("grad", 0.0) + time.exposed.get("expert_grad", 0.0)
         shares = [f"{waited / time.seconds:.0%}" for waited in (time.exposed.get("ep", 0.0), gradients)]
-        rows.append(
-            [name, span, _gib_on_h100(planner.memory(config).total), f"{time.tokens_per_second_per_gpu:,.0f}", *shares]
-        )
+        total = _gib_on_h100(planner.memory(config).total)
+        cells = [name, span, total, f"{time.tokens_per_second_per_gpu:,.0f}", *shares, "-", "-", "-"]
+        if ep > 1:
+            chunked = planner.in_chunks(config)
+            time = planner.time(chunked)
+            waited = f"{time.exposed['ep'] / time.seconds:.0%}"
+            number = str(chunked.parallel.ep_overlap_chunks)
+            cells[-3:] = [number, f"{time.tokens_per_second_per_gpu:,.0f}", waited]
+        rows.append(cells)
     return rows
 
 
@@ -228,6 +254,7 @@ def schedules(planner: Planner) -> Table:
 TABLES: dict[str, Callable[[Planner], Table]] = {
     "states": states,
     "needs": needs,
+    "narrow": narrow,
     "sent": sent,
     "tensor_or_pipeline": tensor_or_pipeline,
     "network": network,
@@ -269,6 +296,23 @@ _TYPICAL = (
             ("tp 8, pp 16, dp 8, ZeRO-1", "--parallel.tp 8 --parallel.sequence_parallel --parallel.pp 16"),
         ),
     ),
+)
+_NARROWED = (
+    ("llama3-8b", "8B", 1, "one GPU", ""),
+    ("llama3-8b", "8B", 8, "dp 8, ZeRO-2", "--parallel.dp 8 --optimizer.zero_stage 2"),
+    (
+        *("qwen3-30b-a3b", "Qwen3-30B-A3B", 8, "dp 8, ep 8, ZeRO-1, `all_but_attention`"),
+        "--parallel.dp 8 --parallel.ep 8 --train.recompute all_but_attention",
+    ),
+)
+_STATES = (
+    ("fp32", "18", ""),
+    ("`moments bf16`", "14", "--optimizer.moments bf16"),
+    (
+        *("`moments bf16`, `main_weights remainder`", "12"),
+        "--optimizer.moments bf16 --optimizer.main_weights remainder",
+    ),
+    ("`moments bf16`, `offload 1`", "6", "--optimizer.moments bf16 --optimizer.offload 1"),
 )
 _STRATEGIES = (
     ("llama2-7b", "dp 8, ZeRO-0", "--parallel.dp 8 --optimizer.zero_stage 0"),

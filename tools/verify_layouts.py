@@ -28,7 +28,8 @@ from rich.progress import Progress
 from megapar.config.derive import smallest_world, with_vocabulary
 from megapar.config.files import load
 from megapar.config.messages import counted
-from megapar.config.options import Config, MoEConfig, ParallelConfig, TrainConfig, flatten, unflatten
+from megapar.config.model_options import MoEConfig
+from megapar.config.options import Config, ParallelConfig, TrainConfig, flatten, unflatten
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, NumericError
 from megapar.launch.reporting import open_streams, reported

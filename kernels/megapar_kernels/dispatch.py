@@ -18,8 +18,8 @@ except ImportError:  # there is no triton for macOS and Windows, where torch's o
         def constexpr(self, value: Any) -> Any:
             return value
 
-        def jit(self, function: Any) -> Any:
-            return function
+        def jit(self, function: Any = None, **_: Any) -> Any:
+            return function or (lambda decorated: decorated)
 
     triton = tl = _NoTriton()
 

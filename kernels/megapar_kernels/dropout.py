@@ -46,12 +46,18 @@ def keep_mask(keys: Tensor, columns: int | Tensor, p: float) -> Tensor:
 
 
 @triton.jit
+def mix_bits(x):  # type: ignore[no-untyped-def]
+    """`mix` of uint32 numbers."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
+    return x ^ (x >> 16)
+
+
+@triton.jit
 def _kept(keys, columns, THRESHOLD: tl.constexpr):  # type: ignore[no-untyped-def]
     """`keep_mask` of keys and columns that broadcast against each other."""
-    bits = keys.to(tl.uint32) + columns.to(tl.uint32) * 0x9E3779B1
-    bits = (bits ^ (bits >> 16)) * 0x85EBCA6B
-    bits = (bits ^ (bits >> 13)) * 0xC2B2AE35
-    return (bits ^ (bits >> 16)) >= tl.full((), THRESHOLD, tl.uint32)
+    bits = mix_bits(keys.to(tl.uint32) + columns.to(tl.uint32) * 0x9E3779B1)
+    return bits >= tl.full((), THRESHOLD, tl.uint32)
 
 
 @triton.jit

@@ -17,7 +17,8 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from megapar.config.messages import shown
-from megapar.config.options import AdapterConfig, Config, ModelConfig, default_config, flatten
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import AdapterConfig, Config, default_config, flatten
 
 
 def decided_by(what: str, model: ModelConfig) -> set[str]:

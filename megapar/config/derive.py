@@ -5,8 +5,9 @@ from dataclasses import replace
 from typing import Any
 
 from megapar.config.messages import problem
+from megapar.config.model_options import MixtureModel
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import ADAPTERS, SCORE, Config, MixtureModel, ParallelConfig
+from megapar.config.options import ADAPTERS, SCORE, Config, ParallelConfig
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
@@ -30,8 +31,9 @@ def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualSt
         parallel,
         dp=parallel.dp or world_size // (parallel.tp * parallel.cp * parallel.pp),
         vpp=stages.meant_by(parallel.vpp),
-        # Without tp there is nothing to overlap. Else a plan chooses (`megapar.plan.choose_chunks`).
+        # Without tp or ep there is nothing to overlap. Else a plan chooses (`megapar.plan.choose_chunks`).
         tp_overlap_chunks=1 if parallel.tp == 1 and not parallel.tp_overlap_chunks else parallel.tp_overlap_chunks,
+        ep_overlap_chunks=1 if parallel.ep == 1 and not parallel.ep_overlap_chunks else parallel.ep_overlap_chunks,
     )
     if isinstance(model, MixtureModel):
         width = model.moe.moe_intermediate_size or model.intermediate_size

@@ -21,8 +21,9 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import tyro
 
+from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import COMMON_OPTIONS, Families, ModelRules
-from megapar.config.options import Config, ModelConfig, default_config, flatten, option_types, unflatten
+from megapar.config.options import Config, default_config, flatten, option_types, unflatten
 from megapar.config.other_frameworks.hints import Given, hint
 from megapar.errors import ConfigError
 from megapar.system.regular_files import read_regular

@@ -5,9 +5,11 @@ megapar knows no family. The program passes the rules of its family to `validate
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from megapar.config.options import Config, ModelConfig, flatten, option_types
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, flatten, option_types
 
 SELECTION_BIAS = "moe.balance"
 """The option, without `model.`, to add a selection bias to each router: its value is "bias" then."""
@@ -64,12 +66,12 @@ class Families:
 
     def readers(self, path: str) -> dict[str, Any]:
         """The known families with this option of their own: their names, each with the option's default."""
-        found = {}
-        for name, rules in self.known.items():
-            options = flatten(rules.options(), "model.")
-            if path in options:
-                found[name] = options[path]
-        return found
+        return {name: options[path] for name, options in self._own.items() if path in options}
+
+    @cached_property
+    def _own(self) -> dict[str, dict[str, Any]]:
+        """The defaults of each known family's options: those of a job of another framework ask for each row."""
+        return {name: flatten(rules.options(), "model.") for name, rules in self.known.items()}
 
 
 COMMON_OPTIONS = Families({}, lambda name: ModelRules(name=name, activations=()))

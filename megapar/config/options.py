@@ -2,8 +2,6 @@
 
 files.py fills the dataclasses from TOML files and flags. validate.py says which configurations cannot run. Neither
 imports torch. In TOML, in flags and in messages an option is named by its dotted path, such as `model.hidden_size`.
-
-A model family may have options of its own. They are the fields of a subclass of ModelConfig in the family's module.
 """
 
 import math
@@ -12,131 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_type_hints
 
-# Metadata of an option of `model`: what its value decides. Without them it decides the weights (compatible.py).
-OF_FUNCTION = {"decides": "function"}
-OF_TRAINING = {"decides": "training"}
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """Mixture of experts (arXiv 2401.04088, 2412.19437), in Hugging Face's names where it has them."""
-
-    num_experts: int = 0
-    """Experts of a layer; 0: a model without experts. Need not be a multiple of parallel.ep."""
-    num_experts_per_tok: int = field(default=2, metadata=OF_FUNCTION)
-    """Experts that each token is sent to."""
-    moe_intermediate_size: int = 0
-    """Width of an expert; 0 means model.intermediate_size. Must be a multiple of parallel.etp."""
-    scoring_func: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=OF_FUNCTION)
-    """Turns the router's logits into scores: softmax over all experts, or the sigmoid of each by itself."""
-    norm_topk_prob: bool = field(default=True, metadata=OF_FUNCTION)
-    """Divide the scores of a token's experts by their sum, so that its weights add up to 1."""
-    routed_scaling_factor: float = field(default=1.0, metadata=OF_FUNCTION)
-    """The weights of a token's experts are multiplied by it."""
-    n_group: int = field(default=1, metadata=OF_FUNCTION)
-    """Experts are divided into so many groups of consecutive experts. A token's experts come from its topk_group best
-    groups; 1: all experts are one group."""
-    topk_group: int = field(default=1, metadata=OF_FUNCTION)
-    """Number of groups that a token's experts may come from."""
-    shared_expert_intermediate_size: int = 0
-    """Width of the shared expert, which every token passes through beside its chosen ones; 0: there is none."""
-    shared_expert_gate: bool = False
-    """Multiply the shared expert's output by the sigmoid of a learned projection of the token."""
-    balance: Literal["none", "sequence", "global", "bias", "micro_batch"] = "global"
-    """What evens out the load of experts. sequence: a loss by the load of each sample. global: a loss by the load of
-    all tokens of the step before. bias: no loss; a bias is added to scores when experts are chosen. none: nothing.
-    micro_batch is refused, because its loss would depend on the layout."""
-    router_aux_loss_coef: float = field(default=0.001, metadata=OF_TRAINING)
-    """Weight of the loss of model.moe.balance sequence or global."""
-    router_bias_update_rate: float = field(default=0.001, metadata=OF_TRAINING)
-    """With model.moe.balance bias: how far the bias of an expert moves in a step (arXiv 2408.15664)."""
-    router_z_loss_coef: float = field(default=0.0, metadata=OF_TRAINING)
-    """Weight of log(sum exp(router logits))^2 in the loss. It keeps the router's logits small (ST-MoE, arXiv
-    2202.08906, uses 1e-3)."""
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """The transformer, in Hugging Face's config.json names: the options of every family."""
-
-    family: str = "llama"
-    """llama (also Mistral, Qwen): RMSNorm, RoPE, SwiGLU. mixtral, qwen3_moe, gpt_oss, deepseek, glm4_moe: with experts.
-    gpt (GPT-2): LayerNorm, learned positions, GELU, biases. MODULE:NAME is a family of your own: NAME in the Python
-    module MODULE, a megapar_models.family.Family."""
-    hidden_size: int = 256
-    """Width of the residual stream."""
-    num_hidden_layers: int = 4
-    """Number of transformer layers over all pipeline stages."""
-    num_attention_heads: int = 4
-    """Query heads; a multiple of parallel.tp."""
-    num_key_value_heads: int = 0
-    """Key and value heads, each shared by a group of query heads; 0 means num_attention_heads. May be fewer than
-    parallel.tp."""
-    head_dim: int = 0
-    """Width of a head; 0 means hidden_size / num_attention_heads."""
-    intermediate_size: int = 0
-    """Width of the MLP; 0 means 4 * hidden_size. Must be a multiple of parallel.tp."""
-    vocab_size: int = 0
-    """Number of token ids; 0 means the tokenizer's. In memory it is padded to a multiple of 128, which changes no
-    result."""
-    # A limit of train.seq_length. A family of learned positions declares that it is a size (`sizes_of_weights`).
-    max_position_embeddings: int = field(default=2048, metadata=OF_TRAINING)
-    """Longest sequence; for gpt also the rows of the position table."""
-    hidden_act: Literal["auto", "silu", "gelu_pytorch_tanh", "relu2", "xielu"] = "auto"
-    """Activation of the MLP. In llama it is that of the gate. auto: silu for llama, gelu_pytorch_tanh for gpt."""
-    rms_norm_eps: float = field(default=1e-5, metadata=OF_FUNCTION)
-    """Added to the mean square (llama) or the variance (gpt, Hugging Face's layer_norm_epsilon) in norms."""
-    tie_word_embeddings: bool = False
-    """Input embedding and output head are one matrix."""
-    head: Literal["vocabulary", "score"] = "vocabulary"
-    """What is computed of each token at the end. vocabulary: the logits of the next one. score: one number, as a reward
-    model does (docs/preferences.md)."""
-    initializer_range: float = field(default=0.02, metadata=OF_TRAINING)
-    """Standard deviation of initial weights; output projections start at it divided by sqrt(2 * num_hidden_layers)."""
-
-    @property
-    def experts(self) -> MoEConfig | None:
-        """The options of the layers with experts. None: the family has no such layers."""
-        return None
-
-    @property
-    def head_rows(self) -> int:
-        """Rows of the head's matrix, without padding."""
-        return self.vocab_size if self.head == "vocabulary" else 1
-
-    @property
-    def key_width(self) -> int:
-        """The width of a head's query and key. Narrower values are padded to it on a GPU."""
-        return self.head_dim
-
-    @property
-    def value_width(self) -> int:
-        """The width of a head's value."""
-        return self.head_dim
-
-    @property
-    def embeds_on_last_stage(self) -> bool:
-        """Whether the last stage embeds tokens too, as multi-token prediction does."""
-        return False
-
-    @property
-    def num_experts(self) -> int:
-        """Experts of a layer; 0 in a model without them."""
-        if self.experts is None:
-            return 0
-        return self.experts.num_experts
-
-
-@dataclass(frozen=True)
-class MixtureModel(ModelConfig):
-    """The options of a family with experts."""
-
-    moe: MoEConfig = field(default_factory=MoEConfig)
-    """Mixture of experts."""
-
-    @property
-    def experts(self) -> MoEConfig:
-        return self.moe
+from megapar.config.model_options import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -182,6 +56,13 @@ class ParallelConfig:
     tp_overlap_chunks: int = 1
     """Cut the tokens of a linear layer into so many chunks, and exchange one over tp while another is computed; 1: do
     not cut; 0: pretrain.py takes the number, at most 8, with the shortest step predicted for the machine of --gpu."""
+    tp_symmetric_memory: bool = False
+    """With sequence_parallel, on the GPUs of one node: gather and sum activations over tp by copies from the memory of
+    other GPUs, without a kernel of NCCL beside the products. Takes memory for the largest of these tensors."""
+    ep_overlap_chunks: int = 1
+    """Cut the experts of a rank into so many chunks, and exchange the rows of one over ep while those of another are
+    computed; 1: do not cut; 0: pretrain.py takes the number with the shortest step predicted for the machine of
+    --gpu, of 1 to 8 and one for each expert."""
     partition: tuple[int, ...] = ()
     """Number of layers of each of the pp * vpp stages, such as 3 4 4 2; empty: stages get equal costs, as far as
     possible. The embedding and the head count too."""
@@ -192,7 +73,7 @@ class ParallelConfig:
     """Order of the axes in the numbers of ranks, the one of neighboring ranks first, such as dp-tp-cp-pp."""
 
 
-BY_LAYER = ("all_but_attention", "full")
+BY_LAYER: tuple[Literal["all_but_attention", "full"], ...] = ("all_but_attention", "full")
 """The values of train.recompute with a train.recompute_every."""
 
 
@@ -215,18 +96,24 @@ class TrainConfig:
     seed: int = 1234
     """Decides initial weights, dropout and sample order; no layout changes them."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """Dtype of weights and activations. Gradients, main weights and moments are fp32 in any case. fp16 has a dynamic
-    loss scale."""
+    """Dtype of weights and activations. Gradients and main weights are fp32 in any case. fp16 has a dynamic loss
+    scale."""
     recompute: Literal["none", "selective", "light", "all_but_attention", "full"] = "none"
     """Activation checkpointing. selective: the backward pass recomputes the core of attention, from queries, keys and
     values to its output. light: it recomputes norms, activations of MLPs and copies of rows for experts, but no product
     and no communication. full: it recomputes whole layers. all_but_attention: whole layers but for core attention."""
     recompute_every: int = 1
     """With recompute full or all_but_attention: every n-th layer is recomputed, the others keep their activations."""
+    memory_gb: float = 0.0
+    """GiB that a rank may need by plan. Of what saves memory (recompute, recompute_every, optimizer.offload), the
+    fastest that fits is taken, by the model of --gpu, and kept in config.toml; what is set stays. 0: nothing is
+    chosen."""
     eval_every: int = 0
     """Steps between evaluations on data.validation; 0 evaluates after the last step only."""
     eval_samples: int = 64
     """Validation samples of one evaluation, rounded up to whole global batches."""
+    eval_weights: Literal["trained", "average"] = "trained"
+    """Weights that evaluations use: those trained, or their average (optimizer.ema)."""
     objective: str = "cross_entropy"
     """What the steps minimize. cross_entropy: that of the next tokens. dpo, dpo_norm (by length), ipo: preferences of
     pairs of answers, beside a reference model. reward: a reward model of such pairs, with model.head score. MODULE:NAME
@@ -326,10 +213,17 @@ SCORE = "score.weight"
 """The matrix of a head with model.head score."""
 
 
+OPTIMIZER_NAMES = ("adamw", "muon", "lion", "sgd")
+"""The keys of `megapar.optimizer.table.OPTIMIZERS`."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW (Loshchilov and Hutter, arXiv 1711.05101) and its learning rate."""
+    """The optimizer and its learning rate."""
 
+    name: str = "adamw"
+    """adamw (arXiv 1711.05101); muon (arXiv 2502.16982) for the matrices of attention, MLPs and experts, and adamw for
+    the rest; lion (arXiv 2302.06675); sgd with momentum; or MODULE:NAME for one of your own."""
     lr: float = 3e-4
     """Peak learning rate."""
     min_lr: float = 0.0
@@ -342,11 +236,29 @@ class OptimizerConfig:
     """cosine, linear: length of the decay after warm-up; 0 means to the end of train.steps. A run that stops before, or
     goes on after it at min_lr, keeps its schedule. wsd: length of the final decay; 0 means a tenth of train.steps."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay of the first and second moments."""
+    """adamw: decay of the first and second moments. lion: weights of the momentum in a step, and in the next
+    momentum."""
     eps: float = 1e-8
-    """Added to the square root of the second moment."""
+    """adamw: added to the square root of the second moment."""
+    momentum: float = 0.95
+    """muon, sgd: factor of the momentum before a gradient is added to it."""
+    nesterov: bool = True
+    """muon, sgd: look ahead, and step by the gradient and the momentum with it."""
+    muon_scale: Literal["adam_rms", "spectral", "keller"] = "adam_rms"
+    """muon: factor of the orthogonal matrix. adam_rms: 0.2 sqrt(max(rows, columns)), with which rate and decay of AdamW
+    fit. spectral: sqrt(rows / columns). keller: sqrt(max(1, rows / columns))."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings. Weights of norms and biases never decay."""
+    groups: tuple[str, ...] = ()
+    """Factors of learning rate and weight decay by the names of tensors, such as *.experts.*:lr=0.5,decay=0 or
+    embedding.*:lr=0.1. The first pattern that matches decides."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of AdamW's moments. bf16 takes 4 bytes a parameter fewer. Updates compute in fp32, and round stochastically
+    with the same random bits in every layout."""
+    main_weights: Literal["fp32", "remainder"] = "fp32"
+    """How AdamW keeps the fp32 weights of a bf16 model. remainder: as the bf16 weights and the 16 bits that they lack.
+    This is exact, and takes 2 bytes a parameter fewer. A weight halfway between two bf16 numbers is then rounded away
+    from zero, not to even."""
     clip_grad: float = 1.0
     """Largest norm of the whole gradient. A larger gradient is scaled down to it. 0 never clips."""
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -364,6 +276,12 @@ class OptimizerConfig:
     """Dtype in which ranks send gradients that are summed over dp x cp. bf16 sends half the bytes, and rounds each
     rank's part once. Gradients of micro-batches are added, and parts of ranks are summed, in fp32 in any case. bf16
     needs zero_stage 1 or more."""
+    offload: float = 0.0
+    """Share of the optimizer's main weights and moments in host memory, from 0 to 1. The CPU updates them, piece by
+    piece, while gradients and weights travel. Changes no bit on CPUs."""
+    ema: float = 0.0
+    """Decay of an average of the weights over the steps, such as 0.999; 0: none. It takes 4 bytes for each parameter,
+    in checkpoints too. train.eval_weights evaluates it, and convert_checkpoint.py average makes a checkpoint of it."""
     overlap_param_gather: bool = False
     """With zero_stage 1 and 2: gather updated weights layer by layer, while the next forward pass runs. Changes no
     bit."""
@@ -428,6 +346,17 @@ class CheckpointConfig:
     """Number of complete checkpoints that are kept, the newest ones; 0 means all."""
     keep_every: int = 0
     """With keep_last: checkpoints of every n-th step are kept too, for ever; 0 means none."""
+    memory_every: int = 0
+    """Steps between snapshots in host memory, for restarts by launch.max_restarts; 0: none. The memory holds up to two,
+    of 12 bytes a parameter each."""
+    local_dir: str = "none"
+    """Folder on a fast disk for further checkpoints, the newest two of which are kept. If each host has a disk of its
+    own, it also keeps a copy of another host's part."""
+    local_every: int = 0
+    """Steps between checkpoints in local_dir; 0: none."""
+    mtbf_hours: float = 0.0
+    """Mean time between failures of one rank, such as 50000. Intervals then become those multiples of every,
+    memory_every and local_every that lose the least time by the measured time of a save; 0: they stay."""
 
 
 @dataclass(frozen=True)
@@ -438,12 +367,39 @@ class LogConfig:
     """Steps between lines on the console."""
     tensorboard: bool = True
     """Write the numbers of metrics.jsonl to run_dir/tensorboard too."""
+    wandb: str = "none"
+    """Project of Weights & Biases that gets the numbers of metrics.jsonl too; none: no project. Needs pip install
+    wandb."""
+    mlflow: str = "none"
+    """URI of an MLflow server or folder that gets the numbers of metrics.jsonl too; none: nothing. Needs pip install
+    mlflow-skinny."""
+    prometheus_port: int = 0
+    """Serve the newest numbers to Prometheus at http://127.0.0.1:PORT/metrics of rank 0's host; 0: do not."""
+    straggler_every: int = 20
+    """Steps between comparisons of the ranks' own time. A rank with more than 1.1 times the median of the ranks with
+    its layers is named after three of them; 0: never."""
+    alert_command: str = "none"
+    """Command that gets an event as JSON on its standard input: a loss that spikes or is not finite, a stall, a slow
+    rank, a disk nearly full, a fault, the end. It is called without a shell; none: no command."""
     profile: str = "none"
     """Steps A-B, such as 10-12: every rank writes what it did in them to run_dir/profile. tools/profile.py shows where
     their time went. none: no steps."""
     peak_tflops: float = 0.0
     """Peak TFLOP/s of one device at train.precision, for MFU; 0: that of the GPU's data sheet. Where that is not known,
     MFU is left out."""
+
+
+@dataclass(frozen=True)
+class GuardConfig:
+    """What a run watches for."""
+
+    check_replicas_every: int = 0
+    """Steps between comparisons of what several ranks hold as copies: parameters of replicas, norms of tensor ranks,
+    tied embeddings. Unlike copies end the run, with their names; 0: none."""
+    on_spike: Literal["warn", "skip", "rewind"] = "warn"
+    """What to do at a loss or gradient norm far above those of the last steps. warn: a line. skip: a step with such a
+    norm updates no weight. rewind: end the run; its next start goes on from a checkpoint at least 10 steps older, with
+    the samples after this step."""
 
 
 @dataclass(frozen=True)
@@ -478,6 +434,15 @@ class LaunchConfig:
     threads: int = 0
     """CPU threads of each rank; 0: OMP_NUM_THREADS. If that is not set, each rank gets an equal share of the usable
     cores of its node."""
+    max_restarts: int = 0
+    """With nproc: start all ranks again so many times after one was lost or has failed. They go on from the newest
+    snapshot or checkpoint. A failure repeated at one step ends the run."""
+    min_dp: int = 0
+    """Fewest replicas to go on with, when fewer ranks than parallel asks for are left; 0: all of them. The global batch
+    stays."""
+    preflight: bool = False
+    """Before the first step, test every group of ranks and name the host that cannot be reached. Measure the bandwidth
+    of each axis and the matrix products of each rank, and mark slow ones."""
     cpu_exchange: Literal["shared_memory", "gloo"] = "shared_memory"
     """How ranks on the CPUs of one host exchange tensors. CPUs of several hosts always use gloo, GPUs always NCCL."""
 
@@ -493,6 +458,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     launch: LaunchConfig = field(default_factory=LaunchConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)

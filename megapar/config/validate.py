@@ -6,29 +6,37 @@ fit. data_spec.py checks the section `data`.
 """
 
 import math
+import shlex
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
-from megapar.config import validate_experts
+from megapar.config import validate_experts, validate_optimizer
 from megapar.config.data_spec import data_problems
 from megapar.config.derive import derive, profiled_steps
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
+from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import ADAPTERS, BY_LAYER, Config, ModelConfig, ParallelConfig, default_config, flatten
+from megapar.config.options import ADAPTERS, BY_LAYER, Config, ParallelConfig, default_config, flatten
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
-_BELOW_ONE = {"adapter.dropout", "model.hidden_dropout", "model.attention_dropout", "optimizer.betas"}
+_BELOW_ONE = {
+    *("adapter.dropout", "model.hidden_dropout", "model.attention_dropout"),
+    *("optimizer.betas", "optimizer.ema", "optimizer.momentum"),
+}
+_UP_TO_ONE = {"optimizer.offload"}
 # An option may be 0 if that is its default, or if it is listed here.
 _MAY_BE_ZERO = {
     "parallel.partition",
     "parallel.tp_overlap_chunks",
+    "parallel.ep_overlap_chunks",
     "parallel.schedule_costs",
     "train.seed",
     "optimizer.lr",
     "optimizer.betas",
+    "optimizer.momentum",
     "optimizer.weight_decay",
     "optimizer.clip_grad",
     "data.split",
@@ -39,9 +47,9 @@ _MAY_BE_ZERO = {
     "model.moe.router_aux_loss_coef",
 }
 _LARGEST_SIZE = 2**31 - 1  # of a model: the bytes of a matrix with two such sizes fit into 64 bits
-_SMALLEST_BUCKET_MB = 1e-5  # two gradients
-_LARGEST_BUCKET_MB = 1e9  # no device has a thousandth of it
 _WEEK_SECONDS = 7 * 24 * 3600
+_LAST_PORT = 65535
+_LEAST_WINDOW = 8  # steps of log.straggler_every: its samples end some steps before it does
 
 
 def validate(config: Config, world_size: int, rules: ModelRules, stages: VirtualStages) -> Config:
@@ -99,11 +107,11 @@ def _layout_problems(
     yield from validate_experts.problems(derived, rules)
     yield from _cut_by_tp(derived, world_size)
     yield from _pipeline(derived, world_size, stages)
-    yield from chain.from_iterable(check(derived) for check in (_layout, _train, _optimizer))
+    yield from chain.from_iterable(check(derived) for check in (_layout, _train, validate_optimizer.problems))
     # While the grid does not fit, dp is unknown, and nothing can be said about what it divides.
     if not grid_problems:
         yield from validate_experts.grid_problems(derived)
-        yield from _shard_ranks(derived)
+        yield from validate_optimizer.problems_of_shards(derived)
         yield from _batch(derived)
 
 
@@ -150,6 +158,8 @@ def _amount_problem(path: str, value: float, may_be_zero: bool) -> str:
         if 0 <= value < 1:
             return ""
         return "must be at least 0 and below 1"
+    if path in _UP_TO_ONE:
+        return "" if 0 <= value <= 1 else "must be from 0 to 1"
     if may_be_zero:
         if value >= 0:
             return ""
@@ -256,6 +266,10 @@ def _layout(config: Config) -> Iterator[str]:
     if config.parallel.tp_overlap_chunks > 1 and tp == 1:
         text = "without tensor parallelism no product waits for other ranks; set parallel.tp, or leave it at 1"
         yield problem(config, "parallel.tp_overlap_chunks parallel.tp", text)
+    if config.parallel.tp_symmetric_memory and not (tp > 1 and config.parallel.sequence_parallel):
+        text = "only what sequence parallelism gathers and sums over tp is copied; set parallel.tp and "
+        text += "parallel.sequence_parallel, or leave it at false"
+        yield problem(config, "parallel.tp_symmetric_memory parallel.tp parallel.sequence_parallel", text)
     if length > config.model.max_position_embeddings:
         text = f"sequences longer than the model's positions; {_lengths(config, _unit_of_length(config))}"
         yield problem(config, "train.seq_length model.max_position_embeddings", text)
@@ -429,90 +443,6 @@ def _kernels(config: Config) -> Iterator[str]:
         yield problem(config, "kernels.compile kernels.backend", text)
 
 
-def _optimizer(config: Config) -> Iterator[str]:
-    """Problems of ZeRO, and of options for some of its stages only."""
-    optimizer = config.optimizer
-    stage = optimizer.zero_stage
-    use = f"use zero_stage {listed(_zero_stages(config))}"
-    if optimizer.overlap_param_gather and stage == 0:
-        text = f"without ZeRO every rank updates all weights, and none are gathered; {use}, or leave it at false"
-        yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", text)
-    if optimizer.overlap_param_gather and stage == 3:
-        text = f"stage 3 gathers the weights of each layer while the layer before runs; {use}, or leave it at false"
-        yield problem(config, "optimizer.overlap_param_gather optimizer.zero_stage", text)
-    if optimizer.shard_ranks and stage == 0:
-        text = f"without ZeRO nothing is sharded; {use}, or leave it at 0"
-        yield problem(config, "optimizer.shard_ranks optimizer.zero_stage", text)
-    if optimizer.grad_reduce_dtype == "bf16" and stage == 0:
-        text = f"without ZeRO every rank needs the whole sum, which is not rounded; {use}, or leave it at fp32"
-        yield problem(config, "optimizer.grad_reduce_dtype optimizer.zero_stage", text)
-    bucket_mb = optimizer.bucket_mb
-    if bucket_mb > 0 and not _SMALLEST_BUCKET_MB <= bucket_mb <= _LARGEST_BUCKET_MB:
-        text = f"must be from {_SMALLEST_BUCKET_MB:g} to {_LARGEST_BUCKET_MB:g}, or 0"
-        yield problem(config, "optimizer.bucket_mb", text)
-    if optimizer.bucket_mb and stage >= 2:
-        text = f"stages 2 and 3 reduce the gradients of one layer at a time; leave bucket_mb at 0, or {use}"
-        yield problem(config, "optimizer.bucket_mb optimizer.zero_stage", text)
-    yield from _rates(config)
-
-
-def _zero_stages(config: Config) -> list[int]:
-    """The stages of ZeRO compatible with the other options of `optimizer`. Stage 1 always does."""
-    optimizer = config.optimizer
-    fits = {0, 1, 2, 3}
-    if optimizer.overlap_param_gather:
-        fits &= {1, 2}
-    if optimizer.shard_ranks or optimizer.grad_reduce_dtype == "bf16":
-        fits &= {1, 2, 3}
-    # A derived bucket_mb is not among these options: it follows the stage.
-    if optimizer.bucket_mb and optimizer.zero_stage >= 2:
-        fits &= {0, 1}
-    return sorted(fits)
-
-
-def _rates(config: Config) -> Iterator[str]:
-    """Problems of the learning rate's schedule."""
-    optimizer = config.optimizer
-    steps = config.train.steps
-    if optimizer.schedule in ("constant", "inverse_sqrt") and optimizer.decay_steps:
-        text = "has no decay; set optimizer.schedule cosine, linear or wsd, or leave decay_steps at 0"
-        yield problem(config, "optimizer.decay_steps optimizer.schedule", text)
-    if optimizer.warmup_steps > steps:
-        text = f"the warm-up would not end within the run; use at most {steps}"
-        yield problem(config, "optimizer.warmup_steps train.steps", text)
-    elif optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > steps:
-        longest = steps - optimizer.warmup_steps
-        text = f"warm-up and decay together are longer than the run; decay_steps may be at most {longest}"
-        yield problem(config, "optimizer.warmup_steps optimizer.decay_steps train.steps", text)
-    if optimizer.schedule == "constant" and optimizer.min_lr:
-        text = "a constant rate has no end; choose cosine, linear, inverse_sqrt or wsd, or leave it at 0"
-        yield problem(config, "optimizer.min_lr optimizer.schedule", text)
-    elif optimizer.min_lr > optimizer.lr >= 0:  # a negative lr has its own message
-        text = f"the rate must not end above its peak; use at most {shown(optimizer.lr)}"
-        yield problem(config, "optimizer.min_lr optimizer.lr", text)
-
-
-def _shard_ranks(config: Config) -> Iterator[str]:
-    """Problems of ZeRO's groups of ranks."""
-    number = config.optimizer.shard_ranks
-    if not number or config.optimizer.zero_stage == 0:
-        return
-    parallel = config.parallel
-    replicas = parallel.dp * parallel.cp
-    if replicas % number:
-        text = f"must divide the {counted(replicas, 'rank')} of dp x cp; use {listed(divisors(replicas))}, or 0 for all"
-        yield problem(config, "optimizer.shard_ranks parallel.dp parallel.cp", text)
-    elif config.model.num_experts:
-        holders = parallel.tp * replicas // (parallel.ep * parallel.etp)
-        if number < holders and holders % number:
-            works = [n for n in divisors(replicas) if n >= holders or holders % n == 0]
-            text = (
-                f"must divide the {holders} ranks that hold the same experts, or be at least as many; use "
-                f"{listed(works)}, or 0 for all"
-            )
-            yield problem(config, "optimizer.shard_ranks parallel.ep parallel.etp", text)
-
-
 def _adapter(config: Config) -> Iterator[str]:
     """Options of `adapter` without effect, and an adapter that is not trained."""
     adapter = config.adapter
@@ -545,8 +475,16 @@ def _checkpoint(config: Config) -> Iterator[str]:
 
 
 def _log(config: Config) -> Iterator[str]:
-    """Steps of log.profile that a run never comes to."""
+    """Values that no run can use, and steps of log.profile that a run never comes to."""
     steps = config.train.steps
+    if config.log.prometheus_port > _LAST_PORT:
+        yield problem(config, "log.prometheus_port", f"ports end at {_LAST_PORT}; use one such as 9400, or 0")
+    if 0 < config.log.straggler_every < _LEAST_WINDOW:
+        yield problem(config, "log.straggler_every", f"use at least {_LEAST_WINDOW}, or 0")
+    try:
+        shlex.split(config.log.alert_command)
+    except ValueError as error:
+        yield problem(config, "log.alert_command", f"is no command ({error}); quote it as in a shell")
     try:
         profiled = profiled_steps(config.log.profile)
     except ValueError:
@@ -572,3 +510,21 @@ def _launch(config: Config, world_size: int) -> Iterator[str]:
     if config.launch.nproc not in (0, world_size):
         text = f"{counted(world_size, 'rank is', 'ranks are')} running already; leave it at 0 under torchrun and Slurm"
         yield problem(config, "launch.nproc", text)
+    yield from _restarts(config)
+
+
+def _restarts(config: Config) -> Iterator[str]:
+    """Problems of restarts, and of the checkpoints for them."""
+    launch = config.launch
+    options = config.checkpoint
+    if launch.max_restarts and not launch.nproc:
+        text = "it restarts the local launcher's ranks; set launch.nproc, or use torchrun's --max-restarts"
+        yield problem(config, "launch.max_restarts launch.nproc", text)
+    if options.memory_every and not launch.max_restarts:
+        text = "snapshots in memory end with the job, and serve its restarts; set launch.max_restarts, or leave it at 0"
+        yield problem(config, "checkpoint.memory_every launch.max_restarts", text)
+    if bool(options.local_every) != (options.local_dir != "none"):
+        yield problem(config, "checkpoint.local_every checkpoint.local_dir", "set both, or neither")
+    if config.parallel.dp and launch.min_dp > config.parallel.dp:
+        text = "it is the fewest replicas to go on with; use at most parallel.dp"
+        yield problem(config, "launch.min_dp parallel.dp", text)

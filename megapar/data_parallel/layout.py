@@ -1,18 +1,18 @@
 """The layout of parameters in a rank's flat buffers. Weights, gradients and optimizer state share these offsets.
 
 Parameters are grouped, in each group in reverse registration order. Their gradients become final in about this order.
-They are grouped into buckets. One optimizer updates all parameters of a bucket. One collective reduces their gradients
-over their data-parallel axis (`ParamSpec.grad_axis`). Under ZeRO each rank of that axis updates an equal slice of the
-bucket, its shard (Rajbhandari et al., arXiv 1910.02054).
+They are grouped into buckets. All parameters of a bucket have one update (`Update`). One collective reduces their
+gradients over their data-parallel axis (`ParamSpec.grad_axis`). Under ZeRO each rank of that axis updates an equal
+slice of the bucket, its shard (Rajbhandari et al., arXiv 1910.02054).
 
 With ZeRO-2 and 3 a bucket is a unit: parameters of one fine stage (`megapar.pipeline.refine`), as far as they may share
 a bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`).
 """
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -21,6 +21,19 @@ from megapar.context import Axis
 from megapar.data_parallel.buckets import Bucket, BucketGroup, Range, intersect, lay_out, merge
 from megapar.grid import TIED_AXIS
 from megapar.params import ParamSpec, spec_of
+
+
+class Update(NamedTuple):
+    """Who updates a parameter, and with which factors of the learning rate and of the weight decay of the run."""
+
+    optimizer: str = "adamw"
+    lr: float = 1.0
+    decay: float = 1.0
+
+    @classmethod
+    def by_spec(cls, spec: ParamSpec) -> "Update":
+        """The update of a run without options: by the optimizer of the spec, or by AdamW."""
+        return cls(spec.optimizer or "adamw")
 
 
 @dataclass(frozen=True)
@@ -36,6 +49,7 @@ class Slot:
     stop: int
     end: int
     bucket_index: int
+    update: Update
 
     @property
     def name(self) -> str:
@@ -61,7 +75,8 @@ class FlatLayout:
     `modules` are this rank's stages in order. A bucket has about `bucket_elements` elements. `sharded` selects ZeRO:
     each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it. With `units`, a bucket
     holds parameters of one module alone. A parameter used by several modules is in a bucket used by all of them.
-    `whole` names the optimizers (`ParamSpec.optimizer`) needing each parameter in one shard: ZeRO then never cuts it.
+    `whole` names the optimizers needing each parameter in one shard: ZeRO then never cuts it. `update_of` says who
+    updates a parameter (`megapar.optimizer.table.update_of`).
 
     Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16.
     """
@@ -74,27 +89,34 @@ class FlatLayout:
         sharded: bool,
         units: bool = False,
         whole: Collection[str] = (),
+        update_of: Callable[[ParamSpec], Update] = Update.by_spec,
     ):
         declared = _collect(modules)
         self.sharded = sharded
         self.dtype = _common_dtype(declared)
-        groups = _in_groups(declared, single_axes=not units)
+        groups = _in_groups(declared, update_of, single_axes=not units)
         if units:
             groups = [unit for group in groups for unit in _by_users(group, modules)]
         bucket_groups = []
         for group in groups:
             sizes = [param.numel() for param, _ in group]
-            _, spec = group[0]  # `grad_axis` and `update` are the same for all parameters of a group
-            bucket_groups.append(BucketGroup(sizes, spec.grad_axis.shards.size, spec.optimizer in whole))
+            _, spec = group[0]  # `grad_axis` and the update are the same for all parameters of a group
+            bucket_groups.append(BucketGroup(sizes, spec.grad_axis.shards.size, update_of(spec).optimizer in whole))
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
-        self.slots = _slots([pair for group in groups for pair in group], starts, self.buckets)
+        self.slots = _slots([pair for group in groups for pair in group], update_of, starts, self.buckets)
         self._bucket_of = {id(slot.param): slot.bucket_index for slot in self.slots}
         self.numel = self.buckets[-1].stop if self.buckets else 0
 
     @classmethod
-    def of_units(cls, modules: Sequence[HasParameters], *, whole: Collection[str] = ()) -> "FlatLayout":
+    def of_units(
+        cls,
+        modules: Sequence[HasParameters],
+        *,
+        whole: Collection[str] = (),
+        update_of: Callable[[ParamSpec], Update] = Update.by_spec,
+    ) -> "FlatLayout":
         """The layout of ZeRO-2 and 3. Its buckets are units."""
-        return cls(modules, sys.maxsize, sharded=True, units=True, whole=whole)
+        return cls(modules, sys.maxsize, sharded=True, units=True, whole=whole, update_of=update_of)
 
     def buckets_of(self, module: HasParameters) -> list[int]:
         """The indices of the buckets with parameters of `module`. A frozen parameter is in none."""
@@ -121,17 +143,21 @@ class FlatLayout:
         """All elements."""
         return [(0, self.numel)]
 
-    def optimizer_of(self, bucket: Bucket) -> str:
-        """The name of a bucket's optimizer (`ParamSpec.optimizer`)."""
-        return self.slots[bucket.first_param].spec.optimizer
+    def update_of(self, bucket: Bucket) -> Update:
+        """Who updates the parameters of a bucket."""
+        return self.slots[bucket.first_param].update
+
+    def updates(self) -> list[Update]:
+        """Those of all buckets, sorted, each once."""
+        return sorted({slot.update for slot in self.slots})
 
     def shards(self) -> list[Range]:
         """The elements updated by this rank's optimizers, in as few ranges as possible."""
         return merge(self.shard(bucket) for bucket in self.buckets)
 
-    def shards_of(self, optimizer: str) -> list[Range]:
-        """Those of `shards` updated by the optimizer of this name."""
-        return merge(self.shard(bucket) for bucket in self.buckets if self.optimizer_of(bucket) == optimizer)
+    def shards_of(self, update: Update) -> list[Range]:
+        """Those of `shards` with this update."""
+        return merge(self.shard(bucket) for bucket in self.buckets if self.update_of(bucket) == update)
 
     def norm_ranges(self) -> list[Range]:
         """The elements this rank counts in the gradient norm, and the padding between them. Padding is zero.
@@ -195,10 +221,12 @@ def _common_dtype(params: Sequence[DeclaredParam]) -> torch.dtype:
     return first.dtype
 
 
-def _in_groups(params: Sequence[DeclaredParam], *, single_axes: bool) -> list[list[DeclaredParam]]:
+def _in_groups(
+    params: Sequence[DeclaredParam], update_of: Callable[[ParamSpec], Update], *, single_axes: bool
+) -> list[list[DeclaredParam]]:
     """Group parameters by whether they may share buckets.
 
-    The parameters of a group have the same optimizer. They are summed over the same axis, and replicated over the same
+    The parameters of a group have the same update. They are summed over the same axis, and replicated over the same
     other axes.
 
     The rounding of a sum over three or more ranks depends on an element's position in its bucket. Copies of a parameter
@@ -206,11 +234,11 @@ def _in_groups(params: Sequence[DeclaredParam], *, single_axes: bool) -> list[li
     parameters are cut. On an axis of one rank there are no copies. Without `single_axes` such axes do not count, and a
     layer has fewer units.
     """
-    groups: dict[tuple[tuple[str, ...], str, str], list[DeclaredParam]] = {}
+    groups: dict[tuple[tuple[str, ...], str, Update], list[DeclaredParam]] = {}
     for param, spec in params:
         sizes = {axis.name: axis.size for piece in spec.pieces for axis in piece.same_on}
         replicated = tuple(name for name in spec.same_over() if single_axes or sizes[name] > 1)
-        key = (replicated, spec.grad_axis.name, spec.optimizer)
+        key = (replicated, spec.grad_axis.name, update_of(spec))
         groups.setdefault(key, []).append((param, spec))
     # Sorted by name, because the stage at the other end may have registered its copies in another order.
     for (replicated, _, _), group in groups.items():
@@ -232,12 +260,18 @@ def _by_users(group: Sequence[DeclaredParam], modules: Sequence[HasParameters]) 
     return list(units.values())
 
 
-def _slots(params: Sequence[DeclaredParam], starts: Sequence[int], buckets: Sequence[Bucket]) -> list[Slot]:
+def _slots(
+    params: Sequence[DeclaredParam],
+    update_of: Callable[[ParamSpec], Update],
+    starts: Sequence[int],
+    buckets: Sequence[Bucket],
+) -> list[Slot]:
     """`params` and `starts` are in the same order."""
     slots = []
     for bucket_index, bucket in enumerate(buckets):
         for i in range(bucket.first_param, bucket.end_param):
             param, spec = params[i]
             end = starts[i + 1] if i + 1 < bucket.end_param else bucket.stop
-            slots.append(Slot(param, spec, starts[i], starts[i] + param.numel(), end, bucket_index))
+            stop = starts[i] + param.numel()
+            slots.append(Slot(param, spec, starts[i], stop, end, bucket_index, update_of(spec)))
     return slots

@@ -8,6 +8,7 @@ opened by their names.
 
 import fcntl
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -77,4 +78,7 @@ def sweep(parent: Path, prefix: str) -> None:
 def _empty(descriptor: int) -> None:
     for name in os.listdir(descriptor):
         with suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=descriptor)
+            try:
+                os.unlink(name, dir_fd=descriptor)
+            except IsADirectoryError:
+                shutil.rmtree(name, dir_fd=descriptor)

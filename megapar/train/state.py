@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megapar import device
 from megapar.batch import MicroBatch, PipelineStage
+from megapar.checkpoint.tiers import Tier
 from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients, Weights
@@ -31,7 +32,9 @@ class TrainState:
     counts the samples of these steps. `lineage` has an entry for each start or resumption leading here, oldest first:
     its random id, and the number of steps completed before it (`megapar.checkpoint.lineage`). `data_identity` has a
     hash of each file that the samples depend on (`megapar.train.data.identity`). `base` names the frozen weights of
-    adapters (`megapar.train.adapter_base`); it is empty if checkpoints hold all weights.
+    adapters (`megapar.train.adapter_base`); it is empty if checkpoints hold all weights. `tiers` are the folders for
+    its checkpoints, the fastest first. A step with a gradient norm beyond `norm_limit` makes no update; it counts as
+    one in the bias correction of moments.
 
     `failed` is a 0-d bool on the device. No update is made while it is True. The step sets it if its loss or norm is
     not finite. Steps queued behind it by the host find it set. `QueuedStep.finish` clears it, when the host reads the
@@ -52,6 +55,8 @@ class TrainState:
     lineage: list[tuple[str, int]] = field(default_factory=list)
     data_identity: Mapping[str, Any] = field(default_factory=dict)
     base: Mapping[str, Any] = field(default_factory=dict)
+    tiers: Sequence[Tier] = ()
+    norm_limit: float = math.inf
 
 
 @dataclass(frozen=True)

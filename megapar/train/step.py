@@ -1,5 +1,6 @@
 """The training step, and the evaluation of one global batch."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -132,6 +133,8 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
         # one must not update either.
         state.failed |= ~finite
         skip_update = state.failed
+    if state.norm_limit < math.inf:
+        skip_update = skip_update | (norm > state.norm_limit)
     with ctx.flight.span("optimizer"):
         state.optimizer.step(lr, clip, skip_update)
     counts = end_step(counting_modules(state.stages.values()), skip_update)

@@ -12,11 +12,13 @@ import torch
 
 from megapar import device
 from megapar.batch import MicroBatch, PipelineStage
+from megapar.checkpoint import tiers
 from megapar.checkpoint.format import step_of
 from megapar.comm import collectives
-from megapar.comm.agreement import on_all_ranks
+from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.derive import num_microbatches
-from megapar.config.options import Config, OptimizerConfig
+from megapar.config.messages import counted
+from megapar.config.options import Config, OptimizerConfig, flatten
 from megapar.context import ParallelContext
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader
@@ -25,7 +27,10 @@ from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.data_parallel.units import Initial, UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
-from megapar.errors import NumericError, StorageError
+from megapar.environment import Environment
+from megapar.errors import NumericError, Preempted, StorageError
+from megapar.launch.rank_process import RankProcess
+from megapar.launch.reporting import say
 from megapar.optimizer import table
 from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import PipelineRuntime
@@ -35,16 +40,22 @@ from megapar.pipeline.zero_bubble import Memory
 from megapar.precision import LossScale, model_dtype
 from megapar.random import fill, initialize
 from megapar.stage_set import StageSet
-from megapar.train import checkpoints, not_finite, prediction
+from megapar.system import events
+from megapar.train import checkpoints, host_memory, not_finite, prediction, replicas, spikes
 from megapar.train.data import TEST, holds_conversations, packs_in_words
 from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
 from megapar.train.prediction import Comparison, Prediction
 from megapar.train.profiler import Profiler
 from megapar.train.rehearsal import rehearse
+from megapar.train.savers import Saved, Savers
+from megapar.train.sinks.base import RunInfo
+from megapar.train.spikes import Spikes, rewinds_in_a_row
 from megapar.train.state import QueuedStep, StepResult, TrainState
 from megapar.train.step import evaluate, queue_step
+from megapar.train.stragglers import Stragglers
 from megapar.train.trainable import freeze_others
+from megapar.train.watch import Watch
 
 
 def initializes_by_unit(config: Config) -> bool:
@@ -95,7 +106,7 @@ def assemble(
         pipeline=PipelineRuntime(stages, ctx, of(parallel, memory), parallel.vpp, stages.fine_stages, units),
         weights=weights,
         grads=grads,
-        optimizer=Optimizers(weights, grads, ctx, options, kernels.adamw),
+        optimizer=Optimizers(weights, grads, ctx, options, kernels.adamw, config.train.seed),
         loss_scale=LossScale.of(config.train.precision),
         failed=torch.zeros((), dtype=torch.bool, device=ctx.device),
     )
@@ -103,10 +114,12 @@ def assemble(
 
 def layout_of(options: OptimizerConfig, modules: Sequence[HasParameters]) -> FlatLayout:
     """The layout of the parameters of a rank's stages, in order."""
-    whole = table.needing_whole(modules)
+    whole = table.needing_whole(options, modules)
+    update_of = table.update_of(options)
     if options.zero_stage >= 2:
-        return FlatLayout.of_units(modules, whole=whole)
-    return FlatLayout(modules, bucket_elements(options.bucket_mb), sharded=options.zero_stage == 1, whole=whole)
+        return FlatLayout.of_units(modules, whole=whole, update_of=update_of)
+    elements = bucket_elements(options.bucket_mb)
+    return FlatLayout(modules, elements, sharded=options.zero_stage == 1, whole=whole, update_of=update_of)
 
 
 def types_of(zero_stage: int) -> tuple[type[Weights], type[ReducedGradients]]:
@@ -144,7 +157,7 @@ class Run:
 
     `flops_per_token` counts forward and backward, for MFU. `asked_to_stop` returns what asks this rank to end the run,
     and "" as long as nothing does. `memory_report` is None unless train.memory_report asks for it. `prediction` is None
-    if there is no model of this machine's time.
+    if there is no model of this machine's time. `process` is this rank's, None for a library's run.
     """
 
     state: TrainState
@@ -155,6 +168,7 @@ class Run:
     asked_to_stop: Callable[[], str] = str  # str() is ""
     memory_report: MemoryReport | None = None
     prediction: Prediction | None = None
+    process: RankProcess | None = None
 
 
 def start(
@@ -163,16 +177,24 @@ def start(
     stages: StageSet[PipelineStage],
     data: Mapping[str, Any] | None = None,
     memory: Memory | None = None,
+    env: Environment | None = None,
 ) -> tuple[TrainState, list[str]]:
     """Build the state at step 0 or at the checkpoint named by `checkpoint.resume`; returns it and lines for the user.
 
     `stages` have memory for their parameters unless `initializes_by_unit`. `data` is the `identity` of the run's data.
-    The checkpoint's must be equal. `memory` is what the schedule may keep (`dry_run.memory_limit`). Raises ConfigError
-    if an option is set that no optimizer of the run reads.
+    The checkpoint's must be equal. `memory` is what the schedule may keep (`dry_run.memory_limit`). `env` tells whether
+    the job's launcher has started the ranks again; then they go on from the newest checkpoint of all tiers, whatever
+    `checkpoint.resume` says. Raises ConfigError if an option is set that no optimizer of the run reads, or if a host
+    has too little memory for its share of state.
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
     run_dir = Path(config.run_dir)
-    path = checkpoints.find(config, run_dir, ctx)
+    env = env or Environment()
+    again = from_first(ctx.world.first and events.has_started(run_dir, env.job, env.restart), ctx)
+    folders = tiers.all_of(config.checkpoint, run_dir, env.snapshots, ctx)
+    rewind = from_first(spikes.planned_rewind(run_dir) if ctx.world.first else None, ctx)
+    last_step = rewind["last_step"] if rewind else None
+    path = checkpoints.find(config, run_dir, ctx, folders[:-1], again=again, last_step=last_step)
     seed = config.train.seed
     draws = checkpoints.draws(config, path)
     initial: Initial | None = None
@@ -182,16 +204,53 @@ def start(
         initialize(stages.values(), seed, draws=draws, threads=ctx.cores)
     notes = freeze_others(stages.values(), config.train.trainable, ctx)
     # Of all ranks, because another pipeline rank's layers may have another optimizer.
-    names = collectives.gather_json(table.names_of(stages.values()), ctx.world, ctx.device)
-    table.check(config.optimizer, {name for names_of_rank in names for name in names_of_rank})
+    options = config.optimizer
+    here = table.names_of(options, stages.values()), table.groups_used(options, stages.values())
+    everywhere = collectives.gather_json(here, ctx.world, ctx.device)
+    table.check(options, {name for names, _ in everywhere for name in names})
+    table.check_groups(options, [groups for _, groups in everywhere])
+    host_memory.check(config, layout_of(options, list(stages.values())), ctx)
     state = assemble(config, ctx, stages, memory, initial)
     state.data_identity = data or {}
+    state.tiers = folders
     notes += checkpoints.resume(state, run_dir, path)
+    if rewind:
+        notes += _rewind(state, rewind)
+    if ctx.world.first:
+        (run_dir / spikes.FILE).unlink(missing_ok=True)
+        _record_start(state, run_dir, env, path)
     ctx.flight.step = state.step
     if state.step:
         ctx.flight.checkpoint(state.step)
     state.pipeline.prepare(_numbers_of_microbatches(state))
     return state, notes
+
+
+def _rewind(state: TrainState, rewind: Mapping[str, int]) -> list[str]:
+    """Leave out the samples around a spike; returns a line for the user."""
+    skipped = rewind["consumed_samples"] - state.consumed_samples
+    state.consumed_samples = rewind["consumed_samples"]
+    return [f"went back to step {state.step} before a spike; {counted(skipped, 'sample')} from there on are left out"]
+
+
+def _record_start(state: TrainState, run_dir: Path, env: Environment, path: Path | None) -> None:
+    """Append the event of this start to events.jsonl."""
+    parallel = state.config.parallel
+    tier = "weights" if state.config.checkpoint.init_from != "none" else "none"
+    if path is not None:
+        tier = next((folder.name for folder in state.tiers if folder.root == path.parent), "shared")
+    events.append(
+        run_dir,
+        "start",
+        job=env.job,
+        attempt=env.restart,
+        step=state.step,
+        tier=tier,
+        path=str(path or ""),
+        world=state.ctx.world.size,
+        layout={name: getattr(parallel, name) for name in ("tp", "cp", "pp", "dp", "ep", "etp", "vpp")},
+        steps_lost=events.steps_lost(run_dir, state.step),
+    )
 
 
 def _numbers_of_microbatches(state: TrainState) -> list[tuple[int, int]]:
@@ -203,12 +262,14 @@ def _numbers_of_microbatches(state: TrainState) -> list[tuple[int, int]]:
     first = train.batch_size(state.consumed_samples)
     last = train.global_batch_size
     sizes = range(first, last, train.batch_ramp[1]) if train.batch_ramp else ()
+    return [(_microbatches_here(state, size), num_microbatches(state.config, size)) for size in (*sizes, last)]
+
+
+def _microbatches_here(state: TrainState, size: int) -> int:
+    """How many micro-batches of a global batch of `size` samples this rank runs."""
     dp = state.ctx.dp
     # Replica r runs the micro-batches r, r + dp, ...: the first replicas have one more if dp does not divide them.
-    return [
-        (len(range(dp.rank, size // train.micro_batch_size, dp.size)), num_microbatches(state.config, size))
-        for size in (*sizes, last)
-    ]
+    return len(range(dp.rank, size // state.config.train.micro_batch_size, dp.size))
 
 
 class _Steps:
@@ -218,8 +279,9 @@ class _Steps:
     has computed a step when it is queued, so each step is reported at once.
     """
 
-    def __init__(self, run: Run, data: Delivery, reporter: Reporter):
+    def __init__(self, run: Run, data: Delivery, reporter: Reporter, watch: Watch):
         self._run = run
+        self._watch = watch
         self._state = run.state
         self._data = data
         self._reporter = reporter
@@ -227,16 +289,24 @@ class _Steps:
         ctx = run.state.ctx
         peak_tflops = options.log.peak_tflops or device.peak_tflops(ctx.device, options.train.precision)
         self._meter = Meter(ctx, run.flops_per_token, peak_tflops)
-        self._queued: deque[tuple[QueuedStep, Measured]] = deque()  # oldest first; none is reported yet
+        self._spikes = Spikes(options, run.run_dir, from_first(rewinds_in_a_row(run.run_dir), ctx))
+        self._queued: deque[tuple[QueuedStep, Measured, float]] = deque()  # oldest first; none is reported yet
         # A dynamic loss scale is known when the step before is finished. The GPU computes the update of that step
         # meanwhile, so even then it rarely waits for the host.
         runs_behind = device.is_asynchronous(ctx.device) and not run.state.loss_scale.dynamic
         self._behind = 1 if runs_behind else 0
         self._rehearses = options.kernels.compile
         self._comparison = None if run.prediction is None else Comparison(run.prediction)
+        self._stragglers = Stragglers(ctx, options.log.straggler_every, watch.straggler)
 
     def queue(self, around: AbstractContextManager[None]) -> None:
         """Queue the next step. `around` is a context for it."""
+        state = self._state
+        size = state.config.train.batch_size(state.consumed_samples)
+        with self._stragglers.step(state.step + 1, _microbatches_here(state, size)):
+            self._queue(around)
+
+    def _queue(self, around: AbstractContextManager[None]) -> None:
         state = self._state
         state.ctx.flight.step = state.step + 1
         state.ctx.flight.enter("data")
@@ -248,9 +318,10 @@ class _Steps:
             self._reporter.say(rehearse(state, batches))
             self._meter.start()  # again: neither its time nor what it sent are a step's
         asked = self._run.asked_to_stop() != ""
+        state.norm_limit = self._spikes.norm_limit()
         with around:
             step = queue_step(state, batches, asked_to_stop=asked)
-        self._queued.append((step, self._meter.queued()))
+        self._queued.append((step, self._meter.queued(), state.norm_limit))
 
     def report(self, *, everything: bool) -> bool:
         """Report the steps the device has computed; with `everything`, wait for all queued steps.
@@ -260,10 +331,11 @@ class _Steps:
         stop = False
         # By number, not by what the device has computed so far: all ranks must learn of a stop at the same step.
         while len(self._queued) > (0 if everything or stop else self._behind):
-            step, measured = self._queued.popleft()
+            step, measured, norm_limit = self._queued.popleft()
             result = step.finish()
             line = self._meter.line(result, measured)
             self._reporter.step(line)
+            self._watch.step(line)
             compared = self._comparison and self._comparison.add(result.step, line["step_seconds"])
             if compared:
                 self._reporter.write(compared)
@@ -273,11 +345,25 @@ class _Steps:
                 self._state.ctx.flight.step = result.step
             if not result.finite:
                 _explain_not_finite(self._state, step.batches, result, self._reporter)
+            elif spike := self._spikes.judge(result, norm_limit, writes=self._state.ctx.world.first):
+                self._reporter.say(f"step {result.step}/{self._state.config.train.steps} | {spike}")
+                self._watch.alert("spike", spike, step=result.step, loss=result.loss, grad_norm=result.grad_norm)
             stop = stop or result.stop
         return stop
 
 
 def train(run: Run) -> str:
+    """Do as `_train`, and watch the run meanwhile."""
+    options = run.state.config.log
+    first = run.state.ctx.world.first
+    tells = run.process is None or not run.process.has_launcher
+    with Watch(run.run_dir, options.alert_command, run.state.ctx.flight, say, speaks=first, ends=tells) as watch:
+        reason = _train(run, watch)
+        watch.ended(Preempted.exit_code if reason else 0, run.state.step, reason)
+        return reason
+
+
+def _train(run: Run, watch: Watch) -> str:
     """Train to `train.steps`; report, evaluate and save on the way. Returns why the run stopped before, or "".
 
     A run asked to stop saves at the end of a step agreed on by all ranks. Raises NumericError at the first step with a
@@ -291,12 +377,12 @@ def train(run: Run) -> str:
     saves = options.checkpoint.every > 0 or options.checkpoint.save_last
     stop = False
     with (
-        checkpoints.Saver(state, run.run_dir) as saver,
+        Savers(state, run.run_dir) as saver,
         _reporter(run) as reporter,
         Profiler(state, run.run_dir) as profiler,
         closing(run.train_data) as data,
     ):
-        steps = _Steps(run, data, reporter)
+        steps = _Steps(run, data, reporter, watch)
         for line in packs_in_words(data.loader):
             reporter.say(line)
         if profiler.missed:
@@ -312,8 +398,10 @@ def train(run: Run) -> str:
                 last = state.step == total
                 evaluates = last or _due(state.step, options.train.eval_every)
                 # An evaluation and a checkpoint come after the lines of all steps before, and need a finite step.
-                asked = steps.report(everything=evaluates or saver.due(state.step, last))
+                asked = steps.report(everything=evaluates or saver.due(state.step))
             stop = asked and not last
+            if _due(state.step, options.guard.check_replicas_every):
+                replicas.check_replicas(state)
             if memory_report:
                 reporter.say(memory_report.write(state, run.run_dir))
             for line in data.started_over():
@@ -322,16 +410,31 @@ def train(run: Run) -> str:
                 flight.enter("evaluate")
                 report_validation(state, run.validation_sets, reporter, last)
             flight.enter("save")
-            saved: list[Path] = []
-            if saver.due(state.step, last) or (stop and saves):
+            saved: list[Saved] = []
+            if saver.due(state.step) or (stop and saves):
                 # The lines of the steps before a checkpoint must be on disk when it gets its name: a resumed run goes
                 # on behind them.
-                saved = saver.save(state, ready=reporter.flush)
-            for path in [*saved, *saver.completed(wait=last or stop)]:
-                flight.checkpoint(step_of(path))
-                reporter.say(f"step {state.step}/{total} | saved {path}")
+                saved = saver.save(state, stopping=stop and saves, ready=reporter.flush)
+            for one in [*saved, *saver.completed(wait=last or stop)]:
+                _report_saved(run, one, reporter)
         state.weights.wait()  # no forward pass follows that would
-    return _why_stopped(run, saves) if stop else ""
+    reason = _why_stopped(run, saves) if stop else ""
+    if state.ctx.world.first:
+        code = Preempted.exit_code if stop else 0
+        events.append(run.run_dir, "exit", code=code, step=state.step, reason=reason)
+    return reason
+
+
+def _report_saved(run: Run, saved: Saved, reporter: Reporter) -> None:
+    """Report a completed checkpoint. A snapshot in host memory is none to go on from after the job, and not news."""
+    if saved.tier.name == "memory":
+        return
+    state = run.state
+    state.ctx.flight.checkpoint(step_of(saved.path))
+    reporter.say(f"step {state.step}/{state.config.train.steps} | saved {saved.path}")
+    if state.ctx.world.first:
+        step = step_of(saved.path)
+        events.append(run.run_dir, "saved", step=step, tier=saved.tier.name, seconds=round(saved.seconds, 3))
 
 
 def _why_stopped(run: Run, saves: bool) -> str:
@@ -348,11 +451,10 @@ def _reporter(run: Run) -> Reporter:
     state = run.state
     options = run.state.config
     first = state.ctx.world.first
-    lineage = state.lineage
-    name = lineage[-1][0] if lineage else "start"
+    info = RunInfo(run.run_dir, flatten(options), options.train.steps, state.step)
 
     def open_files() -> Reporter:
-        return Reporter(run.run_dir, options.log, options.train.steps, state.step, speaks=first, start=name)
+        return Reporter(options.log, info, state.lineage, speaks=first)
 
     return on_all_ranks(open_files, state.ctx, StorageError, "metrics not written")
 
@@ -416,9 +518,18 @@ def validate(state: TrainState, data: Loader) -> tuple[float, float]:
     """
     size = data.batch_size(0)
     batches = min(-(-state.config.train.eval_samples // size), len(data.samples) // size)
-    sums = [evaluate(state, data.step_after(i * size)) for i in range(batches)]
+    with averaged(state):
+        sums = [evaluate(state, data.step_after(i * size)) for i in range(batches)]
     divisor = sum(one.divisor for one in sums)
     return sum(one.loss for one in sums) / divisor, sum(one.hits for one in sums) / divisor
+
+
+def averaged(state: TrainState) -> AbstractContextManager[None]:
+    """A context around evaluations: their weights are the average, if train.eval_weights asks for it."""
+    average = state.optimizer.average
+    if average is None or state.config.train.eval_weights == "trained":
+        return nullcontext()
+    return average.as_weights()
 
 
 def _due(step: int, every: int) -> bool:

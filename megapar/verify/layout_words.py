@@ -33,6 +33,7 @@ NUMBERED = {
     "zero": "optimizer.zero_stage",
     "shard": "optimizer.shard_ranks",
     "chunks": "parallel.tp_overlap_chunks",
+    "epchunks": "parallel.ep_overlap_chunks",
     "mb": "train.micro_batch_size",
     "every": "train.recompute_every",
 }
@@ -67,11 +68,13 @@ SYNONYMS = {
     "zero_stage": "zero",
     "shard_ranks": "shard",
     "tp_overlap_chunks": "chunks",
+    "ep_overlap_chunks": "epchunks",
 }
 # Axes and stages without which a word says nothing.
 _NEEDS = {
     "parallel.sequence_parallel": "tp",
     "parallel.tp_overlap_chunks": "tp",
+    "parallel.ep_overlap_chunks": "ep",
     "parallel.cp_attention": "cp",
     "parallel.schedule": "pp",
     "parallel.vpp": "pp",
@@ -111,6 +114,8 @@ class Layout:
         usual = ParallelConfig()
         if options.get("parallel.tp", 1) == 1:
             parallel = replace(parallel, sequence_parallel=False, tp_overlap_chunks=usual.tp_overlap_chunks)
+        if options.get("parallel.ep", 1) == 1:
+            parallel = replace(parallel, ep_overlap_chunks=usual.ep_overlap_chunks)
         if options.get("parallel.cp", 1) == 1:
             parallel = replace(parallel, cp_attention=usual.cp_attention)
         if options.get("parallel.pp", 1) == 1:

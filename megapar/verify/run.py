@@ -13,11 +13,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megapar import device
 from megapar.batch import PipelineStage
 from megapar.comm.flight import Board
 from megapar.config.options import Config
 from megapar.context import ParallelContext
+from megapar.environment import Environment
 from megapar.errors import MegaparError
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
@@ -201,7 +201,7 @@ def _rank(
     orders: Sequence[Order],
     around: Around,
     folder: str,
-    env: device.Environment,
+    env: Environment,
     board: Board,
 ) -> None:
     """The work of one rank: train in each order, and save what it shows."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from megapar.config.model_options import MixtureModel, ModelConfig, MoEConfig
 from megapar.config.options import (
     CheckpointConfig,
     Config,
@@ -16,9 +17,6 @@ from megapar.config.options import (
     KernelsConfig,
     LaunchConfig,
     LogConfig,
-    MixtureModel,
-    ModelConfig,
-    MoEConfig,
     TrainConfig,
 )
 

@@ -36,7 +36,8 @@ from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
 from megapar import device
 from megapar.checkpoint.load import load
-from megapar.config.options import CheckpointConfig, Config, LaunchConfig, ModelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import CheckpointConfig, Config, LaunchConfig, TrainConfig
 from megapar.train.checkpoints import Saver
 from megapar.train.provenance import provenance
 from megapar.train.step import TrainState

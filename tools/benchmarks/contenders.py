@@ -88,6 +88,7 @@ class Variant:
     parallel: ParallelConfig | None = None
     grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     compile: bool = False
+    offload: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -184,12 +185,26 @@ LAYOUTS: dict[str, Layout] = {
         (peers.Plain, peers.CompiledLayers),
         (("megapar", Variant()), ("megapar, compiled", Variant(compile=True))),
     ),
+    "offload": Layout(
+        ParallelConfig(dp=1),
+        (),
+        (
+            ("megapar", Variant()),
+            ("megapar, offload 0.5", Variant(offload=0.5)),
+            ("megapar, offload 1", Variant(offload=1.0)),
+        ),
+    ),
     "moe": Layout(ParallelConfig(dp=1), (peers.Plain, HuggingFaceMixture), experts=True),
     "moe_ep2": Layout(
         EP2,
         (peers.DDP, HuggingFaceMixtureDDP, MegatronCoreExperts),
         # Without ep each rank holds all experts, and their gradients are summed over ranks, as those of peers are.
-        (("megapar", Variant()), ("megapar, ep 1", Variant(parallel=replace(EP2, ep=1)))),
+        (
+            ("megapar", Variant()),
+            ("megapar, ep 1", Variant(parallel=replace(EP2, ep=1))),
+            ("megapar, 2 chunks", Variant(parallel=replace(EP2, ep_overlap_chunks=2))),
+            ("megapar, 4 chunks", Variant(parallel=replace(EP2, ep_overlap_chunks=4))),
+        ),
         experts=True,
     ),
 }

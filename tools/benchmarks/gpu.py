@@ -45,7 +45,8 @@ from benchmarks.ranks import BenchmarkError, run_ranks
 from benchmarks.report import Session, number, table
 from megapar import device
 from megapar.config.derive import num_microbatches
-from megapar.config.options import Config, KernelsConfig, ModelConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, KernelsConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
 from megapar.plan import hardware
 from megapar.plan.durations import BACKWARD_ATTENTION, FORWARD_ATTENTION, KERNELS, PRODUCTS

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers import Llama, Plain, Weights, loss_sum, make_optimizer
-from megapar.config.options import Config, ModelConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config
 
 
 class RandomWeights(Mapping[str, Tensor]):

@@ -28,7 +28,8 @@ from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from benchmarks.report import Report, table
 from megapar import context
 from megapar.comm.giving import Giver, Taker
-from megapar.config.options import Config, ModelConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.launch.grid import grid_of
 from megapar.params import spec_of
 from megapar.random import initialize

@@ -47,11 +47,12 @@ from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from benchmarks.report import Report, table
 from benchmarks.traffic import expected_traffic
 from megapar.config.derive import num_microbatches
-from megapar.config.options import Config, KernelsConfig, MoEConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.model_options import MoEConfig
+from megapar.config.options import Config, KernelsConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
 from megapar.train.provenance import provenance
 
-LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2", "cp2", "compiled", "moe", "moe_ep2"]
+LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2", "cp2", "compiled", "offload", "moe", "moe_ep2"]
 WARMUP = 1  # steps: DTensor fills its caches, megapar learns when buckets are full, pipelining asks for shapes
 # Relative, loose for the norm's sake: torch sums squares in fp32, which errs by 6e-4 in a matrix of 2 million elements
 # on a CPU, and by as much changes the update after clipping.
@@ -65,8 +66,9 @@ class Options:
     hidden: tuple[int, ...] = (256, 512)
     """Widths of the model; the MLP is 11/4 as wide."""
     layouts: tuple[LayoutName, ...] = ("single", "dp2", "tp2", "tp2+sp", "pp2")
-    """single, compiled and moe are one process; the others are two: data, tensor (with sequence), pipeline, context and
-    expert parallel. compiled has kernels.compile beside torch's ops. moe and moe_ep2 train a mixture of experts."""
+    """single, compiled, offload and moe are one process; the others are two: data, tensor (with sequence), pipeline,
+    context and expert parallel. compiled has kernels.compile beside torch's ops, offload has shares of optimizer state
+    that are copied. moe and moe_ep2 train a mixture of experts."""
     peers: tuple[str, ...] = ()
     """Names of contenders, as the table spells them; empty: all that are installed. megapar itself always runs."""
     steps: int = 5
@@ -156,7 +158,7 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
             micro_batch_size=options.micro_batch_size,
             seq_length=options.seq_length,
         ),
-        optimizer=replace(optimizer, grad_reduce_dtype=variant.grad_reduce_dtype),
+        optimizer=replace(optimizer, grad_reduce_dtype=variant.grad_reduce_dtype, offload=variant.offload),
         kernels=KernelsConfig(compile=variant.compile),
     )
     stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))

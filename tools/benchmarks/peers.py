@@ -37,7 +37,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.traffic import stages_of_rank
 from megapar.config.derive import num_microbatches
-from megapar.config.options import Config, MixtureModel, ModelConfig, OptimizerConfig
+from megapar.config.model_options import MixtureModel, ModelConfig
+from megapar.config.options import Config, OptimizerConfig
 
 Weights = Mapping[str, Tensor]
 
