@@ -25,7 +25,7 @@ PROJECT = (
         "test_docs",
     ),
     *("test_gpu_check", "test_house", "test_kernel_benchmarks", "test_lanes", "test_other_frameworks"),
-    *("test_plot_schedule", "test_strategy_tables", "test_support_distributed", "test_support_program"),
+    *("test_plot_schedule", "test_status", "test_strategy_tables", "test_support_distributed", "test_support_program"),
 )
 
 # The longest of both lanes first: a process that begins with one of them last works alone at the end. By CPU time: what

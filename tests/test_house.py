@@ -59,11 +59,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megapar.launch": {"foundation", "megapar.pipeline"},
     "megapar.train": {"foundation", "megapar.context_parallel", "megapar.launch", *ENGINES},
     "megapar.plan": {"foundation", "megapar.launch", "megapar.train", *ENGINES},
+    # Reads the folders of runs, and shows them.
+    "megapar.dashboard": {"foundation", "megapar.launch", "megapar.train", "megapar.plan", *ENGINES},
     # It runs all of them, and compares: programs and tests import it, and no other room.
     "megapar.verify": {"foundation", *LAYERS, *ENGINES, "megapar.launch", "megapar.train"},
     "main": {
         *("foundation", KERNELS, MODELS, CONVERT, JUDGING, *LAYERS, *ENGINES),
-        *("megapar.launch", "megapar.train", "megapar.plan", "megapar.verify"),
+        *("megapar.launch", "megapar.train", "megapar.plan", "megapar.verify", "megapar.dashboard"),
     },
 }
 # Single modules that reach further: how many stages there are, which layers each holds and where it lives is the

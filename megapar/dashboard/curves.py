@@ -1,0 +1,116 @@
+"""The numbers of metrics.jsonl by name, read further as the file grows."""
+
+import json
+import os
+from array import array
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megapar.errors import DataError, reason_of
+from megapar.system.regular_files import open_regular
+from megapar.train.sinks.base import scalars
+
+_AT_ONCE = 1 << 24  # bytes of a read
+
+
+class Curve:
+    """One number over the steps, in ascending order."""
+
+    def __init__(self) -> None:
+        self.steps = array("q")
+        self.values = array("d")
+
+    def add(self, step: int, value: float) -> None:
+        """Add the number of a step. Later numbers of a step replace earlier ones."""
+        while self.steps and self.steps[-1] >= step:
+            self.steps.pop()
+            self.values.pop()
+        self.steps.append(step)
+        self.values.append(value)
+
+    def thinned(self, first: int, last: int, points: int) -> tuple[list[int], list[float]]:
+        """The numbers of the steps first..last. Of many, the least and the largest of each bin: no peak is lost.
+
+        Returns at most `points` numbers, and one on either side of the range, so a line goes on to its edges.
+        """
+        steps, values = np.array(self.steps, np.int64), np.array(self.values)
+        begin = max(0, int(np.searchsorted(steps, first)) - 1)
+        end = int(np.searchsorted(steps, last, "right")) + 1
+        steps, values = steps[begin:end], values[begin:end]
+        if len(steps) > points:
+            kept: set[int] = {0, len(steps) - 1}
+            for some in np.array_split(np.arange(len(steps)), max(1, (points - 2) // 2)):
+                # Values that are not finite come first: they are what a reader looks for.
+                bad = some[~np.isfinite(values[some])]
+                kept |= (
+                    {int(some[np.argmin(values[some])]), int(some[np.argmax(values[some])])}
+                    if not len(bad)
+                    else {
+                        int(bad[0]),
+                        int(bad[-1]),
+                    }
+                )
+            chosen = sorted(kept)
+            steps, values = steps[chosen], values[chosen]
+        return steps.tolist(), values.tolist()
+
+
+class Curves:
+    """The curves of a metrics.jsonl, which need not be there yet."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self.by_name: dict[str, Curve] = {}
+        self.newest: dict[str, Any] = {}  # the newest line of each kind, by its keys that are no scalars too
+        self.step_seconds = 0.0  # of all steps
+        self.data_seconds = 0.0
+        self.changed = 0.0  # when the file got its newest line, in seconds since 1970
+        self._inode = -1
+        self._read = 0
+
+    def update(self) -> None:
+        """Read what the file has got since the last call. Raises DataError if it cannot be read."""
+        try:
+            if not self.path.exists():
+                self._start_over()
+                return
+            with open(open_regular(self.path), "rb") as file:
+                found = os.fstat(file.fileno())
+                # A run that goes back to a checkpoint replaces the file by a shorter one.
+                if found.st_ino != self._inode or found.st_size < self._read:
+                    self._start_over()
+                self._inode, self.changed = found.st_ino, found.st_mtime
+                file.seek(self._read)
+                for line in self._lines(file):
+                    self._add(line)
+        except OSError as error:
+            raise DataError(f"{self.path}: {reason_of(error)}") from error
+
+    def _lines(self, file: Any) -> Iterator[dict[str, Any]]:
+        """The whole lines from here on. The end of a line that is being written is read at the next call."""
+        left = b""
+        while data := file.read(_AT_ONCE):
+            *whole, left = (left + data).split(b"\n")
+            for text in whole:
+                self._read += len(text) + 1
+                with suppress(ValueError, RecursionError):
+                    line = json.loads(text)
+                    if isinstance(line, dict) and type(line.get("step")) is int:
+                        yield line
+
+    def _add(self, line: dict[str, Any]) -> None:
+        step = line["step"]
+        self.newest |= line
+        numbers = dict(scalars(line))
+        if "loss" in numbers:
+            self.step_seconds += numbers.get("step_seconds", 0.0)
+            self.data_seconds += numbers.get("data_seconds", 0.0)
+        for name, value in numbers.items():
+            self.by_name.setdefault(name, Curve()).add(step, value)
