@@ -52,6 +52,8 @@ COMMANDS = {
     "generate": Command("tools.generate", "Continue a text with a trained model."),
     "verify_layouts": Command("tools.verify_layouts", "Compare layouts with one process, parameter by parameter."),
     "status": Command("tools.status", "Say how runs are, from the files of their folders alone."),
+    "report": Command("tools.report", "Write report.html into run folders: a run on one page, without a network."),
+    "dashboard": Command("tools.dashboard", "Show runs in a browser while they train."),
     "plot": Command("tools.plot", "Draw the loss, the load of experts and the timeline of a run."),
     "profile": Command("tools.profile", "Show where the time of recorded steps went, on every rank."),
     "simulate": Command("tools.simulate", "Run one rank's training step of a world of any size, on this machine."),

@@ -17,6 +17,7 @@ from megapar.config.derive import smallest_world
 from megapar.config.elastic import fitted
 from megapar.config.files import Resolved, load, to_toml
 from megapar.config.options import Config
+from megapar.dashboard.page import ReportAtEnd
 from megapar.environment import Environment
 from megapar.errors import Preempted
 from megapar.launch.rank_process import join, leave, rank_process, refuse_start
@@ -47,22 +48,20 @@ def run(resolved: Resolved, config: Config, env: Environment, board: Board | Non
         ctx = join(config, env, process)
         resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, parts)
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
-        data, validation_sets = open_loaders(config, ctx, num_targets(config), sample_kind(config))
+        data, held_out = open_loaders(config, ctx, num_targets(config), sample_kind(config))
         run_dir = Path(config.run_dir)
         limit = memory.memory_limit(config, parts)
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
-            state, notes = start(config, ctx, stages, identity(data, validation_sets), limit, env)
+            state, notes = start(config, ctx, stages, identity(data, held_out), limit, env)
             data.consumed_samples = state.consumed_samples
             size, flops = size_and_flops(config)
             write_run_header(config, ctx, size, [*balance, *notes], to_toml(resolved, config))
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
             report = dry_run.memory_report_of(config, parts, env.rank)
             time = predicted.prediction_of(config, parts, ctx)
-            stopped = train(
-                Run(state, data, validation_sets, run_dir, flops, process.asked_to_stop, report, time, process)
-            )
+            stopped = train(Run(state, data, held_out, run_dir, flops, process.asked_to_stop, report, time, process))
         leave(ctx)
         if stopped:
             raise Preempted(stopped)
@@ -89,7 +88,7 @@ def main() -> int:
     speaker = 0 if environment.first_to_speak() else 1
     with reported(speaker):
         resolved = load(sys.argv[1:], named_configs(Path(__file__).parent / "configs"), FOR_OPTIONS)  # --help ends here
-    with reported(speaker), exits_refused():
+    with ReportAtEnd() as report, reported(speaker), exits_refused():
         if resolved.config.dry_run:
             plan(resolved)
             return 0
@@ -98,6 +97,7 @@ def main() -> int:
         world = env.world_size if env.launched else max(resolved.config.launch.nproc, 1)
         main_of_rank = prepare(resolved, world)
         config = main_of_rank.args[1]
+        report.run_dir = Path(config.run_dir) if env.rank == 0 else None
         if not env.launched and (world > 1 or config.launch.max_restarts):
             return keep_running(main_of_rank, partial(prepare, resolved), config)
         main_of_rank(env)

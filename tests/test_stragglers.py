@@ -104,15 +104,20 @@ def judged(windows: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> list[
     hosts = [["a", 0], ["b", 0], ["c", 1], ["d", 1]]
     monkeypatch.setattr(stragglers.collectives, "gather_json", lambda *_: hosts)
     ctx: Any = SimpleNamespace(world=SimpleNamespace(size=4), pp=SimpleNamespace(rank=0), device=torch.device("cpu"))
-    judge = Stragglers(ctx, 8, found.append)
+    lines: list[dict[str, Any]] = []
+    judge = Stragglers(ctx, 8, found.append, lines.append)
     for number, window in enumerate(windows, 1):
-        judge._judge(8 * number, device.HostCopy(torch.tensor(window, dtype=torch.float64)))
+        rows = torch.tensor([(seconds, 1e9 + rank) for rank, seconds in enumerate(window)], dtype=torch.float64)
+        judge._judge(8 * number, device.HostCopy(rows))
+    assert [line["step"] for line in lines] == [8 * number for number in range(1, len(windows) + 1)]
+    assert lines[-1]["rank_compute_seconds"] == [None if seconds != seconds else seconds for seconds in windows[-1]]
+    assert lines[-1]["rank_peak_memory_bytes"] == [10**9, 10**9 + 1, 10**9 + 2, 10**9 + 3]
     return found
 
 
 def test_a_rank_is_named_after_three_windows_and_again_when_it_was_well(monkeypatch: pytest.MonkeyPatch) -> None:
-    slow, even = [1.0, 1.0, 5.0, 6.0], [1.0, 1.05, 5.0, 5.4]
-    ratio = pytest.approx(1.2)
+    slow, even = [1.0, 1.0, 5.0, 8.0], [1.0, 1.05, 5.0, 7.4]
+    ratio = pytest.approx(1.6)
     assert judged([slow, slow, even, slow, slow], monkeypatch) == []
     assert judged([slow] * 5, monkeypatch) == [Straggler(24, 3, "d", ratio)]
     again = [Straggler(24, 3, "d", ratio), Straggler(56, 3, "d", ratio)]

@@ -5,8 +5,8 @@ the first steps of each window a rank notes its waits for other ranks. The rest 
 the wait for data. The least of these steps counts, because a step may be disturbed by chance. On a GPU the times are
 those of events in its stream, read when it has long passed them.
 
-Ranks are compared with those of the same pipeline rank, which have the same layers. At the end of a window one float of
-each rank is gathered.
+Ranks are compared with those of the same pipeline rank, which have the same layers. At the end of a window the time and
+the peak memory of each rank are gathered.
 """
 
 import math
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from statistics import median_low
+from typing import Any
 
 import torch
 
@@ -25,6 +26,7 @@ from megapar.recorder import Clock, Moment, Recorder
 
 SAMPLED = 4  # steps of a window in which a rank notes its waits
 SLOW = 1.1  # times the median
+_SLOW_ON_CPU = 1.5  # ranks on CPUs share cores, caches and memory with each other
 WINDOWS = 3  # one after another, in which a rank must be slow
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
@@ -78,13 +80,22 @@ class Waits(Recorder):
 class Stragglers:
     """Compares the ranks of a job. `every` is log.straggler_every. `tell` is called on rank 0 for each slow rank, once.
 
-    The constructor is a collective, and so is the last step of each window.
+    `write` is called on rank 0 for each window, with a line of metrics.jsonl. The constructor is a collective, and so
+    is the last step of each window.
     """
 
-    def __init__(self, ctx: ParallelContext, every: int, tell: Callable[[Straggler], None]):
+    def __init__(
+        self,
+        ctx: ParallelContext,
+        every: int,
+        tell: Callable[[Straggler], None],
+        write: Callable[[dict[str, Any]], None],
+    ):
         self._ctx = ctx
         self._every = every if ctx.world.size > 1 else 0
         self._tell = tell
+        self._write = write
+        self._ratio = SLOW if device.is_asynchronous(ctx.device) else _SLOW_ON_CPU
         self._samples: list[tuple[Waits, int]] = []
         self._gathered: tuple[int, device.HostCopy] | None = None
         self._slow: dict[int, int] = {}  # windows one after another, by rank
@@ -117,16 +128,22 @@ class Stragglers:
             self._gathered = None
 
     def _gather(self, step: int) -> None:
-        """Gather the least time of each rank for a micro-batch; NaN from a rank without a sample."""
+        """Gather the peak memory of each rank, and its least time for a micro-batch, NaN without a sample."""
         seconds = [waits.own_seconds() / number for waits, number in self._samples]
         self._samples = []
-        here = torch.tensor([min(seconds, default=math.nan)], dtype=torch.float64)
+        here = torch.tensor(
+            [min(seconds, default=math.nan), device.peak_memory_bytes(self._ctx.device)], dtype=torch.float64
+        )
         everywhere = collectives.all_gather(device.to_device(here, self._ctx.device), self._ctx.world)
         if self._ctx.world.first:
             self._gathered = step, device.HostCopy(everywhere)
 
     def _judge(self, step: int, gathered: device.HostCopy) -> None:
-        seconds = gathered.wait().tolist()
+        seconds, peak = gathered.wait().view(-1, 2).T.tolist()
+        known = [value if math.isfinite(value) else None for value in seconds]
+        self._write(
+            {"step": step, "rank_compute_seconds": known, "rank_peak_memory_bytes": [int(size) for size in peak]}
+        )
         by_stage: dict[int, list[int]] = {}
         for rank, (_, stage) in enumerate(self._ranks):
             if math.isfinite(seconds[rank]):
@@ -135,6 +152,6 @@ class Stragglers:
             middle = median_low(seconds[rank] for rank in ranks)
             for rank in ranks:
                 ratio = seconds[rank] / middle if middle > 0 else 1.0
-                self._slow[rank] = self._slow.get(rank, 0) + 1 if ratio > SLOW else 0
+                self._slow[rank] = self._slow.get(rank, 0) + 1 if ratio > self._ratio else 0
                 if self._slow[rank] == WINDOWS:
                     self._tell(Straggler(step, rank, self._ranks[rank][0], ratio))

@@ -297,7 +297,7 @@ class _Steps:
         self._behind = 1 if runs_behind else 0
         self._rehearses = options.kernels.compile
         self._comparison = None if run.prediction is None else Comparison(run.prediction)
-        self._stragglers = Stragglers(ctx, options.log.straggler_every, watch.straggler)
+        self._stragglers = Stragglers(ctx, options.log.straggler_every, watch.straggler, reporter.write)
 
     def queue(self, around: AbstractContextManager[None]) -> None:
         """Queue the next step. `around` is a context for it."""

@@ -1,0 +1,77 @@
+"""One self-contained HTML page of runs: a file that opens without a network, or what the dashboard serves.
+
+The charts are drawn by uPlot (MIT), whose file lies beside this one.
+"""
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megapar.dashboard.record import RunFolder
+from megapar.dashboard.status import is_locked
+from megapar.errors import MegaparError, reason_of
+from megapar.launch.reporting import tell
+from megapar.system.atomic_files import replace_file
+
+FILE = "report.html"
+POINTS = 1200  # of a curve
+_HERE = Path(__file__).parent
+
+
+def html(title: str, runs: Sequence[dict[str, Any]], details: Sequence[dict[str, Any]], *, live: bool) -> str:
+    """The page of `runs` (`RunFolder.record`) and their `details`. If it is `live`, it asks for newer data."""
+    # A run's files may hold anything. Only "<" could end a script element, and JSON has it in strings alone.
+    data = json.dumps({"live": live, "runs": runs, "details": details}, allow_nan=False).replace("<", "\\u003c")
+    parts = {"title": title.replace("&", "&amp;").replace("<", "&lt;"), "data": data}
+
+    def part(found: re.Match[str]) -> str:
+        name = found[1]
+        return parts[name] if name in parts else (_HERE / name).read_text(encoding="utf-8")
+
+    # In one pass: what is put in is not looked at again.
+    return re.sub(r"\{\{([\w.]+)\}\}", part, (_HERE / "page.html").read_text(encoding="utf-8"))
+
+
+def write_report(run_dir: Path) -> Path:
+    """Write report.html into a run folder, and return its path. Raises StorageError if it cannot be written."""
+    run = RunFolder(run_dir)
+    record = run.record(time.time(), POINTS)
+    path = run_dir / FILE
+    text = html(f"{record['name']}: report", [record], [run.details()], live=False)
+    replace_file(path, text.encode())
+    return path
+
+
+class ReportAtEnd:
+    """A context manager around a run: it writes the report when the run is over, however it ended.
+
+    `run_dir` is set when it is known. Another run's folder is left alone, and so is one that has no steps.
+    """
+
+    run_dir: Path | None = None
+
+    def __init__(self) -> None:
+        self._process = os.getpid()
+
+    def __enter__(self) -> "ReportAtEnd":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Ranks that the launcher has forked leave it too.
+        if self.run_dir is None or os.getpid() != self._process:
+            return
+        if not (self.run_dir / "metrics.jsonl").exists() or is_locked(self.run_dir):
+            return
+        try:
+            write_report(self.run_dir)
+        except (MegaparError, OSError) as failure:
+            with suppress(OSError):
+                tell(f"{self.run_dir / FILE} not written: {reason_of(failure)}")

@@ -1,0 +1,242 @@
+"""report.html and tools/dashboard.py: what they show of a run folder, and what a hostile one can do to them."""
+
+import html
+import http.client
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megapar.dashboard.curves import Curve, Curves
+from megapar.dashboard.page import ReportAtEnd, write_report
+from megapar.dashboard.record import RunFolder
+from megapar.dashboard.server import Dashboard
+from megapar.errors import ConfigError, DataError
+from tests.support import program
+
+NOW = 1_000_000.0
+
+
+def append(path: Path, *lines: dict[str, Any]) -> None:
+    with open(path, "a") as file:
+        file.writelines(json.dumps(line) + "\n" for line in lines)
+
+
+def data_of(page: str) -> Any:
+    """What is in the page for its program."""
+    found = re.search(r'<script id="data" type="application/json">(.*?)</script>', page, re.DOTALL)
+    assert found
+    return json.loads(found[1])
+
+
+# Curves
+
+
+def test_curves_read_on_where_they_were_and_anew_after_a_resume(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    curves = Curves(path)
+    curves.update()
+    assert curves.by_name == {}
+    append(path, {"step": 1, "loss": 3.0, "step_seconds": 2.0, "comm_bytes": {"tp": 5}})
+    path.write_bytes(path.read_bytes() + b'{"step": 2, "lo')
+    curves.update()
+    assert {name: list(curve.values) for name, curve in curves.by_name.items()} == {
+        "loss": [3.0],
+        "step_seconds": [2.0],
+        "comm_bytes/tp": [5.0],
+    }
+    path.write_bytes(path.read_bytes() + b'ss": 2.5, "step_seconds": 1.0, "data_seconds": 0.25}\n')
+    append(path, {"step": 2, "validation_loss": 2.75}, {"step": 3, "loss": 2.25, "step_seconds": 1.0})
+    curves.update()
+    assert list(curves.by_name["loss"].values) == [3.0, 2.5, 2.25]
+    assert list(curves.by_name["validation_loss"].steps) == [2]
+    assert (curves.step_seconds, curves.data_seconds) == (4.0, 0.25)
+    shorter = tmp_path / "shorter"
+    append(
+        shorter, {"step": 1, "loss": 3.0}, {"step": 2, "loss": 7.0}, {"step": 3, "loss": 7.5}, {"step": 4, "loss": 1}
+    )
+    shorter.replace(path)  # as a run does that goes back to a checkpoint
+    curves.update()
+    assert list(curves.by_name["loss"].values) == [3.0, 7.0, 7.5, 1.0]
+    assert curves.step_seconds == 0.0
+
+
+def test_a_thinned_curve_keeps_its_peaks_its_ends_and_what_is_not_finite() -> None:
+    curve = Curve()
+    values = np.sin(np.arange(100_000) / 500)
+    values[[12_345, 54_321, 77_777]] = 40.0, -30.0, np.nan
+    for step, value in enumerate(values.tolist(), 1):
+        curve.add(step, value)
+    steps, kept = curve.thinned(0, 1 << 62, 500)
+    assert len(steps) <= 500
+    assert steps == sorted(set(steps))
+    assert (steps[0], steps[-1]) == (1, 100_000)
+    assert {12_346, 54_322, 77_778} <= set(steps)
+    assert np.array_equal(np.array(kept), values[np.array(steps) - 1], equal_nan=True)
+    steps, kept = curve.thinned(1_000, 1_100, 500)
+    assert steps == list(range(999, 1_102)), "all steps of a small part, and one beyond on either side"
+
+
+# The page
+
+
+def test_a_report_has_everything_in_it_and_nothing_from_elsewhere(tmp_path: Path) -> None:
+    flags = ("--launch.nproc", "2", "--parallel.pp", "2", "--log.profile", "3-4", "--train.memory_report")
+    run = program.run(*flags, "--log.straggler_every", "8", "--train.steps", "9", cwd=tmp_path)
+    assert run.code == 0, run.err
+    page = (tmp_path / "run" / "report.html").read_text()
+    for link in re.findall(r"""(?:src|href)=["']?([^"' >]+)""", page):
+        raise AssertionError(f"the page asks for {link}")
+    assert "{{" not in page
+    found = data_of(page)
+    (shown,), (details,) = found["runs"], found["details"]
+    assert (found["live"], shown["name"], shown["status"]["state"], shown["status"]["step"]) == (
+        False,
+        "run",
+        "done",
+        9,
+    )
+    lines = [json.loads(text) for text in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert shown["curves"]["loss"] == [list(range(1, 10)), [line["loss"] for line in lines if "loss" in line]]
+    assert sum(shown["status"]["seconds"].values()) == pytest.approx(shown["status"]["wall_seconds"])
+    assert shown["status"]["seconds"]["steps"] > 0
+    memory = json.loads((tmp_path / "run" / "memory.json").read_text())["bytes_by_rank"]
+    assert details["peak_memory_bytes"] == [rank["measured"]["all"] for rank in memory]
+    assert len(shown["ranks"]["compute_seconds"]) == len(shown["ranks"]["peak_memory_bytes"]) == 2
+    assert [of["rank"] for of in details["profile"]] == [0, 1]
+    assert [event["event"] for event in shown["events"]] == ["start", "saved", "exit"]
+    assert 'family = "llama"' in details["config"]
+    assert details["environment"]["kernels"]
+    assert details["timeline"]
+
+
+HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)>{{page.js}}"
+
+
+def test_a_hostile_folder_stays_data(tmp_path: Path) -> None:
+    run_dir = tmp_path / "<b>run&{{data}}"
+    run_dir.mkdir()
+    append(run_dir / "metrics.jsonl", {"step": 1, "loss": 3.0, HOSTILE: 1.0, "grad_norm": float("nan")})
+    append(run_dir / "events.jsonl", {"time": NOW, "event": "fault", "message": HOSTILE, "step": HOSTILE})
+    (run_dir / "config.toml").write_bytes(HOSTILE.encode() + b"\xff")
+    (run_dir / "environment.json").write_text("[" * 100_000)
+    (run_dir / "ranks.json").write_text(json.dumps({"ranks": [3, {"host": HOSTILE}]}))
+    page = write_report(run_dir).read_text()
+    assert page.count("</script>") == 3
+    assert "<img src=x" not in page
+    assert html.unescape(re.findall("<title>(.*?)</title>", page)[0]) == "<b>run&{{data}}: report"
+    (shown,), (details,) = data_of(page)["runs"], data_of(page)["details"]
+    assert shown["curves"][HOSTILE] == [[1], [1.0]]
+    assert shown["curves"]["grad_norm"] == [[1], [None]]
+    assert details["ranks"] == [{}, {"host": HOSTILE}]
+    assert "default-src 'none'" in page
+
+
+def test_an_unreadable_folder_says_so_on_the_page(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    record = RunFolder(tmp_path).record(NOW, 100)
+    assert (record["status"]["state"], "is a FIFO" in record["error"]) == ("no run", True)
+    assert RunFolder(tmp_path / "nowhere").record(NOW, 100)["error"] == ""
+
+
+def test_a_report_is_written_at_the_end_of_a_failed_run_and_not_into_the_folder_of_another(tmp_path: Path) -> None:
+    run = program.run("--train.steps", "9", "--optimizer.lr", "1e30", "--optimizer.clip_grad", "0", cwd=tmp_path)
+    assert run.code == 5
+    assert data_of((tmp_path / "run" / "report.html").read_text())["runs"][0]["status"]["state"] == "failed"
+    (tmp_path / "run" / "report.html").unlink()
+    holder = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    lock = str(tmp_path / "run" / ".lock")
+    other = subprocess.Popen(
+        [sys.executable, "-c", holder, lock], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert other.stdin
+    assert other.stdout
+    other.stdout.readline()
+    with ReportAtEnd() as report:
+        report.run_dir = tmp_path / "run"
+    assert not (tmp_path / "run" / "report.html").exists()
+    other.communicate("\n")
+    with ReportAtEnd() as report:
+        report.run_dir = tmp_path / "run"
+    assert (tmp_path / "run" / "report.html").exists()
+
+
+def test_a_report_that_cannot_be_written_is_a_line_and_no_failure(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    append(tmp_path / "metrics.jsonl", {"step": 1, "loss": 3.0})
+    (tmp_path / "report.html").mkdir()
+    with ReportAtEnd() as report:
+        report.run_dir = tmp_path
+    assert re.fullmatch(r".*report\.html not written: .*directory.*\n", capfd.readouterr().err)
+
+
+# The server
+
+
+@contextmanager
+def served(*run_dirs: Path) -> Iterator[Dashboard]:
+    with Dashboard(run_dirs, 0) as dashboard:
+        thread = Thread(target=dashboard.serve_forever)
+        thread.start()
+        try:
+            yield dashboard
+        finally:
+            dashboard.shutdown()
+            thread.join()
+
+
+def get(dashboard: Dashboard, path: str) -> tuple[int, str]:
+    connection = http.client.HTTPConnection("127.0.0.1", dashboard.server_address[1], timeout=20)
+    connection.request("GET", path)
+    answer = connection.getresponse()
+    text = answer.read().decode()
+    connection.close()
+    return answer.status, text
+
+
+def test_the_dashboard_follows_runs_and_zooms(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    append(tmp_path / "one/metrics.jsonl", *({"step": step, "loss": 1 / step} for step in range(1, 5_001)))
+    with served(tmp_path / "one", tmp_path / "two") as dashboard:
+        root = f"/{dashboard.secret}/"
+        code, page = get(dashboard, root)
+        first = data_of(page)
+        assert (code, first["live"]) == (200, True)
+        assert [run["status"]["state"] for run in first["runs"]] == ["gone", "no run"]
+        assert len(first["runs"][0]["curves"]["loss"][0]) < 1_300
+        append(tmp_path / "two/metrics.jsonl", {"step": 7, "loss": 2.5})
+        found = json.loads(get(dashboard, f"{root}data?points=50&steps=100-110")[1])
+        assert found["runs"][0]["curves"]["loss"][0] == list(range(99, 112))
+        assert found["runs"][1]["curves"]["loss"] == [[7], [2.5]]
+        thin = json.loads(get(dashboard, f"{root}data?points=50&steps=x-y")[1])
+        assert len(thin["runs"][0]["curves"]["loss"][0]) <= 50
+        shutil.rmtree(tmp_path / "two")
+        assert json.loads(get(dashboard, f"{root}data")[1])["runs"][1]["status"]["state"] == "no run"
+
+
+def test_another_user_of_the_host_does_not_see_runs(tmp_path: Path) -> None:
+    (tmp_path / "secret.txt").write_text("s")
+    append(tmp_path / "metrics.jsonl", {"step": 1, "loss": 0.5})
+    with served(tmp_path) as dashboard:
+        assert dashboard.server_address[0] == "127.0.0.1"
+        for path in ("/", "/data", "/x/data", f"/{dashboard.secret}", f"/{dashboard.secret}/../secret.txt"):
+            assert get(dashboard, path)[0] == 404, path
+        with pytest.raises(ConfigError, match=r"--port \d+: Address already in use; --port 0 takes a free one"):
+            Dashboard([tmp_path], dashboard.server_address[1])
+
+
+def test_curves_of_something_else_than_a_file_are_an_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="Is a directory"):
+        Curves(tmp_path).update()

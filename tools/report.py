@@ -1,0 +1,33 @@
+"""Write report.html into run folders: one page for each run that opens without a network.
+
+A run writes it at its end too."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import tyro
+
+from megapar.dashboard.page import write_report
+from megapar.errors import DataError
+from megapar.launch.reporting import open_streams, reported, say
+
+
+@dataclass
+class Arguments:
+    """Write report.html into run folders."""
+
+    run_dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders of runs, also of those that are at work."""
+
+
+def main() -> None:
+    open_streams()
+    with reported():
+        for run_dir in tyro.cli(Arguments, description=__doc__, use_underscores=True).run_dirs:
+            if not (run_dir / "metrics.jsonl").is_file():
+                raise DataError(f"{run_dir / 'metrics.jsonl'} is not there: give the folder of a run that has trained")
+            say(str(write_report(run_dir)))
+
+
+if __name__ == "__main__":
+    main()
