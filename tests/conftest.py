@@ -22,10 +22,18 @@ PROJECT = (
         "test_benchmark_data",
         "test_come_over",
         "test_command",
+        "test_dashboard",
         "test_docs",
     ),
     *("test_gpu_check", "test_house", "test_kernel_benchmarks", "test_lanes", "test_other_frameworks"),
-    *("test_plot_schedule", "test_status", "test_strategy_tables", "test_support_distributed", "test_support_program"),
+    *(
+        "test_plot_schedule",
+        "test_status",
+        "test_strategy_tables",
+        "test_support_distributed",
+        "test_support_program",
+        "test_terminal",
+    ),
 )
 
 # The longest of both lanes first: a process that begins with one of them last works alone at the end. By CPU time: what

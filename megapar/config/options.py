@@ -365,6 +365,9 @@ class LogConfig:
 
     every: int = 1
     """Steps between lines on the console."""
+    view: Literal["live", "lines"] = "live"
+    """What a terminal shows below these lines. live: progress, loss, speed and memory, renewed all the time. lines:
+    nothing. Without a terminal there are lines alone."""
     tensorboard: bool = True
     """Write the numbers of metrics.jsonl to run_dir/tensorboard too."""
     wandb: str = "none"

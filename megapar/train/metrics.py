@@ -19,7 +19,6 @@ from types import TracebackType
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor
 
 from megapar import device
@@ -36,6 +35,7 @@ from megapar.train.sinks.base import CLOSING_SECONDS, RunInfo, Sender
 from megapar.train.sinks.chosen import chosen, tracks
 from megapar.train.sinks.curve import curve_of
 from megapar.train.state import StepResult
+from megapar.train.terminal import View
 
 PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines are written
 
@@ -273,7 +273,7 @@ class Reporter:
         self._speaks = speaks
         self._first_step = run.first_step
         self._second = 0.0  # when the second step began, on time.monotonic's clock
-        self._progress: Progress | None = None
+        self._view: View | None = None
         if not speaks:
             return
         self.console = Console(soft_wrap=True, highlight=False)
@@ -286,15 +286,13 @@ class Reporter:
             curve, replays = curve_of(run.run_dir, lineage, cut=cut)
             run = replace(run, curve=curve, replays=replays)
         self._senders = [Sender(sink) for sink in chosen(options, run)]
-        if self.console.is_terminal:
-            columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn()
-            self._progress = Progress(*columns, console=self.console)
-            self._task = self._progress.add_task("training", total=run.steps, completed=run.first_step)
-            self._progress.start()
+        if self.console.is_terminal and options.view == "live":
+            self._view = View(self.console, run.steps, run.first_step)
+            self._view.start()
 
     def say(self, text: str) -> None:
-        """Print a line, above the progress bar if there is one."""
-        if self._progress:
+        """Print a line, above the view if there is one."""
+        if self._view:
             self.console.print(text, markup=False)
         elif self._speaks:
             say(text)
@@ -327,8 +325,8 @@ class Reporter:
             eta = (time.monotonic() - self._second) / (done - 1) * (self._steps - step)
         if done == 1:
             self._second = time.monotonic()
-        if self._progress:
-            self._progress.update(self._task, completed=step)
+        if self._view:
+            self._view.step(line, eta)
         if is_logged:
             self.say(log_line(line, self._steps, eta))
 
@@ -345,8 +343,8 @@ class Reporter:
     ) -> None:
         if not self._speaks:
             return
-        if self._progress:
-            self._progress.stop()
+        if self._view:
+            self._view.stop()
         for sender in self._senders:
             sender.close()
         self._lines.close(None if error is None else PATIENCE_SECONDS)
