@@ -27,4 +27,4 @@ echo "== a sample"
 python tools/generate.py "$checkpoint" --prompt "def read(self, " --tokens 120
 echo "== pictures"
 python tools/plot.py $run --entropies $run/entropies.json
-echo "== everything lies in $run: config.toml, metrics.jsonl, tensorboard/, checkpoints/, loss.png, timeline.png"
+echo "== everything lies in $run: config.toml, metrics.jsonl, report.html, tensorboard/, checkpoints/, loss.png, timeline.png"

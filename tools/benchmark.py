@@ -13,6 +13,7 @@ generation   texts continued beside transformers, on a CPU
 packing      how full packs of conversations are, beside TRL's
 handoff      weights handed over in buckets, and tensor by tensor
 restarts     what a lost rank and a snapshot cost
+watching     what the flight log, metrics, sinks and hashes take of a step
 recompute    step time and kept bytes of each train.recompute
 gpu          training models of billions of weights on one GPU
 kernels      every fused kernel on one GPU
@@ -40,6 +41,7 @@ MODULES = {
     "packing": "benchmarks.packing",
     "handoff": "benchmarks.handoff",
     "restarts": "benchmarks.restarts",
+    "watching": "benchmarks.watching",
     "recompute": "benchmarks.recompute",
     "gpu": "benchmarks.gpu",
     "kernels": "benchmarks.kernels.run",
