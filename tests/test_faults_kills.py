@@ -232,14 +232,21 @@ def flags_of(micro_batch: int, *options: str) -> tuple[str, ...]:
     return (*ANY_MICRO_BATCH, *faults.TWO, *shape, *options)
 
 
+NARROW = ("--train.precision", "bf16", "--optimizer.moments", "bf16", "--optimizer.main_weights", "remainder")
 # One option has other values in each part of a run: the parts have the same bits.
 WAYS = {
     "zero_stage": [flags_of(4, "--optimizer.zero_stage", stage) for stage in "321"],
+    "offload": [
+        flags_of(4, "--optimizer.zero_stage", "2", "--optimizer.offload", share) for share in ("0", "0.5", "1")
+    ],
+    "muon": [flags_of(4, "--optimizer.name", "muon", "--optimizer.zero_stage", stage) for stage in "321"],
+    "narrow state": [flags_of(4, *NARROW, "--optimizer.zero_stage", stage) for stage in "321"],
+    "average": [flags_of(4, "--optimizer.ema", "0.9", "--optimizer.zero_stage", stage) for stage in "321"],
     "schedule": [flags_of(2, "--parallel.pp", "2", "--parallel.schedule", name) for name in ("zb-v", "zb-h1", "1f1b")],
 }
 
 
-@pytest.mark.parametrize("option", slow_but([1], WAYS))
+@pytest.mark.parametrize("option", slow_but([3], WAYS))
 def test_a_killed_run_goes_on_in_another_way(option: str, tmp_path: Path) -> None:
     """Fault killed-at-any-moment: the weights equal those of a run never killed and never changed."""
     first, second, last = WAYS[option]

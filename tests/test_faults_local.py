@@ -547,8 +547,9 @@ def test_a_full_disk_costs_lines_and_ends_with_7_when_a_checkpoint_is_due(tmp_pa
         told = [line for line in file.read().splitlines() if "step 1/2" not in line and "step 2/2" not in line][3:]
     assert ended.code == 7
     # A thread each writes the metrics and TensorBoard's files.
-    tensorboard, metrics, checkpoint, record = [*sorted(told[:2], reverse=True), *told[2:]]
+    tensorboard, metrics, checkpoint, record, report = [*sorted(told[:2], reverse=True), *told[2:]]
     assert metrics == "run/metrics.jsonl: step 1 not written (File too large); the run goes on"
     assert tensorboard.startswith("run/tensorboard: nothing more is written (File too large); ")
     assert checkpoint.startswith("StorageError: checkpoint of step 2 not saved: ")
     assert record == "run/error.json not written: File too large"
+    assert report == "run/report.html not written: File too large"

@@ -49,7 +49,7 @@ def test_a_run_folder_has_what_was_promised(alone: Path) -> None:
     assert load(["--config", str(alone / "run/config.toml")]).config == asked
     assert sorted(path.name for path in (alone / "run").iterdir()) == [
         *(".lock", "checkpoints", "config.toml", "environment.json", "events.jsonl", "metrics.jsonl"),
-        *("ranks.json", "tensorboard"),
+        *("ranks.json", "report.html", "tensorboard"),
     ]
 
 

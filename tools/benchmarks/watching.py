@@ -96,21 +96,21 @@ class Stopwatch:
 
 def watched_run(*flags: str) -> None:
     """Train in this process and its forks. Rank 0 writes the times of a step to `_FILE` in the run folder."""
-    watch = Stopwatch()
+    clock = Stopwatch()
     for name, functions in _WATCHED.items():
         for owner, attribute in functions:
-            setattr(owner, attribute, watch.around(name, getattr(owner, attribute)))
+            setattr(owner, attribute, clock.around(name, getattr(owner, attribute)))
     train = trainer._train
-    own = watch.own_seconds()
+    own = clock.own_seconds()
 
-    def measured(run: trainer.Run, seen: Watch) -> str:
-        watch._thread = threading.get_ident()
-        start, before = time.perf_counter(), dict(watch.seconds)
-        calls = dict(watch.calls)
-        reason = train(run, seen)
+    def measured(run: trainer.Run, watch: Watch) -> str:
+        clock._thread = threading.get_ident()
+        start, before = time.perf_counter(), dict(clock.seconds)
+        calls = dict(clock.calls)
+        reason = train(run, watch)
         steps = run.state.step
         found = {
-            name: (watch.seconds[name] - before[name] - own * (watch.calls[name] - calls[name])) / steps
+            name: (clock.seconds[name] - before[name] - own * (clock.calls[name] - calls[name])) / steps
             for name in _WATCHED
         }
         if run.state.ctx.world.first:
