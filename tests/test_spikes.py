@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from megapar_models.registry import validate
 
+from megapar.config.model_options import MoEConfig
 from megapar.config.options import GuardConfig
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.units import UnitGradients
@@ -14,11 +17,11 @@ from megapar.errors import Rewind
 from megapar.precision import LossScale
 from megapar.system import events
 from megapar.train import step
-from megapar.train.spikes import Spikes, planned_rewind, rewinds_in_a_row
+from megapar.train.spikes import Spikes, compute_again, planned_rewind, rewinds_in_a_row
 from megapar.train.state import StepResult
-from tests.support import faults
+from tests.support import faults, tiny_models
 from tests.support.faults import Scene
-from tests.support.small_training import make_config
+from tests.support.small_training import make_config, make_state
 from tests.support.sweeps import slow_but
 
 STEPS, AT = 72, 66
@@ -78,8 +81,8 @@ def test_a_rewind_says_where_to_go_and_gives_up_after_three(tmp_path: Path) -> N
     assert feed(spikes, [9.0], first=61)[0].endswith("the run goes on, as 3 rewinds have not helped")
 
 
-def plant(marks: Path, *, norm: float = 1.0, loss: float = 1.0) -> Callable[[], None]:
-    """Multiply the gradients, or the loss that is told, of step AT, once."""
+def plant(marks: Path, *, norm: float = 1.0, loss: float = 1.0, always: bool = False) -> Callable[[], None]:
+    """Multiply the gradients, or the loss that is told, of step AT: once, or `always` when it is computed."""
 
     def install() -> None:
         now = {"step": -1}
@@ -90,7 +93,7 @@ def plant(marks: Path, *, norm: float = 1.0, loss: float = 1.0) -> Callable[[], 
             now["step"] = ctx.flight.step
             now["rank"] = ctx.world.rank
             mark = marks / f"{now['rank']}"
-            now["strikes"] = now["step"] == AT and not mark.exists()
+            now["strikes"] = now["step"] == AT and (always or not mark.exists())
             if now["strikes"]:
                 mark.touch()
             return count(batches, ctx)
@@ -117,6 +120,25 @@ def told(scene: Scene, name: str) -> list[dict[str, Any]]:
     return [event for event in events.read(scene.work / "run") if event["event"] == name]
 
 
+def test_a_step_computed_again_has_the_same_bits_and_changes_no_state() -> None:
+    """Of a mixture, which counts the tokens of its experts and moves a bias by them."""
+    config = make_config()
+    model = tiny_models.small("mixtral", 12, 3, 20, head_dim=4, moe=MoEConfig(4, 2, balance="bias"))
+    config = validate(replace(config, model=model), 1)
+    state = make_state(config)
+    state.norm_limit = 1e-9  # every step is skipped
+    batch = tiny_models.batch(config.model, samples=config.train.global_batch_size, length=config.train.seq_length)
+    before = {name: x.clone() for stage in state.stages.values() for name, x in stage.state_dict().items()}
+    queued = step.queue_step(state, [batch])
+    result = queued.finish()
+    assert compute_again(state, queued) == (result.loss, result.grad_norm)
+    assert result.grad_norm > 0
+    after = {name: x for stage in state.stages.values() for name, x in stage.state_dict().items()}
+    assert before.keys() == after.keys()
+    for name, x in after.items():
+        assert torch.equal(x, before[name]), name
+
+
 LAYOUTS = ["one", "tp2pp2", "zero3", "dp2"]
 
 
@@ -127,7 +149,8 @@ def test_a_step_with_a_spike_of_its_norm_is_skipped_on_every_rank(layout: str, t
     ended = scene.run(*flags_of("skip"), *faults.LAYOUTS[layout], plant=plant(tmp_path / "marks", norm=1000.0))
     assert ended.code == 0, ended.err
     assert f"step {AT}/{STEPS} | spike: gradient norm " in ended.out
-    assert "; the weights are not updated" in ended.out
+    assert "; the weights are not updated; computed again the loss is " in ended.out
+    assert "suspect the hardware" in ended.out
     (event,) = told(scene, "spike")
     assert (event["step"], event["policy"], event["action"]) == (AT, "skip", "skipped")
     lines = [line for line in faults.metrics(scene.work) if "loss" in line]
@@ -135,6 +158,24 @@ def test_a_step_with_a_spike_of_its_norm_is_skipped_on_every_rank(layout: str, t
     around = [line["grad_norm"] for line in lines[AT - 3 : AT + 2]]
     assert around[2] > 100 * max(around[:2])
     assert max(around[3:]) < 3 * max(around[:2]), "the update was not made"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_spike_of_the_data_is_there_when_its_step_is_computed_again(layout: str, tmp_path: Path) -> None:
+    """Fault spike-of-the-norm: a step computed again changes nothing of the run."""
+    for name in ("again", "once"):
+        (tmp_path / name).mkdir()
+    scenes = [Scene(tmp_path / name) for name in ("again", "once")]
+    always = plant(tmp_path / "marks", norm=1000.0, always=True)
+    for scene, planted in zip(scenes, (always, plant(tmp_path / "others", norm=1000.0)), strict=True):
+        ended = scene.run(*flags_of("skip"), *faults.LAYOUTS[layout], plant=planted)
+        assert ended.code == 0, ended.err
+        assert ("computed again it is the same, so it is the data" in ended.out) is (scene is scenes[0])
+    again, once = (
+        [(line["loss"], line["grad_norm"]) for line in faults.metrics(scene.work) if "loss" in line] for scene in scenes
+    )
+    assert again == once
 
 
 @pytest.mark.parametrize("layout", slow_but([3], LAYOUTS))

@@ -13,12 +13,16 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from megapar.config.options import Config
 from megapar.errors import Rewind
 from megapar.system import events
 from megapar.system.atomic_files import write_json
 from megapar.system.regular_files import read_regular
-from megapar.train.state import StepResult
+from megapar.tally import counting_modules, end_step
+from megapar.train.state import QueuedStep, StepResult, TrainState
+from megapar.train.step import compute_gradients
 
 _WINDOW = 100  # steps
 _FEWEST = 50  # steps before the first judgement
@@ -27,6 +31,7 @@ _LOSS_SHARE = 0.1  # of the median loss: a spike is at least so much above it
 _NORM_SHARE = 2.0  # of the median norm
 _BACK = 10  # steps: a checkpoint so close to a spike may have its seed in it
 _MOST_REWINDS = 3
+_SAME = 0.01  # relative: sums on a GPU may differ in their order, and a spike is larger by far
 FILE = "rewind.json"
 
 
@@ -92,6 +97,29 @@ def _limit(past: deque[float], share: float) -> float:
     median = statistics.median(past)
     deviation = statistics.median(abs(value - median) for value in past)
     return median + max(_DEVIATIONS * deviation, share * abs(median))
+
+
+def compute_again(state: TrainState, step: QueuedStep) -> tuple[float, float]:
+    """The loss and the gradient norm of a step that has not changed the weights, computed again.
+
+    A collective over all ranks. It overwrites gradients, and changes nothing else.
+    """
+    state.weights.wait()
+    samples = state.config.train.batch_size(step.before.consumed_samples)
+    loss, norm, *_ = compute_gradients(state, step.batches, samples, step.loss_scale.scale)
+    # Modules have counted the step's tokens a second time.
+    end_step(counting_modules(state.stages.values()), torch.ones((), dtype=torch.bool, device=state.ctx.device))
+    return loss.item(), norm.item()
+
+
+def in_words_again(result: StepResult, loss: float, grad_norm: float) -> str:
+    """A step beside the loss and the norm that it had when it was computed again from the same weights."""
+    if math.isclose(loss, result.loss, rel_tol=_SAME) and math.isclose(grad_norm, result.grad_norm, rel_tol=_SAME):
+        return "computed again it is the same, so it is the data or the weights, and not the hardware"
+    return (
+        f"computed again the loss is {loss:.4g} and the norm {grad_norm:.4g}: suspect the hardware; launch.preflight "
+        "and guard.check_replicas_every look for the rank"
+    )
 
 
 def planned_rewind(run_dir: Path) -> dict[str, int] | None:

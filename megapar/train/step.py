@@ -84,6 +84,42 @@ def parts_of_losses(state: TrainState, loss_sums: Mapping[str, Tensor]) -> Tenso
     return torch.zeros(0, dtype=torch.float64, device=state.ctx.device)
 
 
+def compute_gradients(
+    state: TrainState,
+    batches: Sequence[MicroBatch],
+    samples: int,
+    scale: float,
+    vote: float = 0.0,
+) -> tuple[Tensor, Tensor, list[Tensor], Divisors]:
+    """Compute the gradients of a step with `samples` samples, multiplied by `scale`.
+
+    Returns the loss and the gradient norm, 0-d and without `scale`, then the sums of `vote` and of the declared losses
+    over all ranks, and the divisors of the losses.
+    """
+    ctx = state.ctx
+    ctx.flight.enter("forward")
+    loss_sums = start_losses(state)
+    batches = [replace(batch, loss_sums=loss_sums) for batch in batches]
+    divisors = Divisors.of(state, batches, samples)
+    state.grads.zero()
+    # The divisor is known before the first backward, so no gradient needs to be rescaled after it was summed.
+    main_losses = state.pipeline.step(
+        batches,
+        scale / divisors.main,
+        state.grads.begin,
+        num_microbatches(state.config, samples),
+        scale / divisors.tokens,
+    )
+    ctx.flight.enter("reduce")
+    state.grads.finish()
+    others = torch.cat(
+        [torch.full((1,), vote, dtype=torch.float64, device=ctx.device), parts_of_losses(state, loss_sums)]
+    )
+    with ctx.flight.span("optimizer"):
+        norm, sums = reduce_norm(state.grads, ctx, others)
+    return mean_loss(main_losses, divisors.main, ctx), norm / scale, list(sums), divisors
+
+
 def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_stop: bool = False) -> QueuedStep:
     """Queue forward and backward over this rank's micro-batches, then one update if loss and norm are finite.
 
@@ -96,26 +132,13 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
     scale = state.loss_scale.scale
     before = Position(state.step, state.consumed_samples, state.optimizer.step_count)
     samples = state.config.train.batch_size(state.consumed_samples)
-    max_microbatches = num_microbatches(state.config, samples)
-    batches = with_references(state, [batch.to(ctx.device) for batch in batches], max_microbatches)
-    ctx.flight.enter("forward")
-    loss_sums = start_losses(state)
-    batches = [replace(batch, loss_sums=loss_sums) for batch in batches]
-    divisors = Divisors.of(state, batches, samples)
-    state.grads.zero()
-    # The divisor is known before the first backward, so no gradient needs to be rescaled after it was summed.
-    main_losses = state.pipeline.step(
-        batches, scale / divisors.main, state.grads.begin, max_microbatches, scale / divisors.tokens
+    batches = with_references(
+        state, [batch.to(ctx.device) for batch in batches], num_microbatches(state.config, samples)
     )
-    ctx.flight.enter("reduce")
-    state.grads.finish()
     # The vote to stop and the losses besides the main one travel with the gradient norm: no message of their own.
-    wants_to_stop = torch.full((1,), float(asked_to_stop), dtype=torch.float64, device=ctx.device)
-    others = torch.cat([wants_to_stop, parts_of_losses(state, loss_sums)])
-    with ctx.flight.span("optimizer"):
-        norm, (stop_votes, *losses) = reduce_norm(state.grads, ctx, others)
-    norm = norm / scale
-    loss = mean_loss(main_losses, divisors.main, ctx)
+    loss, norm, (stop_votes, *losses), divisors = compute_gradients(
+        state, batches, samples, scale, float(asked_to_stop)
+    )
     added = [x / divisors.of_added(declared) for declared, x in zip(state.stages.declared.losses, losses, strict=True)]
     # Copied before the update: the device still has the update to compute when the host has the numbers.
     numbers = device.HostCopy(torch.stack([loss, norm, divisors.tokens, stop_votes, *added]))

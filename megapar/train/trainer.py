@@ -50,7 +50,7 @@ from megapar.train.profiler import Profiler
 from megapar.train.rehearsal import rehearse
 from megapar.train.savers import Saved, Savers
 from megapar.train.sinks.base import RunInfo
-from megapar.train.spikes import Spikes, rewinds_in_a_row
+from megapar.train.spikes import Spikes, compute_again, in_words_again, rewinds_in_a_row
 from megapar.train.state import QueuedStep, StepResult, TrainState
 from megapar.train.step import evaluate, queue_step
 from megapar.train.stragglers import Stragglers
@@ -293,7 +293,9 @@ class _Steps:
         self._queued: deque[tuple[QueuedStep, Measured, float]] = deque()  # oldest first; none is reported yet
         # A dynamic loss scale is known when the step before is finished. The GPU computes the update of that step
         # meanwhile, so even then it rarely waits for the host.
-        runs_behind = device.is_asynchronous(ctx.device) and not run.state.loss_scale.dynamic
+        # A step that guard.on_spike has skipped is computed again before the next one changes the weights.
+        waits = run.state.loss_scale.dynamic or options.guard.on_spike == "skip"
+        runs_behind = device.is_asynchronous(ctx.device) and not waits
         self._behind = 1 if runs_behind else 0
         self._rehearses = options.kernels.compile
         self._comparison = None if run.prediction is None else Comparison(run.prediction)
@@ -346,6 +348,8 @@ class _Steps:
             if not result.finite:
                 _explain_not_finite(self._state, step.batches, result, self._reporter)
             elif spike := self._spikes.judge(result, norm_limit, writes=self._state.ctx.world.first):
+                if result.grad_norm > norm_limit:
+                    spike += f"; {in_words_again(result, *compute_again(self._state, step))}"
                 self._reporter.say(f"step {result.step}/{self._state.config.train.steps} | {spike}")
                 self._watch.alert("spike", spike, step=result.step, loss=result.loss, grad_norm=result.grad_norm)
             stop = stop or result.stop
