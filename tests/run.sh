@@ -10,6 +10,8 @@
 set -euo pipefail
 source "$(dirname "$0")/../pretrain_scripts/setup.sh"
 export OMP_NUM_THREADS=1
+# Some containers set it. Without compiled files each of a thousand processes would compile what it imports.
+unset PYTHONDONTWRITEBYTECODE
 
 lanes="proof project"
 case ${1:-} in

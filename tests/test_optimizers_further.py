@@ -240,7 +240,7 @@ def name(layout: Layout) -> str:
     return " ".join(f"{key}{size}" for key, size in sizes.items()) + f" zero{layout.zero_stage}{shards}"
 
 
-@pytest.mark.parametrize("layout", slow_but([2, 3], LAYOUTS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([3], LAYOUTS), ids=name)
 def test_muon_trains_as_one_process(layout: Layout) -> None:
     """Faults orthogonal-shards, fused-matrices-apart, uneven-parts-of-matrices and experts-on-their-plane."""
     trains_as_one_process(layout, FURTHER["muon"])

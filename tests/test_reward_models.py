@@ -233,6 +233,7 @@ def test_a_reward_model_starts_from_a_language_model_learns_and_resumes_bitwise(
     assert torch.equal(found[HEAD], stored(whole)[HEAD])
 
 
+@pytest.mark.slow
 def test_adapters_of_a_reward_model_are_scored_merged_and_resumed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -433,8 +433,9 @@ def test_a_larger_batch_never_takes_less_time() -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_published_runs_are_predicted() -> None:
-    """By formula. tests -m slow compare the page with the simulation."""
+    """By formula. The next test compares the page with the simulation."""
     runs = [run for run in plan_accuracy.published_runs(PARTS) if run.role in ("fitted", "judged")]
     errors = [
         abs(step_time(run.config, PARTS, hardware.load(run.machine)).tokens_per_second_per_gpu / run.published - 1)

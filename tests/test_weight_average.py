@@ -77,7 +77,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"offload": 0.5}], ids=["device", "offload"])
+@pytest.mark.parametrize("options", slow_but([1], [{}, {"offload": 0.5}]), ids=["device", "offload"])
 @pytest.mark.parametrize("precision", slow_but([0], ["fp32", "bf16"]))
 @pytest.mark.parametrize("layout", slow_but([2], LAYOUTS), ids=name)
 def test_it_is_that_of_all_main_weights_so_far(
@@ -128,7 +128,7 @@ def evaluated(layout: Layout, precision: str, options: dict[str, Any]) -> tuple[
 @pytest.mark.parametrize(
     ("layout", "options"),
     [
-        (Layout(LLAMA), {}),
+        pytest.param(Layout(LLAMA), {}, marks=pytest.mark.slow),
         (Layout(LLAMA), {"offload": 1.0}),
         pytest.param(Layout(LLAMA, dp=2, zero_stage=1), {"overlap_param_gather": True}, marks=pytest.mark.slow),
         pytest.param(Layout(LLAMA, dp=2, zero_stage=3), {}, marks=pytest.mark.slow),
