@@ -275,8 +275,10 @@ class DeviceClock:
 def host_buffer(nbytes: int, device: torch.device) -> torch.Tensor:
     """Allocate uninitialized host memory, 1-D uint8, for copies from the device at full speed.
 
-    For a GPU the memory is pinned.
+    For a GPU the memory is pinned. For the meta device there is none.
     """
+    if device.type == "meta":
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
     # Not torch's pin_memory: its allocator rounds sizes up to a power of two, which may take twice the memory.
     buffer = torch.empty(nbytes, dtype=torch.uint8)
     if device.type == "cuda" and nbytes:

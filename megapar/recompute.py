@@ -4,6 +4,7 @@ Dropout masks derive from counters. So there is no random state to save, and a s
 """
 
 import importlib
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -18,7 +19,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
-from megapar.config.options import BY_LAYER
+from megapar import host_inputs
+from megapar.config.options import BY_LAYER, TrainConfig
 
 Mode = Literal["none", "selective", "light", "all_but_attention", "full"]
 
@@ -29,11 +31,18 @@ class Recompute:
 
     `selective` recomputes core attention (arXiv 2205.05198, section 5). `light` recomputes what costs neither products
     nor communication: norms, activations of MLPs, and copies of rows for experts. `full` recomputes every n-th layer,
-    and `all_but_attention` what is around core attention in every n-th layer.
+    and `all_but_attention` what is around core attention in every n-th layer. Of these layers the share `offload` has
+    its inputs in host memory.
     """
 
     mode: Mode = "none"
     every: int = 1
+    offload: float = 0.0
+
+    @classmethod
+    def of(cls, train: TrainConfig) -> "Recompute":
+        """That of a run."""
+        return cls(train.recompute, train.recompute_every, train.offload)
 
     def attention(self) -> bool:
         return self.mode == "selective"
@@ -41,6 +50,16 @@ class Recompute:
     def layer(self, number: int) -> bool:
         """Whether the layer with this global number is recomputed."""
         return self.mode in BY_LAYER and number % self.every == 0
+
+    def offloads(self, number: int) -> bool:
+        """Whether the layer with this global number is recomputed, and its input is in host memory meanwhile.
+
+        These layers are spread evenly, so that each copy has the time of all layers up to the next one. The first layer
+        is among them, because its input lives longest. So a share above 0 is always one layer or more.
+        """
+        index = number // self.every
+        before, behind = (math.ceil(round(count * self.offload, 6)) for count in (index, index + 1))
+        return self.layer(number) and behind > before
 
     @property
     def keeps_attention(self) -> bool:
@@ -59,17 +78,25 @@ def preload(mode: str, compiles: bool = False) -> None:
         importlib.import_module("torch._dynamo")
 
 
-def run(recomputes: bool, function: Callable[..., Tensor], *args: Any, keeps_attention: bool = False) -> Tensor:
+def run(
+    recomputes: bool,
+    function: Callable[..., Tensor],
+    *args: Any,
+    keeps_attention: bool = False,
+    offloads: bool = False,
+) -> Tensor:
     """Return function(*args). `recomputes` says whether its activations are recomputed in backward rather than kept.
 
-    With `keeps_attention` calls of `kept` within are not repeated. Without a backward pass, as through frozen layers
-    behind the tokens, the function is just called.
+    With `keeps_attention` calls of `kept` within are not repeated. With `offloads` the tensors among `args` are in host
+    memory until backward (`megapar.host_inputs`). Without a backward pass, as through frozen layers behind the tokens,
+    the function is just called.
     """
     if not recomputes or not _needs_gradient(function, *args):
         return function(*args)
     more: dict[str, Any] = {"context_fn": _KeptCalls().contexts} if keeps_attention else {}
-    # No random state is preserved: dropout, the one user of randomness, draws from counters.
-    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **more)
+    with host_inputs.kept_in_it(offloads):
+        # No random state is preserved: dropout, the one user of randomness, draws from counters.
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **more)
 
 
 def _needs_gradient(function: Callable[..., Tensor], *args: Any) -> bool:

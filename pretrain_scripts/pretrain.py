@@ -51,10 +51,11 @@ def run(resolved: Resolved, config: Config, env: Environment, board: Board | Non
         data, held_out = open_loaders(config, ctx, num_targets(config), sample_kind(config))
         run_dir = Path(config.run_dir)
         limit = memory.memory_limit(config, parts)
+        on_host = memory.host_bytes_of_inputs(config, parts, env.rank)
         with lock_run_dir(run_dir, ctx):
             process.claim_run_dir(run_dir)
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
-            state, notes = start(config, ctx, stages, identity(data, held_out), limit, env)
+            state, notes = start(config, ctx, stages, identity(data, held_out), limit, env, on_host)
             data.consumed_samples = state.consumed_samples
             size, flops = size_and_flops(config)
             write_run_header(config, ctx, size, [*balance, *notes], to_toml(resolved, config))

@@ -705,7 +705,7 @@ model: family hidden_size num_hidden_layers num_attention_heads num_key_value_he
     vocab_size max_position_embeddings hidden_act rms_norm_eps tie_word_embeddings head initializer_range
 parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedule_costs sequence_parallel
     tp_overlap_chunks tp_symmetric_memory ep_overlap_chunks partition balance order
-train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
+train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every offload
     eval_every eval_samples eval_weights objective beta references label_smoothing loss_mean z_loss trainable memory_gb
     memory_report deterministic
 optimizer: name lr min_lr schedule warmup_steps decay_steps betas eps momentum nesterov muon_scale weight_decay groups

@@ -51,6 +51,7 @@ def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recomput
     [
         pytest.param(("--parallel.dp", "2", "--optimizer.zero_stage", "3"), id="zero3"),
         pytest.param(("--parallel.pp", "2", "--parallel.schedule", "zb-h1"), id="zb-h1"),
+        pytest.param(("--parallel.pp", "2", "--train.recompute", "full", "--train.offload", "1"), id="offload"),
         # Frozen weights are in no buffer, and still in memory.
         pytest.param(("--parallel.pp", "2", "--train.trainable", "layers.1.*", "head.*"), id="frozen"),
         pytest.param(("--parallel.tp", "2", "--adapter.rank", "4", "--train.precision", "bf16"), id="adapters"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import placed
 from megapar.optimizer.table import check
 from megapar.plan.memory import report_rank
-from megapar.side_stream import Reached, SideStream
+from megapar.side_stream import SideStream
 from megapar.system.host_memory import available_bytes
 from megapar.train.checkpoints import Saver, find, resume
 from megapar.train.host_memory import optimizer_bytes, too_small
@@ -24,6 +25,7 @@ from megapar.train.step import train_step
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_state, micro_batches, name
+from tests.support.late_stream import LateStream, NotAwaited
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
@@ -110,37 +112,6 @@ def test_a_gpu_s_share_is_updated_alike() -> None:
         assert max(rank) <= 1e-6
 
 
-class LateStream(SideStream):
-    """Does its work when somebody waits for it, as late as a device may."""
-
-    def __init__(self) -> None:
-        super().__init__(torch.device("cpu"))
-        self._queued: list[Callable[[], None]] = []
-        self.done = 0
-
-    def queue(self, work: Callable[[], None]) -> Reached:
-        self._queued.append(work)
-        return LateEnd(self, len(self._queued))
-
-    def do(self, number: int) -> None:
-        """Do the work up to the given one, in the order of the stream."""
-        for work in self._queued[self.done : number]:
-            work()
-        self.done = max(self.done, number)
-
-
-class LateEnd(Reached):
-    def __init__(self, stream: LateStream, number: int):
-        super().__init__()
-        self._stream = stream
-        self._number = number
-
-    def wait(self) -> None:
-        self._stream.do(self._number)
-
-    synchronize = wait
-
-
 @pytest.mark.parametrize("precision", slow_but([1], ["fp32", "bf16"]))
 def test_copies_that_come_late_change_no_bit(precision: str) -> None:
     """Slots are NaN before the first copy. Each is written again only when its copy has left."""
@@ -149,26 +120,13 @@ def test_copies_that_come_late_change_no_bit(precision: str) -> None:
         assert torch.equal(found, expected)
 
 
-class NotAwaited(LateStream):
+@pytest.mark.parametrize("skipped", ["_send", "_fetch"])
+def test_a_missing_wait_is_seen(skipped: str) -> None:
     """Weights on their way to the device, or gradients from there, are not waited for."""
-
-    skipped = "_send"
-
-    def queue(self, work: Callable[[], None]) -> Reached:
-        end = super().queue(work)
-        return Reached() if self.skipped in work.__qualname__ else end
-
-
-class GradientsNotAwaited(NotAwaited):
-    skipped = "_fetch"
-
-
-@pytest.mark.parametrize("stream", [NotAwaited, GradientsNotAwaited])
-def test_a_missing_wait_is_seen(stream: type[LateStream]) -> None:
     config = offloaded(Layout(LLAMA).config(), 1.0)
     expected = trained(config)
     try:
-        found = trained(config, stream)
+        found = trained(config, partial(NotAwaited, skipped))
     except NumericError:  # weights became the NaN of a slot
         return
     assert not all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

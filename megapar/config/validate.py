@@ -26,7 +26,7 @@ _BELOW_ONE = {
     *("adapter.dropout", "model.hidden_dropout", "model.attention_dropout"),
     *("optimizer.betas", "optimizer.ema", "optimizer.momentum"),
 }
-_UP_TO_ONE = {"optimizer.offload"}
+_UP_TO_ONE = {"optimizer.offload", "train.offload"}
 # An option may be 0 if that is its default, or if it is listed here.
 _MAY_BE_ZERO = {
     "parallel.partition",
@@ -428,6 +428,9 @@ def _train(config: Config) -> Iterator[str]:
     if train.recompute_every > 1 and train.recompute not in BY_LAYER:
         text = "it is for whole layers; set train.recompute full or all_but_attention, or leave it at 1"
         yield problem(config, "train.recompute_every train.recompute", text)
+    if train.offload and train.recompute not in BY_LAYER:
+        text = "only inputs of recomputed layers go to the host; set train.recompute full, or leave train.offload at 0"
+        yield problem(config, "train.offload train.recompute", text)
     if not (config.data.validation or config.data.split):
         for name in ("eval_every", "eval_samples"):
             if getattr(train, name) != getattr(defaults, name):

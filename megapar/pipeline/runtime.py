@@ -3,6 +3,7 @@
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from megapar.comm.collectives import exchange
 from megapar.comm.pending import Pending
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
+from megapar.host_inputs import HostInputs
 from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.lowering import MessageBatch, lower_one
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
@@ -69,6 +71,8 @@ class PipelineRuntime:
         """Called after each action of a step."""
         # What each I of the running step has left to its W, by stage and micro-batch.
         self.deferred: dict[tuple[int, int], WeightGradientQueue] = {}
+        self.host_inputs = HostInputs(self.device)
+        """The inputs of layers in host memory (train.offload)."""
         make(self.schedule, self.axis.size, vpp, 1)  # raises now what the first step would raise
         place = placement(self.schedule, self.axis.size, vpp)
         place_of_fine = [rank for rank, number in zip(place, self.fine_stages, strict=True) for _ in range(number)]
@@ -164,13 +168,14 @@ class PipelineRuntime:
 
 @dataclass
 class _Saved:
-    """What the backward of a stage needs from its forward: its inputs, whose .grad it fills, and the graph's edges.
+    """What the backward of a stage needs from its forward: where gradients of inputs arrive, and the graph's edges.
 
-    The outputs are not kept here. After they are sent they live only as long as the graph needs them. Setting their
-    `.data` to something small would save the same memory, but is a use-after-free while a send is in flight.
+    Neither inputs nor outputs are kept here. The inputs live only as long as the graph needs them, and so do outputs
+    after they are sent. Setting their `.data` to something small would save the same memory, but is a use-after-free
+    while a send is in flight.
     """
 
-    inputs: tuple[Tensor, ...]
+    inputs: list["_InputGradient"]  # of each floating-point input
     edges: list[GradientEdge | None]  # of each floating-point output, None if it needs no gradient
     specs: tuple[TensorSpec, ...]  # of the same outputs, and so of their gradients
 
@@ -198,6 +203,9 @@ class _Execution:
         self._main_grads = {stage: main_grads(runtime.stages[stage]) for stage in in_halves}
         self._losses: dict[int, Tensor] = {}
         self._sending = Pending()
+        if torch.is_grad_enabled():  # an evaluation keeps nothing
+            actions = [item for item in plan if isinstance(item, Action)]
+            runtime.host_inputs.begin((x.stage, x.microbatch) for x in actions if x.kind in ("B", "I"))
 
     def execute(self, plan: Sequence[Item]) -> None:
         """Run the items of a plan, or of a part of it, in order."""
@@ -223,9 +231,12 @@ class _Execution:
 
     def _run_action(self, action: Action, received: tuple[Tensor, ...]) -> None:
         key = action.stage, action.microbatch
+        host_inputs = self._runtime.host_inputs
+        host_inputs.fetch_next()
         match action.kind:
             case "F":
-                self._forward(action, received)
+                with host_inputs.forward(key) if torch.is_grad_enabled() else nullcontext():
+                    self._forward(action, received)
             case "B":
                 self._backward(action, received)
             case "I":
@@ -235,6 +246,8 @@ class _Execution:
                     self._backward(action, received)
             case "W":
                 self._queues.pop(key).run()
+        if action.kind in ("B", "I"):
+            host_inputs.end_backward(key)
 
     def finish(self) -> list[Tensor]:
         """Wait for the last sends. Returns the losses in the order of micro-batches.
@@ -286,8 +299,11 @@ class _Execution:
             self._departing[target] = tuple(x.contiguous() for x in tensors)
 
     def _forward(self, action: Action, received: tuple[Tensor, ...]) -> None:
+        gradients: list[_InputGradient] = []
         if torch.is_grad_enabled():
-            received = tuple(x.requires_grad_(x.is_floating_point()) for x in received)
+            gradients = [_InputGradient(x) for x in received if x.is_floating_point()]
+            arriving = iter(gradients)
+            received = tuple(next(arriving).begin(x) if x.is_floating_point() else x for x in received)
         # Stages take one tensor, a tuple of several, or None on the first stage.
         x: Tensor | tuple[Tensor, ...] | None = received
         if not received:
@@ -303,7 +319,7 @@ class _Execution:
                 # would make it import its symbolic shapes and sympy, which takes every process half a second.
                 floating = [_ScaledGradient.apply(y, self._scale) for y in floating]
             specs = tuple(TensorSpec(tuple(y.shape), y.dtype) for y in floating)
-            self._saved[action.stage, action.microbatch] = _Saved(received, [_edge(y) for y in floating], specs)
+            self._saved[action.stage, action.microbatch] = _Saved(gradients, [_edge(y) for y in floating], specs)
         if action.stage == self._runtime.num_stages - 1:
             self._losses[action.microbatch] = outputs[0].detach()
         # Detached: the graph of a micro-batch ends at its stage, and `_backward` goes on from the edges.
@@ -315,7 +331,7 @@ class _Execution:
         roots = [(edge, grad) for edge, grad in zip(saved.edges, gradients, strict=True) if edge is not None]
         if roots:
             torch.autograd.backward([edge for edge, _ in roots], [grad for _, grad in roots])
-        self._hand_over(action, tuple(_gradient(x) for x in saved.inputs if x.requires_grad))
+        self._hand_over(action, tuple(x.take() for x in saved.inputs))
 
 
 def _takers(plan: Sequence[Item]) -> dict[tuple[bool, int, int], Action]:
@@ -354,8 +370,35 @@ def _edge(y: Tensor) -> GradientEdge | None:
     return get_gradient_edge(y.view_as(y))
 
 
-def _gradient(x: Tensor) -> Tensor:
-    """The gradient of a stage's input. Zeros if the stage did not use the input, because the other end waits for it."""
-    if x.grad is None:
-        return torch.zeros_like(x)
-    return x.grad
+class _InputGradient:
+    """Where the gradient of a stage's input arrives."""
+
+    def __init__(self, x: Tensor):
+        self.grad: Tensor | None = None
+        self._spec = TensorSpec(tuple(x.shape), x.dtype)
+        self._device = x.device
+
+    def begin(self, x: Tensor) -> Tensor:
+        """`x` as the stage gets it: its gradient arrives here."""
+        found: Tensor = _Beginning.apply(x, self, torch.empty(0, requires_grad=True))
+        return found
+
+    def take(self) -> Tensor:
+        """The gradient. Zeros if the stage did not use the input, because the other end waits for it."""
+        if self.grad is None:
+            return torch.zeros(self._spec.shape, dtype=self._spec.dtype, device=self._device)
+        return self.grad
+
+
+class _Beginning(torch.autograd.Function):
+    """Where the graph of a stage begins. A leaf would hold the input, which may be in host memory meanwhile."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gradient: _InputGradient, _needs_gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
+        ctx.gradient.grad = grad.contiguous()
+        return None, None, None

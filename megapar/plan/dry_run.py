@@ -62,9 +62,12 @@ def _write(config: Config, parts: Parts, parameters: str, flops_per_token: int, 
         row = [" ".join(map(str, ranks)), str(r.pp), r.stages, f"{r.parameters:,}"]
         rows.add_row(*row, *(f"{n / 2**30:,.3f}" for n in sizes))
     console.print(rows)
-    on_host = max(r.optimizer_on_host for r in found)
-    if on_host:
-        console.print(f"and optimizer state in host memory, {on_host / 2**30:,.3f} GiB a rank at most", highlight=False)
+    for what, on_host in (
+        ("optimizer state", max(r.optimizer_on_host for r in found)),
+        ("inputs of layers", max(r.inputs_on_host for r in found)),
+    ):
+        if on_host:
+            console.print(f"and {what} in host memory, {on_host / 2**30:,.3f} GiB a rank at most", highlight=False)
 
 
 def _planned_in_words(config: Config) -> str:

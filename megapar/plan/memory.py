@@ -16,6 +16,7 @@ from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.grid import Grid
+from megapar.host_inputs import planned_nbytes
 from megapar.launch.grid import grid_of
 from megapar.optimizer import table
 from megapar.pipeline.actions import Action
@@ -40,8 +41,8 @@ class RankReport:
 
     `pp` is the rank's position on axis pp, and `stages` says in words what it holds. `parameters` is a number of
     elements. `kept` is the most kept for backward passes at one time of the rank's schedule, by name
-    (`memory_report.by_name`). `optimizer_on_host` is in host memory beside the device's, and in no total. Not counted
-    are workspaces of kernels, and free memory held by the caching allocator.
+    (`memory_report.by_name`). `optimizer_on_host` and `inputs_on_host` are in host memory beside the device's, and in
+    no total. Not counted are workspaces of kernels, and free memory held by the caching allocator.
     """
 
     pp: int
@@ -51,13 +52,19 @@ class RankReport:
     gradients: int
     optimizer: int
     optimizer_on_host: int
+    inputs_on_host: int
     kept: tuple[tuple[str, int], ...]
 
     @property
     def rows(self) -> dict[str, int]:
         """The bytes by the names in the report of train.memory_report."""
         rows = memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept))
-        return rows | memory_report.on_host(self.optimizer_on_host)
+        return rows | memory_report.on_host(self.optimizer_on_host, self.inputs_on_host)
+
+    @property
+    def on_host(self) -> int:
+        """All bytes in host memory beside the device's."""
+        return self.optimizer_on_host + self.inputs_on_host
 
     @property
     def activations(self) -> int:
@@ -100,6 +107,14 @@ def fullest_rank(config: Config, parts: Parts) -> RankReport:
 def report_rank(config: Config, parts: Parts, rank: int) -> RankReport:
     """The memory needed by `rank`. Activations are those kept by the planned device's kernels."""
     return _Plan(config, parts).report(rank)
+
+
+def host_bytes_of_inputs(config: Config, parts: Parts, rank: int) -> int:
+    """The bytes that inputs of layers take of the host's memory for `rank` (train.offload), on whatever device."""
+    if not config.train.offload:
+        return 0
+    plan = _Plan(config, parts)
+    return plan.inputs(plan.context(rank))[0]
 
 
 def kept_by_a_layer(config: Config, parts: Parts) -> tuple[float, float]:
@@ -238,9 +253,12 @@ class _Plan:
         at_peak = self._at_peak(ctx)
         optimizer = buffers.optimizer
         on_host = buffers.optimizer_on_host
-        if planned_device(self.config) == "cpu":  # the host's memory is the device's
+        on = planned_device(self.config)
+        if on == "cpu":  # the host's memory is the device's
             optimizer += on_host
             on_host = 0
+        in_slots, travelling = self.inputs(ctx)
+        of_inputs, inputs_on_host = memory_report.inputs_by_name(travelling, in_slots, on)
         return RankReport(
             pp=ctx.pp.rank,
             stages=self._titles(stages),
@@ -249,7 +267,8 @@ class _Plan:
             gradients=buffers.gradients + collected,
             optimizer=optimizer,
             optimizer_on_host=on_host,
-            kept=tuple(memory_report.by_name(at_peak, len(stages), self.fine_stages).items()),
+            inputs_on_host=inputs_on_host,
+            kept=tuple((memory_report.by_name(at_peak, len(stages), self.fine_stages) | of_inputs).items()),
         )
 
     # Parameters
@@ -370,22 +389,46 @@ class _Plan:
 
     def kept_by_stage(self, ctx: ParallelContext, stage: _Stage, *, deferred: bool) -> Counter[str]:
         """The bytes that one micro-batch keeps in a stage by kind: from F to B or I, or if `deferred` from I to W."""
+        # Of the ranks of a plan, those with one position on tp and with the same experts have the same parts.
+        key = (tuple(self._parts_of(ctx, stage)), deferred, ctx.tp.rank, ctx.ep.rank, ctx.etp.rank)
+        if key not in self._kept:
+            found = self._kept_by_parts(ctx, stage, deferred=deferred)
+            self._kept[key] = kept_by_stage(found, has_first=stage.first, has_layers=len(stage.layers) > 0)
+        return self._kept[key]
+
+    def _kept_by_parts(self, ctx: ParallelContext, stage: _Stage, *, deferred: bool) -> list[Kept]:
+        """What one micro-batch keeps in each part of a stage."""
+        found: list[Kept] = []
+        for part in self._parts_of(ctx, stage):
+            recording = self.parts.recording(self.config, ctx, part, found[-1].output if found else None)
+            found.append(recording.deferred if deferred else recording.kept)
+        return found
+
+    def _parts_of(self, ctx: ParallelContext, stage: _Stage) -> list[PartId]:
         of_layer = self.parts.layer_parts(self.config, ctx)
         ids: list[PartId] = [of_layer[number] for number in stage.layers]
         if stage.first:
             ids.insert(0, FIRST)
         if stage.last:
             ids.append(LAST)
-        # Of the ranks of a plan, those with one position on tp and with the same experts have the same parts.
-        key = (tuple(ids), deferred, ctx.tp.rank, ctx.ep.rank, ctx.etp.rank)
-        if key in self._kept:
-            return self._kept[key]
-        found: list[Kept] = []
-        for part in ids:
-            recording = self.parts.recording(self.config, ctx, part, found[-1].output if found else None)
-            found.append(recording.deferred if deferred else recording.kept)
-        self._kept[key] = kept_by_stage(found, has_first=stage.first, has_layers=len(stage.layers) > 0)
-        return self._kept[key]
+        return ids
+
+    def inputs(self, ctx: ParallelContext) -> tuple[int, int]:
+        """The bytes of inputs of layers in host memory, and the most on the device on their way (train.offload)."""
+        if not self.config.train.offload:
+            return 0, 0
+        sizes = {}
+        for stage in self.stages[ctx.pp.rank]:
+            parts = self._kept_by_parts(ctx, stage, deferred=False)
+            sizes[stage.number] = tuple(nbytes for part in parts for nbytes in part.on_host)
+        orders = self._orders()
+        key = ("inputs", id(orders), ctx.pp.rank, tuple(self.num_fine), tuple(sizes.items()))
+        if key not in self.parts.memory:
+            breadth_first = runs_breadth_first(orders.breadth_first, self.config.parallel.pp)
+            (order,) = refine([orders.actions[ctx.pp.rank]], self.num_fine, breadth_first=breadth_first)
+            self.parts.memory[key] = planned_nbytes(order, sizes)
+        planned: tuple[int, int] = self.parts.memory[key]
+        return planned
 
     def _at_peak(self, ctx: ParallelContext) -> Counter[Key]:
         """The bytes kept for backward passes, by stage and kind, when their sum is largest during the plan."""

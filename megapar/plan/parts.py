@@ -62,12 +62,14 @@ class Builder(Protocol):
 class LayerPart:
     """A layer as a part: the number of the first layer like it, and whether backward computes it again.
 
-    `trained` says of each of its parameters whether it is trained. It is empty without train.trainable.
+    `trained` says of each of its parameters whether it is trained. It is empty without train.trainable. `offloaded`
+    says whether its input is in host memory until its backward pass.
     """
 
     number: int
     recomputed: bool
     trained: tuple[bool, ...] = ()
+    offloaded: bool = False
 
 
 FIRST = "first"
@@ -248,7 +250,7 @@ class Parts:
     def layer_parts(self, config: Config, ctx: ParallelContext) -> list[LayerPart]:
         """The part of each layer. Layers are of one part if they are of one kind, and trained and updated alike."""
         train = config.train
-        rule = Recompute(train.recompute, train.recompute_every)
+        rule = Recompute.of(train)
         groups = config.optimizer.groups
         by_name = bool(train.trainable or groups)
         cuts = self._cuts(config, ctx) if by_name else None
@@ -264,9 +266,9 @@ class Parts:
                     structure = self.structure(config, ctx, LayerPart(number, recomputed=False))
                     trained = tuple(param.trained for param in structure.params)
                     updates = tuple(map(update_of(config.optimizer), (param.spec for param in structure.params)))
-                alike = (kind, rule.layer(number), trained, updates)
+                alike = (kind, rule.layer(number), rule.offloads(number), trained, updates)
                 first = first_like.setdefault(alike, number)
-                parts.append(LayerPart(first, rule.layer(number), trained))
+                parts.append(LayerPart(first, rule.layer(number), trained, rule.offloads(number)))
             self._layer_parts[key] = parts
         return self._layer_parts[key]
 

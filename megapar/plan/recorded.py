@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.data_parallel.accumulate import MainGradView, attach
+from megapar.host_inputs import NotedInputs, kept_by
 from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.params import spec_of
 from megapar.plan.work import META, Operations, Tape, collect
@@ -57,13 +58,15 @@ class Kept:
     """What one micro-batch keeps in a part.
 
     `storages` are in the order in which they were kept. `passes` are pairs of identities that are one storage here,
-    such as an output that is the input. `output` is what the next part is given.
+    such as an output that is the input. `output` is what the next part is given. `on_host` are the bytes of inputs that
+    are in host memory meanwhile.
     """
 
     storages: Sequence[Storage]
     passes: Sequence[tuple[str, str]]
     output: Given
     adds_gradients_in_i: bool
+    on_host: Sequence[int] = ()
 
 
 def kept_by_stage(parts: Sequence[Kept], *, has_first: bool, has_layers: bool) -> Counter[str]:
@@ -111,6 +114,7 @@ class _Graph:
     output: Tensor
     identities: "_Identities"
     passes: list[tuple[str, str]]
+    on_host: Sequence[int]
 
 
 class Recording:
@@ -257,12 +261,14 @@ class Recording:
         layers: Mapping[str, nn.Module] = getattr(self._stage, "layers", {})
         handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers.values()]
         output: Tensor
-        output, operations = collect(self._tape, lambda: self._stage(x, self._batch))
+        noted = NotedInputs()
+        with kept_by(noted):
+            output, operations = collect(self._tape, lambda: self._stage(x, self._batch))
         for handle in handles:
             handle.remove()
         passes = [(INPUT, OUTPUT)] if identities.found.get(output.untyped_storage()._cdata) == INPUT else []
         identities.add(output, OUTPUT)
-        return _Graph(x, output, identities, passes), operations
+        return _Graph(x, output, identities, passes, noted.sizes), operations
 
     def _input(self) -> Tensor | None:
         given = self._given or self.boundary
@@ -272,7 +278,7 @@ class Recording:
 
     def _kept(self, storages: Sequence[Storage], graph: _Graph) -> Kept:
         output = Given(tuple(graph.output.shape), graph.output.dtype, graph.output.requires_grad)
-        return Kept(storages, graph.passes, output, self._stage.adds_gradients_in_i)
+        return Kept(storages, graph.passes, output, self._stage.adds_gradients_in_i, tuple(graph.on_host))
 
 
 def _run_backward(output: Tensor, grad: Tensor) -> None:

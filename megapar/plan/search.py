@@ -219,7 +219,7 @@ class _Search:
 
     def fits(self, config: Config, report: RankReport) -> bool:
         """Whether a layout fits, also if its experts get uneven numbers of tokens."""
-        on_host = report.optimizer_on_host <= self.host_limit
+        on_host = report.on_host <= self.host_limit
         return on_host and report.total + for_uneven_experts(config, report) <= self.limit
 
     def given(self, options: Config, config: Config) -> Row:

@@ -82,7 +82,7 @@ class Simulation:
     @property
     def memory_bytes(self) -> int:
         """All bytes in the device's memory."""
-        return sum(size for name, size in self.memory.items() if name != memory_report.HOST)
+        return memory_report.on_device(self.memory)
 
 
 def simulate(

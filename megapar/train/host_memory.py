@@ -1,4 +1,4 @@
-"""Whether the hosts of a run have the memory that optimizer.offload takes."""
+"""Whether the hosts of a run have the memory that optimizer.offload and train.offload take."""
 
 import socket
 from collections import defaultdict
@@ -25,14 +25,20 @@ def optimizer_bytes(config: Config, layout: FlatLayout) -> int:
     return sum(nbytes[True] for nbytes in found)
 
 
-def check(config: Config, layout: FlatLayout, ctx: ParallelContext) -> None:
-    """Raise ConfigError on every rank if a host has less memory than its ranks take. A collective."""
-    if not config.optimizer.offload:
+def check(config: Config, layout: FlatLayout, ctx: ParallelContext, inputs: int = 0) -> None:
+    """Raise ConfigError on every rank if a host has less memory than its ranks take. A collective.
+
+    `inputs` are the bytes that inputs of layers take for this rank (`megapar.plan.memory.host_bytes_of_inputs`).
+    """
+    shares = {"optimizer.offload": config.optimizer.offload, "train.offload": config.train.offload}
+    given = {name: share for name, share in shares.items() if share}
+    if not given:
         return
-    mine: Need = (socket.gethostname(), optimizer_bytes(config, layout), available_bytes())
+    mine: Need = (socket.gethostname(), optimizer_bytes(config, layout) + inputs, available_bytes())
     missing = too_small([tuple(need) for need in collectives.gather_json(mine, ctx.world, ctx.device)])
     if missing:
-        raise ConfigError(f"optimizer.offload={config.optimizer.offload:g}: {missing}; lower optimizer.offload")
+        values = ", ".join(f"{name}={share:g}" for name, share in given.items())
+        raise ConfigError(f"{values}: {missing}; lower {' or '.join(given)}")
 
 
 def too_small(needs: Sequence[Need]) -> str:

@@ -17,7 +17,11 @@ from megapar.train.state import TrainState
 
 OTHER = "all else: kernels, messages, allocator, Python"
 ALL = "all"
+TRAVELLING = "activations: inputs of layers on their way to and from the host"
+IN_SLOTS = "activations: inputs of layers, in slots"
 HOST = "in host memory: optimizer"
+HOST_INPUTS = "in host memory: inputs of layers"
+ON_HOST = (HOST, HOST_INPUTS)
 
 
 class MemoryReport:
@@ -57,21 +61,23 @@ class MemoryReport:
     def _measured(self, state: TrainState) -> dict[str, int]:
         assert self._kept is not None
         found = measured(state, self._kept, state.ctx.device.type)
-        host = found.pop(HOST, 0)
+        host = {name: found.pop(name) for name in ON_HOST if name in found}
         everything = device.peak_memory_bytes(state.ctx.device)
-        return {**found, OTHER: everything - sum(found.values()), ALL: everything, **on_host(host)}
+        return {**found, OTHER: everything - sum(found.values()), ALL: everything, **host}
 
 
 def measured(state: TrainState, kept: KeptBytes, device_type: str) -> dict[str, int]:
     """The rows of a step that has run on a device of this type, such as cuda. `kept` has counted in the step."""
     optimizer, host = optimizer_nbytes(state, device_type)
+    inputs = state.pipeline.host_inputs
+    travelling, on_host_inputs = inputs_by_name(inputs.most_on_device, inputs.nbytes, device_type)
     found = rows(
         weights=state.weights.most_nbytes + frozen_nbytes(state.stages.values()),
         gradients=state.grads.most_nbytes,
         optimizer=optimizer,
-        activations=by_name(kept.at_peak, len(state.stages), state.stages.fine_stages),
+        activations=by_name(kept.at_peak, len(state.stages), state.stages.fine_stages) | travelling,
     )
-    return found | on_host(host)
+    return found | on_host(host, on_host_inputs)
 
 
 def optimizer_nbytes(state: TrainState, device_type: str) -> tuple[int, int]:
@@ -82,11 +88,22 @@ def optimizer_nbytes(state: TrainState, device_type: str) -> tuple[int, int]:
     return optimizer.nbytes, optimizer.host_nbytes
 
 
-def on_host(nbytes: int) -> dict[str, int]:
-    """The row of the report for what is in host memory beside the device's. It is not in the sum of the others."""
-    if nbytes:
-        return {HOST: nbytes}
-    return {}
+def on_device(found: Mapping[str, int]) -> int:
+    """The sum of the rows without those of host memory."""
+    return sum(nbytes for name, nbytes in found.items() if name not in ON_HOST)
+
+
+def inputs_by_name(travelling: int, in_slots: int, device_type: str) -> tuple[dict[str, int], int]:
+    """Inputs of layers (train.offload): bytes of activations by name, and bytes on the host beside the device."""
+    found = {TRAVELLING: travelling} if travelling else {}
+    if device_type == "cpu" and in_slots:  # the host's memory is the device's
+        return {**found, IN_SLOTS: in_slots}, 0
+    return found, in_slots
+
+
+def on_host(optimizer: int, inputs: int) -> dict[str, int]:
+    """The rows of the report for what is in host memory beside the device's. They are not in the sum of the others."""
+    return {name: nbytes for name, nbytes in ((HOST, optimizer), (HOST_INPUTS, inputs)) if nbytes}
 
 
 def frozen_nbytes(stages: Iterable[HasParameters]) -> int:
@@ -120,9 +137,9 @@ def rows(weights: int, gradients: int, optimizer: int, activations: Mapping[str,
 def in_words(title: str, found: Mapping[str, Mapping[str, int]]) -> str:
     """A table of bytes by plan and measured. Either may be missing."""
     shown = Table("MiB", *found, title=title, title_justify="left")
-    columns = {who: {ALL: sum(sizes.values()) - sizes.get(HOST, 0), **sizes} for who, sizes in found.items()}
+    columns = {who: {ALL: on_device(sizes), **sizes} for who, sizes in found.items()}
     names = dict.fromkeys(name for sizes in found.values() for name in sizes)
-    last = [name for name in (ALL, HOST) if name == ALL or name in names]
+    last = [name for name in (ALL, *ON_HOST) if name == ALL or name in names]
     for name in (*(name for name in names if name not in last), *last):
         sizes = [column.get(name) for column in columns.values()]
         shown.add_row(name, *("" if size is None else f"{size / 2**20:,.2f}" for size in sizes))

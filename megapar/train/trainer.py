@@ -178,14 +178,16 @@ def start(
     data: Mapping[str, Any] | None = None,
     memory: Memory | None = None,
     env: Environment | None = None,
+    inputs_on_host: int = 0,
 ) -> tuple[TrainState, list[str]]:
     """Build the state at step 0 or at the checkpoint named by `checkpoint.resume`; returns it and lines for the user.
 
     `stages` have memory for their parameters unless `initializes_by_unit`. `data` is the `identity` of the run's data.
     The checkpoint's must be equal. `memory` is what the schedule may keep (`dry_run.memory_limit`). `env` tells whether
     the job's launcher has started the ranks again; then they go on from the newest checkpoint of all tiers, whatever
-    `checkpoint.resume` says. Raises ConfigError if an option is set that no optimizer of the run reads, or if a host
-    has too little memory for its share of state.
+    `checkpoint.resume` says. `inputs_on_host` are the bytes of host memory that train.offload takes by plan
+    (`memory.host_bytes_of_inputs`). Raises ConfigError if an option is set that no optimizer of the run reads, or if a
+    host has too little memory for its share of state and of inputs.
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
     run_dir = Path(config.run_dir)
@@ -209,7 +211,7 @@ def start(
     everywhere = collectives.gather_json(here, ctx.world, ctx.device)
     table.check(options, {name for names, _ in everywhere for name in names})
     table.check_groups(options, [groups for _, groups in everywhere])
-    host_memory.check(config, layout_of(options, list(stages.values())), ctx)
+    host_memory.check(config, layout_of(options, list(stages.values())), ctx, inputs_on_host)
     state = assemble(config, ctx, stages, memory, initial)
     state.data_identity = data or {}
     state.tiers = folders

@@ -98,7 +98,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         model,
         factory,
         tied_over=ctx.tied if _last_stage_uses_embedding(model) and first_rank != last_rank else None,
-        recompute_rule=Recompute(config.train.recompute, config.train.recompute_every),
+        recompute_rule=Recompute.of(config.train),
         seed=config.train.seed,
         z_loss=config.train.z_loss,
         loss_chunk=config.kernels.loss_chunk,

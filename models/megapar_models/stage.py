@@ -167,13 +167,16 @@ class Stage(PipelineStage, Generic[M]):
         train.recompute decides which layers recompute their activations.
         """
         tables = {rotary: rotary.tables(batch) for rotary in self.rotary}
-        context = ForwardContext(batch, tables, self.seed, self.recompute_rule.attention())
+        rule = self.recompute_rule
+        context = ForwardContext(batch, tables, self.seed, rule.attention())
         if x_sbh is None:
             x_sbh = self.embed(context)
-        with recompute.light(self.recompute_rule.mode == "light"):
+        with recompute.light(rule.mode == "light"):
             for number, layer in self.layers.items():
-                again = self.recompute_rule.layer(int(number))
-                x_sbh = recompute.run(again, layer, x_sbh, context, keeps_attention=self.recompute_rule.keeps_attention)
+                again, offloads = rule.layer(int(number)), rule.offloads(int(number))
+                x_sbh = recompute.run(
+                    again, layer, x_sbh, context, keeps_attention=rule.keeps_attention, offloads=offloads
+                )
         return x_sbh
 
     def embed(self, context: ForwardContext) -> Tensor:

@@ -64,6 +64,7 @@ def built_report(config: Config, rank: int) -> RankReport:
         gradients=state.grads.flat.nbytes + most_live(plan, state.grads.nbytes_of, "open", "add"),
         optimizer=optimizer,
         optimizer_on_host=on_host,
+        inputs_on_host=0,
         kept=tuple(memory_report.by_name(at_peak, len(stages), stages.fine_stages).items()),
     )
 

@@ -155,6 +155,7 @@ class Layout:
     ep_overlap_chunks: int = 1
     recompute: str = "none"
     every: int = 1
+    offload: float = 0.0
     zero_stage: int = 1
     shard_ranks: int = 0
     moments: Literal["fp32", "bf16"] = "fp32"
@@ -204,6 +205,7 @@ class Layout:
             precision=precision,
             recompute=self.recompute,
             recompute_every=self.every,
+            offload=self.offload,
             trainable=self.trainable,
             objective=self.objective,
             references=self.references,
