@@ -164,10 +164,9 @@ class HostInputs:
         self._let_leave()
         x = x.detach()
         kept = _Input(x, self._take_slot(x.nbytes), self._running)
-        in_slot = kept.in_slot()
 
         def copy() -> None:
-            in_slot.copy_(x, non_blocking=True)
+            kept.in_slot().copy_(x, non_blocking=True)
 
         kept.left = self.stream.queue(copy)
         self._running.append(kept)
@@ -206,10 +205,9 @@ class HostInputs:
 
     def _fetch(self, kept: _Input) -> None:
         x = torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=self._on)
-        in_slot = kept.in_slot()
 
         def copy() -> None:
-            x.copy_(in_slot, non_blocking=True)
+            x.copy_(kept.in_slot(), non_blocking=True)
 
         kept.x = x
         kept.arrived = self.stream.queue(copy)

@@ -13,7 +13,7 @@ from megapar.plan.choose_memory import check_memory, choices, with_choices_of
 from megapar.plan.memory import fullest_rank
 from megapar.plan.simulate import with_planned_kernels
 from megapar.plan.step_time import step_time
-from megapar.plan.verdict import for_uneven_experts
+from megapar.plan.verdict import Capacity, for_uneven_experts, judge
 from tests.support import program
 from tests.support.options import load
 from tests.support.plans import PARTS
@@ -69,11 +69,54 @@ def test_what_is_set_stays() -> None:
     config = planned("llama3-8b", 8, *LLAMA, "--train.recompute", "full", "--train.recompute_every", "2")
     chosen = check_memory(budgeted(config, 45.0), PARTS)
     assert (chosen.train.recompute, chosen.train.recompute_every) == ("full", 2)
-    assert chosen.optimizer.offload > 0
+    assert max(chosen.optimizer.offload, chosen.train.offload) > 0
     config = planned("llama3-8b", 8, *LLAMA, "--optimizer.offload", "1")
     chosen = check_memory(budgeted(config, 50.0), PARTS)
     assert (chosen.optimizer.offload, chosen.train.recompute) == (1, "light")
     assert check_memory(config, PARTS) is config
+
+
+def test_a_budget_moves_inputs_of_layers_before_it_moves_state() -> None:
+    """Copies of inputs are hidden, and updates on the host are not. What is set stays here too."""
+    config = planned("llama3-8b", 8, *LLAMA, "--train.global_batch_size", "64")
+    moved = replace(config, train=replace(config.train, recompute="all_but_attention", offload=1.0))
+    budget = needed(moved) + 0.1
+    chosen = check_memory(budgeted(config, budget), PARTS)
+    assert (chosen.train.recompute, chosen.train.offload, chosen.optimizer.offload) == ("all_but_attention", 1, 0)
+    without = replace(chosen, train=replace(chosen.train, offload=0.0))
+    assert seconds(chosen) == pytest.approx(seconds(without), rel=1e-9)
+    assert needed(chosen) <= budget < needed(without)
+    assert with_choices_of(chosen, config).train.offload == 1
+    config = replace(config, train=replace(config.train, recompute="full", offload=0.25))
+    assert check_memory(budgeted(config, 30.0), PARTS).train.offload == 0.25
+
+
+def test_a_link_slower_than_layers_is_waited_for() -> None:
+    """A layer of width h: 24 h^2 FLOPs a token of its forward pass, 2 h bytes of its input in bf16."""
+    config = planned("llama3-8b", 8, *LLAMA, "--train.recompute", "full", "--train.offload", "1")
+    slow = replace(H100, host=replace(H100.host, link_gb_per_second=2.0))
+    for simulated in (False, True):
+        times = [
+            step_time(with_planned_kernels(config), PARTS, machine, simulated=simulated) for machine in (H100, slow)
+        ]
+        assert "host" not in times[0].exposed
+        assert times[1].seconds > times[0].seconds
+    # 32 layers of 8192 tokens: the copy of an input, beside a forward pass that is shorter.
+    one = 2 * 8192 * 4096 / 2e9
+    micro_batches = config.train.global_batch_size / 8
+    found = step_time(with_planned_kernels(config), PARTS, slow)
+    assert 0 < found.exposed["host"] < micro_batches * 2 * 32 * one
+
+
+def test_a_machine_whose_host_is_too_small_does_not_fit() -> None:
+    config = planned("llama3-8b", 8, *LLAMA, "--train.recompute", "full", "--train.offload", "1")
+    on_host = fullest_rank(config, PARTS).inputs_on_host
+    for host_bytes, fits in ((on_host, True), (on_host - 1, False)):
+        capacity = Capacity("small", 80 * GIB, GIB, host_bytes)
+        verdict = judge(config, lambda config: config, PARTS, capacity)
+        assert verdict.fits == fits, verdict.text
+    assert "does not fit on a host of small: a rank puts 2.00 GiB" in verdict.text
+    assert "lower train.offload" in verdict.text
 
 
 def test_a_schedule_keeps_what_is_left() -> None:
@@ -95,7 +138,7 @@ def test_a_schedule_keeps_what_is_left() -> None:
         ),
         (
             {"gib": 5.0},
-            r"train.memory_gb=5.0: the least is [\d.]+ GiB, with train.recompute full, optimizer.offload 1;",
+            r"=5.0: the least is [\d.]+ GiB, with train.recompute full, train.offload 1, optimizer.offload 1;",
         ),
         ({"schedule": "auto"}, "the schedule is not known before it is measured; name one, or leave memory_gb at 0"),
     ],

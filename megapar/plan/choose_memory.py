@@ -1,10 +1,11 @@
-"""Chooses recomputation and optimizer.offload, so that a rank needs at most train.memory_gb by plan.
+"""Chooses recomputation, train.offload and optimizer.offload, so that a rank needs at most train.memory_gb by plan.
 
 `check_choices` makes all choices that options leave to the model of time.
 """
 
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import product
 from typing import NamedTuple
 
 from megapar.config.messages import problem
@@ -23,6 +24,7 @@ from megapar.recompute import Mode
 
 _EVERY = (8, 6, 4, 3, 2, 1)
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
+_INPUTS = (0.0, 0.5, 1.0)
 _OBEY = ("zb-h1", "zb-interleaved", "zb-v")
 """The schedules that keep as much as parallel.schedule_memory_gb allows, and idle less for it."""
 
@@ -30,21 +32,29 @@ _TRIES = 8
 
 
 class Choice(NamedTuple):
-    """What saves memory. Its fields are the options' names."""
+    """What saves memory: train.recompute, its every n-th layer and train.offload, and optimizer.offload."""
 
     recompute: Mode
     recompute_every: int
-    offload: float
+    inputs: float
+    optimizer: float
+
+    @property
+    def activations(self) -> tuple[Mode, int, float]:
+        """What it chooses for activations."""
+        return self[:3]
 
     def of(self, config: Config) -> Config:
         """`config` with it."""
-        train = replace(config.train, recompute=self.recompute, recompute_every=self.recompute_every)
-        return replace(config, train=train, optimizer=replace(config.optimizer, offload=self.offload))
+        recompute, every, inputs = self.activations
+        train = replace(config.train, recompute=recompute, recompute_every=every, offload=inputs)
+        return replace(config, train=train, optimizer=replace(config.optimizer, offload=self.optimizer))
 
     def in_words(self) -> str:
         """As options."""
         every = f" every {self.recompute_every} layers" if self.recompute_every > 1 else ""
-        return f"train.recompute {self.recompute}{every}, optimizer.offload {self.offload:g}"
+        inputs = f", train.offload {self.inputs:g}" if self.inputs else ""
+        return f"train.recompute {self.recompute}{every}{inputs}, optimizer.offload {self.optimizer:g}"
 
 
 def choices(config: Config) -> Iterator[Choice]:
@@ -59,8 +69,15 @@ def choices(config: Config) -> Iterator[Choice]:
         modes = [(train.recompute, train.recompute_every)]
     for mode, every in modes:
         if every < config.model.num_hidden_layers:
-            for share in shares:
-                yield Choice(mode, every, share)
+            for inputs, share in product(_shares_of_inputs(config, mode), shares):
+                yield Choice(mode, every, inputs, share)
+
+
+def _shares_of_inputs(config: Config, mode: Mode) -> tuple[float, ...]:
+    """The shares of train.offload that are tried with this recomputation."""
+    if config.train.offload or mode not in BY_LAYER:
+        return (config.train.offload,)
+    return _INPUTS
 
 
 def check_choices(config: Config, parts: Parts) -> Config:
@@ -70,9 +87,8 @@ def check_choices(config: Config, parts: Parts) -> Config:
 
 def with_choices_of(config: Config, given: Config) -> Config:
     """`given`, the options as the user gave them, with what `check_memory` has chosen for `config`."""
-    train = replace(given.train, recompute=config.train.recompute, recompute_every=config.train.recompute_every)
-    optimizer = replace(given.optimizer, offload=config.optimizer.offload)
-    return replace(given, train=train, optimizer=optimizer)
+    train, optimizer = config.train, config.optimizer
+    return Choice(train.recompute, train.recompute_every, train.offload, optimizer.offload).of(given)
 
 
 def check_memory(config: Config, parts: Parts) -> Config:
@@ -104,11 +120,12 @@ class _Budget:
     def spend(self) -> Config:
         """The fastest choice that fits."""
         smallest: tuple[int, Choice] | None = None
-        for seconds, choice in sorted(self.timed()):
+        # Of equally fast ones, which may differ in a last bit, the one that moves and recomputes least.
+        for seconds, choice in sorted((round(seconds, 9), choice) for seconds, choice in self.timed()):
             config = choice.of(self.config)
             report = fullest_rank(config, self.parts)
             needed = report.total + for_uneven_experts(config, report)
-            fits_host = report.optimizer_on_host <= self.machine.host_bytes
+            fits_host = report.on_host <= self.machine.host_bytes
             if needed <= self.limit and fits_host:
                 config, words = self.with_schedule(config, report)
                 text = f"{choice.in_words()}{words}, {needed / 2**30:,.2f} GiB by plan, {seconds:.4g} s a step"
@@ -124,23 +141,18 @@ class _Budget:
 
     def timed(self) -> list[tuple[float, Choice]]:
         """The choices with their predicted seconds of a step."""
-        # What the host's update adds does not depend on what is recomputed. So not every pair has to be planned.
+        # What the host's update adds does not depend on activations. So not every pair has to be planned.
         tried = list(choices(self.config))
         first = tried[0]
-        of_recompute = {
-            (choice.recompute, choice.recompute_every): self.seconds(choice)
-            for choice in tried
-            if choice.offload == first.offload
+        of_activations = {
+            choice.activations: self.seconds(choice) for choice in tried if choice.optimizer == first.optimizer
         }
-        of_offload = {
-            choice.offload: self.seconds(choice) - of_recompute[first.recompute, first.recompute_every]
+        of_optimizer = {
+            choice.optimizer: self.seconds(choice) - of_activations[first.activations]
             for choice in tried
-            if (choice.recompute, choice.recompute_every) == (first.recompute, first.recompute_every)
+            if choice.activations == first.activations
         }
-        return [
-            (of_recompute[choice.recompute, choice.recompute_every] + of_offload[choice.offload], choice)
-            for choice in tried
-        ]
+        return [(of_activations[choice.activations] + of_optimizer[choice.optimizer], choice) for choice in tried]
 
     def seconds(self, choice: Choice) -> float:
         """Those of a step."""

@@ -253,6 +253,7 @@ class Estimator:
             if layout.recompute == "all_but_attention":
                 again -= layer.attention
                 of_recomputed = layer.attended
+            of_recomputed -= self.config.train.offload * layer.input
             kept = share * of_recomputed + (1 - share) * layer.kept
             return layer.forward, layer.backward + share * again, kept
         if layout.recompute == "none":

@@ -24,7 +24,7 @@ def show_verdict(given: Config, config: Config, parts: Parts, validated: Callabl
     if config.gpu == "auto":
         return
     machine = hardware.load(config.gpu)
-    capacity = Capacity(machine.name, machine.memory_bytes, machine.reserve_bytes)
+    capacity = Capacity(machine.name, machine.memory_bytes, machine.reserve_bytes, machine.host_bytes)
     # The size of the vocabulary is known now, and what was chosen.
     given = with_choices_of(config, replace(given, model=config.model))
     print(judge(given, validated, parts, capacity).text)

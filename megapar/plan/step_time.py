@@ -29,6 +29,8 @@ from megapar.plan.recorded import Recording
 from megapar.plan.stage_works import stages_of
 
 OPTIMIZER = "optimizer and norm"
+HOST_LINK = "host"
+"""The link of a device to its host, among the axes."""
 _WITH_FORMULA = ("1f1b", "gpipe", "breadth", "interleaved")
 _IN_HALVES = ("zb-h1", "zb-2p", "zb-interleaved", "zb-v", "v-half", "v-min", "dualpipe-v")
 
@@ -83,6 +85,8 @@ class _Fine:
     gather: float
     reduce: float
     add: float
+    to_host: float
+    """Seconds of the inputs of its layers on the link to the host, one way (train.offload)."""
 
 
 @dataclass
@@ -187,7 +191,8 @@ class _Step:
                 add += self.hardware.memory_seconds(3 * 4 * shard)
                 if self.zero_stage == 3:
                     gather += self.network.seconds("all_gather", self._shards(axis), elements * part.itemsize)
-        return _Fine(part, 1, forward, backward, inputs, weights, gather, reduce, add)
+        to_host = sum(part.kept.on_host) / (self.hardware.host.link_gb_per_second * 1e9)
+        return _Fine(part, 1, forward, backward, inputs, weights, gather, reduce, add, to_host)
 
     def _duration(self, operations: tuple[object, ...]) -> Duration:
         return duration(operations, self.hardware, self.network)  # type: ignore[arg-type]
@@ -215,6 +220,13 @@ class _Step:
             exposed["grad"] = waits_forward + waits_backward
             moved = sum((2 * fine.gather + fine.reduce) * fine.number for fine in stage) / runs
             backward_seconds += max(moved - exposed["grad"], 0.0) * self.hardware.interference
+        # Inputs of layers travel under a pass: to the host under the forward, and back under the backward.
+        to_host = sum(fine.to_host * fine.number for fine in stage)
+        waits = [max(to_host - seconds, 0.0) for seconds in (forward_seconds, backward_seconds)]
+        forward_seconds += waits[0]
+        backward_seconds += waits[1]
+        if sum(waits):
+            exposed[HOST_LINK] = sum(waits)
         whole = total([forward, backward])
         # A device waits for a host that issues operations more slowly than they run.
         seconds = forward_seconds + backward_seconds
@@ -314,7 +326,7 @@ class _Step:
         # The stages of the plan: those of the schedule, or their parts.
         parts: list[list[_Fine]] = []
         counts = []
-        slowed: list[float] = []
+        slowed: list[tuple[float, float]] = []  # in forward and in backward
         for stage in self.stages:
             single = [replace(fine, number=1) for fine in stage for _ in range(fine.number)]
             groups = [single]
@@ -322,12 +334,13 @@ class _Step:
                 groups = [[fine] for fine in single]
             counts.append(len(groups))
             parts += groups
-            plain = sum(fine.forward.seconds + self._backward_of(fine) for fine in single)
-            slow = max(self._stage(stage)[0].host / plain, 1.0)
-            slowed += [slow] * counts[-1]
-        forward = [slow * sum(fine.forward.seconds for fine in part) for slow, part in zip(slowed, parts, strict=True)]
-        backward = [slow * sum(map(self._backward_of, part)) for slow, part in zip(slowed, parts, strict=True)]
-        weights = [slow * sum(fine.weights.seconds for fine in part) for slow, part in zip(slowed, parts, strict=True)]
+            passes = [sum(fine.forward.seconds for fine in single), sum(map(self._backward_of, single))]
+            slow = max(self._stage(stage)[0].host / sum(passes), 1.0)
+            to_host = sum(fine.to_host for fine in single)
+            slowed += [(max(slow, to_host / passes[0]), max(slow, to_host / passes[1]))] * counts[-1]
+        forward = [s * sum(fine.forward.seconds for fine in part) for (s, _), part in zip(slowed, parts, strict=True)]
+        backward = [s * sum(map(self._backward_of, part)) for (_, s), part in zip(slowed, parts, strict=True)]
+        weights = [s * sum(fine.weights.seconds for fine in part) for (_, s), part in zip(slowed, parts, strict=True)]
         if splits:
             orders = refine(orders, counts, breadth_first=self._breadth_first and parallel.pp == 1)
         plans: list[list[Item]] = [list(plan) for plan in lower(orders, len(parts))]

@@ -7,7 +7,7 @@ from typing import get_args
 
 from megapar.config.options import Config
 from megapar.errors import ConfigError
-from megapar.plan.memory import RankReport, fullest_rank, planned_device
+from megapar.plan.memory import RankReport, fullest_rank, planned_device, reports
 from megapar.plan.parts import Parts
 from megapar.recompute import Mode
 
@@ -22,12 +22,13 @@ class Capacity:
     """The memory of a device, and what of it a plan may not use, in bytes.
 
     The reserve is for what no plan counts: the CUDA context, NCCL, workspaces of kernels, and fragments of the
-    allocator.
+    allocator. `host_bytes` are those of host memory for the device, None if they are not known.
     """
 
     name: str
     capacity_bytes: int
     reserve_bytes: int
+    host_bytes: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,10 @@ def judge(given: Config, validated: Callable[[Config], Config], parts: Parts, ca
     fullest = fullest_rank(config, parts)
     reserve = capacity.reserve_bytes + for_uneven_experts(config, fullest)
     needs = f"the fullest rank needs {_gib(fullest.total)} by plan and {_gib(reserve)} in reserve ({_reasons(config)})"
+    on_host = max(report.on_host for report in reports(config, parts))
+    if capacity.host_bytes is not None and on_host > capacity.host_bytes:
+        text = f"a rank puts {_gib(on_host)} into host memory by plan, and there are {_gib(capacity.host_bytes)} for it"
+        return Verdict(False, f"does not fit on a host of {capacity.name}: {text}; lower {_offloads(config)}")
     if fullest.total + reserve <= capacity.capacity_bytes:
         left = capacity.capacity_bytes - fullest.total - reserve
         return Verdict(True, f"fits on {capacity.name} of {_gib(capacity.capacity_bytes)}: {needs}, {_gib(left)} left")
@@ -71,6 +76,11 @@ def _reasons(config: Config) -> str:
     if config.parallel.ep > 1:
         listed += f", experts with {1 + UNEVEN_EXPERTS:g} times their even share"
     return listed
+
+
+def _offloads(config: Config) -> str:
+    shares = {"train.offload": config.train.offload, "optimizer.offload": config.optimizer.offload}
+    return " or ".join(name for name, share in shares.items() if share)
 
 
 def _gib(nbytes: int) -> str:
@@ -127,6 +137,8 @@ def _changes_of_options(config: Config) -> Iterator[Change]:
     for mode in modes[modes.index(train.recompute) + 1 :]:
         yield "train", "recompute", mode
     if planned_device(config) == "cuda":  # on CPUs the host's memory is the device's
+        if train.offload < 1:
+            yield "train", "offload", 1.0
         for share in (0.5, 1.0):
             if share > config.optimizer.offload:
                 yield "optimizer", "offload", share

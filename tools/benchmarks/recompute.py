@@ -1,10 +1,10 @@
-"""What each train.recompute costs and saves: CPU time of a step in turns, and bytes kept beside their plan.
+"""What each train.recompute and train.offload cost and save: CPU time of a step in turns, and bytes beside their plan.
 
 All modes train the same Llama on the same batches. The benchmark fails if a loss differs in one bit.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -19,7 +19,7 @@ from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
 from megapar import context
 from megapar.batch import MicroBatch
-from megapar.config.options import Config, ParallelConfig, TrainConfig
+from megapar.config.options import BY_LAYER, Config, KernelsConfig, ParallelConfig, TrainConfig
 from megapar.plan.memory import reports
 from megapar.plan.parts import Parts
 from megapar.random import initialize
@@ -31,6 +31,8 @@ from megapar.train.step import train_step
 from megapar.train.trainer import assemble
 
 VOCABULARY = 4096
+OFFLOAD = ", inputs on the host"
+"""Added to a mode: with train.offload 1."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +53,7 @@ class Options:
     """Write all numbers to this file."""
 
 
-def make_config(options: Options, length: int, mode: Any) -> Config:
+def make_config(options: Options, length: int, mode: str) -> Config:
     """One process, fp32."""
     width = options.hidden_size
     model = LlamaModel(
@@ -64,8 +66,16 @@ def make_config(options: Options, length: int, mode: Any) -> Config:
         max_position_embeddings=length,
     )
     samples = options.tokens // length
-    train = TrainConfig(recompute=mode, seq_length=length, global_batch_size=samples, micro_batch_size=samples)
-    return validate(Config(model=model, parallel=ParallelConfig(dp=1), train=train), 1)
+    recompute: Any = mode.removesuffix(OFFLOAD)
+    train = TrainConfig(
+        recompute=recompute,
+        offload=float(mode.endswith(OFFLOAD)),
+        seq_length=length,
+        global_batch_size=samples,
+        micro_batch_size=samples,
+    )
+    config = Config(model=model, parallel=ParallelConfig(dp=1), train=train, kernels=KernelsConfig(backend="torch"))
+    return validate(config, 1)
 
 
 def make_state(config: Config) -> TrainState:
@@ -84,14 +94,13 @@ def make_batch(config: Config) -> MicroBatch:
     return MicroBatch.of_samples(inputs_bs, targets_bs, torch.ones(samples, length), torch.arange(samples))
 
 
-def kept_bytes(state: TrainState, batch: MicroBatch) -> int:
-    """The bytes that a forward pass keeps for its backward pass."""
+def kept_bytes(state: TrainState, batch: MicroBatch) -> tuple[int, int]:
+    """The bytes that a step keeps for its backward pass on a device with a host beside it, and on that host."""
     kept = KeptBytes(state.stages)
     with kept.counting():
-        loss = state.stages[0](None, batch)
-    loss.backward()
-    state.grads.zero()
-    return kept.peak
+        train_step(state, [batch])
+    inputs = state.pipeline.host_inputs
+    return kept.peak + inputs.most_on_device, inputs.nbytes
 
 
 def measure(options: Options, length: int, modes: Sequence[str]) -> list[dict[str, Any]]:
@@ -111,11 +120,14 @@ def measure(options: Options, length: int, modes: Sequence[str]) -> list[dict[st
             raise BenchmarkError(f"losses differ: {losses}")
     rows = []
     for mode in modes:
-        (planned,) = reports(configs[mode], Parts(StageBuilder()))
-        if planned.activations != kept[mode]:
-            raise BenchmarkError(f"{mode}: {kept[mode]:,} bytes are kept, and {planned.activations:,} planned")
+        device = replace(configs[mode].launch, device="cuda")
+        (report,) = reports(replace(configs[mode], launch=device), Parts(StageBuilder()))
+        planned = report.activations, report.inputs_on_host
+        if planned != kept[mode]:
+            raise BenchmarkError(f"{mode}: bytes of device and host are {kept[mode]}, and {planned} planned")
         time = ratio(seconds[mode][1:], seconds["none"][1:])
-        rows.append({"length": length, "mode": mode, "time": time, "kept_bytes": kept[mode]})
+        on_device, on_host = kept[mode]
+        rows.append({"length": length, "mode": mode, "time": time, "kept_bytes": on_device, "host_bytes": on_host})
     return rows
 
 
@@ -123,7 +135,7 @@ def main(options: Options) -> None:
     """Measure, print the table, write the JSON file."""
     torch.set_num_threads(1)
     circumstances = provenance(torch.device("cpu"))
-    modes = get_args(Mode)
+    modes = [*get_args(Mode), *(f"{mode}{OFFLOAD}" for mode in BY_LAYER)]
     rows: list[dict[str, Any]] = []
     for length in options.lengths:
         rows += measure(options, length, modes)
@@ -133,6 +145,7 @@ def main(options: Options) -> None:
         none = next(x["kept_bytes"] for x in rows if (x["length"], x["mode"]) == (row["length"], "none"))
         shown = (f"{time['median']:.2f}x", f"{time['min']:.2f}-{time['max']:.2f}")
         kept = (f"{row['kept_bytes'] / 2**20:.1f}", f"{row['kept_bytes'] / none:.2f}x")
-        lines.append((row["length"], row["mode"], *shown, *kept))
-    numbers = ["CPU time", "range", "kept MiB", "of none"]
+        on_host = f"{row['host_bytes'] / 2**20:.1f}"
+        lines.append((row["length"], row["mode"], *shown, *kept, on_host))
+    numbers = ["CPU time", "range", "kept MiB", "of none", "host MiB"]
     Report(options, circumstances).finish({"rows": rows}, table(lines, ["length", "recompute"], numbers))

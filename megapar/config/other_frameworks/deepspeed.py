@@ -1,9 +1,8 @@
 """Keys of DeepSpeed's ds_config, dotted, and flags of its launcher."""
 
 from megapar.config.other_frameworks import conversions_others as c
-from megapar.config.other_frameworks.conversions import nothing
+from megapar.config.other_frameworks.conversions import if_on, nothing
 from megapar.config.other_frameworks.rows import (
-    ACTIVATIONS_STAY,
     COMPILES,
     COUNTS_BATCH,
     FROM_OTHERS,
@@ -126,7 +125,12 @@ FLAGS = (
     computed("pipeline.activation_checkpoint_interval", "train.recompute_every", "with train.recompute full"),
     # Activations
     computed("activation_checkpointing", "train.recompute", "full or selective; in DeepSpeed the model's code decides"),
-    lacking("activation_checkpointing.cpu_checkpointing", ACTIVATIONS_STAY),
+    computed(
+        "activation_checkpointing.cpu_checkpointing",
+        "train.offload",
+        "true: 1, with train.recompute full",
+        convert=if_on("train.offload", "1"),
+    ),
     computed("activation_checkpointing.partition_activations", "parallel.sequence_parallel", "true: over tp"),
     lacking("activation_checkpointing.contiguous_memory_optimization", "memory is torch's to manage"),
     lacking("activation_checkpointing.number_checkpoints", "train.recompute_every n recomputes every n-th layer"),

@@ -80,14 +80,14 @@ TRAINING_ARGUMENTS = (
     computed(
         "activation_checkpointing_kwargs",
         "train.recompute_every",
-        "every_n_layers; there is no offload",
+        "every_n_layers; train.offload puts inputs of layers into host memory",
         convert=c.checkpointing_arguments,
     ),
     sets("gradient_checkpointing", "train.recompute", "full"),
     computed(
         "gradient_checkpointing_kwargs",
         "train.recompute_every",
-        "every_n_layers; there is no offload",
+        "every_n_layers; train.offload puts inputs of layers into host memory",
         convert=c.checkpointing_arguments,
     ),
     sets("torch_compile", "kernels.compile", "true", COMPILES),

@@ -2,10 +2,10 @@
 
 from megapar.config.other_frameworks import conversions as c
 from megapar.config.other_frameworks.rows import (
-    ACTIVATIONS_STAY,
     COUNTS_STEPS,
     FROM_OTHERS,
     GRADIENTS_ARE_SUMS,
+    INPUTS_ALONE,
     LAYERS_OF_STAGES,
     LESS_WARMUP,
     NO_CUDA_GRAPHS,
@@ -95,8 +95,8 @@ FLAGS = (
     always("no-gradient-reduce-div-fusion", GRADIENTS_ARE_SUMS),
     sets("optimizer-cpu-offload", "optimizer.offload", "1"),
     same("optimizer-offload-fraction", "optimizer.offload"),
-    lacking("cpu-offloading-num-layers", ACTIVATIONS_STAY),
-    lacking("fine-grained-activation-offloading", ACTIVATIONS_STAY),
+    lacking("cpu-offloading-num-layers", INPUTS_ALONE),
+    lacking("fine-grained-activation-offloading", INPUTS_ALONE),
     # Batches and length
     same("micro-batch-size", "train.micro_batch_size"),
     same("global-batch-size", "train.global_batch_size", convert=c.global_batch, default=FROM_OTHERS),
