@@ -271,6 +271,6 @@ def test_modes_of_recompute_are_measured_beside_their_plan(tmp_path: Path, monke
     rows = json.loads(file.read_text())["rows"]
     kept = {row["mode"]: row["kept_bytes"] for row in rows}
     assert kept["full"] < kept["all_but_attention"] < kept["light"] < kept["none"]
-    monkeypatch.setattr(recompute, "kept_bytes", lambda state, batch: 7)
-    with pytest.raises(BenchmarkError, match="7 bytes are kept, and "):
+    monkeypatch.setattr(recompute, "kept_bytes", lambda state, batch: (7, 0))
+    with pytest.raises(BenchmarkError, match=r"bytes of device and host are \(7, 0\), and "):
         recompute.main(options)

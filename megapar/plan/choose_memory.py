@@ -120,7 +120,7 @@ class _Budget:
     def spend(self) -> Config:
         """The fastest choice that fits."""
         smallest: tuple[int, Choice] | None = None
-        # Of equally fast ones, which may differ in a last bit, the one that moves and recomputes least.
+        # Times of equally fast ones may differ in a last bit. Of these the one that moves least is taken.
         for seconds, choice in sorted((round(seconds, 9), choice) for seconds, choice in self.timed()):
             config = choice.of(self.config)
             report = fullest_rank(config, self.parts)
