@@ -3,7 +3,6 @@
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -232,11 +231,14 @@ class _Execution:
     def _run_action(self, action: Action, received: tuple[Tensor, ...]) -> None:
         key = action.stage, action.microbatch
         host_inputs = self._runtime.host_inputs
-        host_inputs.fetch_next()
+        if torch.is_grad_enabled():
+            host_inputs.fetch_next()
         match action.kind:
-            case "F":
-                with host_inputs.forward(key) if torch.is_grad_enabled() else nullcontext():
+            case "F" if torch.is_grad_enabled():
+                with host_inputs.forward(key):
                     self._forward(action, received)
+            case "F":
+                self._forward(action, received)
             case "B":
                 self._backward(action, received)
             case "I":
