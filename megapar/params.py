@@ -87,6 +87,11 @@ class Piece:
     Gradients are partial for norm weights under sequence parallelism, for rows held by several tensor-parallel ranks,
     and for the copies of a tied embedding.
     """
+    blocks: tuple[int, ...] = ()
+    """Rows of the blocks of a matrix, in turn down to its last row: (128,) for heads of 128 rows each.
+
+    With optimizer.muon_per_head each block is a matrix of its own. Empty: the whole is one block.
+    """
 
     @property
     def local_shape(self) -> Sizes:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megapar.config.groups import Group
+from megapar.config.model_options import ModelConfig
 from megapar.config.options import OPTIMIZER_NAMES, OptimizerConfig
 from megapar.context import Axis
 from megapar.errors import CheckpointError, ConfigError
@@ -29,6 +30,7 @@ from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
     GPT,
+    LATENT,
     LLAMA,
     MIXTRAL,
     ONE_KV_HEAD,
@@ -47,6 +49,7 @@ FURTHER = {
     "lion": OptimizerConfig(name="lion", lr=2e-3, betas=(0.9, 0.99), weight_decay=0.3),
     "sgd": OptimizerConfig(name="sgd", lr=2e-2, momentum=0.8, nesterov=False, weight_decay=0.3),
     "muon": OptimizerConfig(name="muon", lr=2e-3, eps=1e-2, momentum=0.9, weight_decay=0.3),
+    "heads": OptimizerConfig(name="muon", lr=2e-3, eps=1e-2, momentum=0.9, weight_decay=0.3, muon_per_head=True),
     "nesterov": OptimizerConfig(name="sgd", lr=2e-2, momentum=0.8, weight_decay=0.3),
 }
 
@@ -152,6 +155,20 @@ def newton_schulz(n: Tensor) -> Tensor:
     return x.T if n.shape[0] > n.shape[1] else x
 
 
+def block_rows(name: str, per_head: bool) -> list[int]:
+    """The rows of the blocks of a matrix, in turn. Heads of LLAMA have 10 rows, and those of LATENT several parts."""
+    if not per_head:
+        return []
+    rows = {"q": [10], "k": [10], "v": [10], "q_b": [18], "kv_b": [12, 8]}
+    return rows.get(name.split(".")[-2], [])
+
+
+def by_blocks(n: Tensor, rows: Sequence[int], scale: str) -> Tensor:
+    """The update of a matrix, block by block."""
+    blocks = n.split(list(rows) * (len(n) // sum(rows))) if rows else [n]
+    return torch.cat([newton_schulz(block) * SCALES[scale](*block.shape) for block in blocks])
+
+
 SCALES = {
     "adam_rms": lambda m, n: 0.2 * max(m, n) ** 0.5,
     "spectral": lambda m, n: (m / n) ** 0.5,
@@ -182,7 +199,7 @@ class InDoubles:
             if o.name == "lion":
                 w -= lr * (o.betas[0] * m + (1 - o.betas[0]) * g).sign()
                 m.mul_(o.betas[1]).add_((1 - o.betas[1]) * g)
-            elif o.name == "muon" and (w.dim() == 1 or name.startswith(("embedding.", "head."))):
+            elif o.name == "muon" and (w.dim() == 1 or re.match("embedding|head|.*router", name)):
                 s = self.squares[name].mul_(o.betas[1]).add_((1 - o.betas[1]) * g * g)
                 m.mul_(o.betas[0]).add_((1 - o.betas[0]) * g)
                 first, second = (1 - beta**self.steps for beta in o.betas)
@@ -190,16 +207,24 @@ class InDoubles:
             else:
                 m.mul_(o.momentum).add_(g)
                 n = g + o.momentum * m if o.nesterov else m
-                w -= lr * (newton_schulz(n) * SCALES[o.muon_scale](*n.shape) if o.name == "muon" else n)
+                w -= lr * (by_blocks(n, block_rows(name, o.muon_per_head), o.muon_scale) if o.name == "muon" else n)
 
 
 @pytest.mark.parametrize("groups", slow_but([0], [(GROUPS,), ((),)]), ids=["groups", ""])
-@pytest.mark.parametrize("case", slow_but([0, 1, 2, 5], [*FURTHER, "spectral", "keller"]))
+@pytest.mark.parametrize("case", slow_but([0, 1, 2, 3, 6], [*FURTHER, "spectral", "keller"]))
 def test_ten_steps_are_those_of_the_formulas(case: str, groups: tuple[str, ...]) -> None:
     """In fp64, from the same gradients. A small limit clips them (fault factors-applied-twice)."""
     of_scale = replace(FURTHER["muon"], muon_scale=case)
-    options = replace(FURTHER.get(case, of_scale), groups=groups, clip_grad=0.5)
-    state = state_of(Layout(LLAMA, zero_stage=0), options)
+    follows_the_formulas(LLAMA, replace(FURTHER.get(case, of_scale), groups=groups, clip_grad=0.5))
+
+
+def test_blocks_of_latent_attention_are_those_of_the_formulas() -> None:
+    """The key and the value of a head are rows of one tensor, and two blocks. Fault fused-matrices-apart."""
+    follows_the_formulas(LATENT, replace(FURTHER["heads"], clip_grad=0.5))
+
+
+def follows_the_formulas(model: ModelConfig, options: OptimizerConfig) -> None:
+    state = state_of(Layout(model, zero_stage=0), options)
     formulas = InDoubles(options, logical.assemble([held_weights(state)]))
     for number in range(STEPS):
         seen: list[Any] = []
@@ -244,6 +269,22 @@ def name(layout: Layout) -> str:
 def test_muon_trains_as_one_process(layout: Layout) -> None:
     """Faults orthogonal-shards, fused-matrices-apart, uneven-parts-of-matrices and experts-on-their-plane."""
     trains_as_one_process(layout, FURTHER["muon"])
+
+
+BY_HEAD = [
+    Layout(STRADDLING, tp=2, dp=2),  # 3 key/value heads, one of them on both ranks
+    Layout(LATENT, tp=2, dp=2, zero_stage=3),
+    Layout(LLAMA, tp=2, cp=2, zero_stage=2),
+    Layout(MIXTRAL, tp=2, dp=2, ep=2, etp=1),
+    Layout(ONE_KV_HEAD, tp=2, dp=2, zero_stage=0),
+    Layout(LLAMA, dp=3, zero_stage=3),
+]
+
+
+@pytest.mark.parametrize("layout", slow_but([0, 1], BY_HEAD), ids=name)
+def test_heads_apart_train_as_one_process(layout: Layout) -> None:
+    """Fault fused-matrices-apart: ZeRO cuts in the middle of heads, and key/value heads of two ranks count once."""
+    trains_as_one_process(layout, FURTHER["heads"], 3)
 
 
 @pytest.mark.parametrize("layout", slow_but([0], LAYOUTS[:6]), ids=name)

@@ -250,6 +250,9 @@ class OptimizerConfig:
     muon_scale: Literal["adam_rms", "spectral", "keller"] = "adam_rms"
     """muon: factor of the orthogonal matrix. adam_rms: 0.2 sqrt(max(rows, columns)), with which rate and decay of AdamW
     fit. spectral: sqrt(rows / columns). keller: sqrt(max(1, rows / columns))."""
+    muon_per_head: bool = False
+    """muon: make the rows of each attention head of queries, keys and values orthogonal apart, as a matrix of their
+    own. Norm and factor are then those of a head."""
     weight_decay: float = 0.1
     """Decoupled weight decay of matrices and embeddings. Weights of norms and biases never decay."""
     groups: tuple[str, ...] = ()

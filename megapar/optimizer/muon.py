@@ -36,6 +36,7 @@ class MuonOptions:
     momentum: float
     nesterov: bool
     muon_scale: str
+    muon_per_head: bool
     weight_decay: float
 
 
@@ -60,7 +61,11 @@ class Muon(SGD):
 
     def parts(self, axis_name: str) -> list[Part]:
         """This rank's parts of matrices."""
-        return parts_of(self._layout, self.updates, axis_name)
+        return self.parts_in(self._layout, axis_name)
+
+    def parts_in(self, layout: FlatLayout, axis_name: str) -> list[Part]:
+        """The parts of matrices of a rank with this layout."""
+        return parts_of(layout, self.updates, axis_name, by_block=self.options.muon_per_head)
 
     def step(self, step: Step) -> None:
         for visit in self.visits:

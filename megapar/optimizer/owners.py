@@ -6,6 +6,7 @@ what ranks declare, so every rank of a plane comes to the same result.
 """
 
 import heapq
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -69,15 +70,45 @@ class Part:
         return list(flat_ranges(self.held.size, Box(inside, self.owned.size)))
 
 
-def parts_of(layout: FlatLayout, updates: Update, axis_name: str) -> list[Part]:
-    """The parts of matrices with this update, and with the gradient axis of this name, in the order of the layout."""
-    found = []
+def parts_of(layout: FlatLayout, updates: Update, axis_name: str, *, by_block: bool = False) -> list[Part]:
+    """The parts of matrices with this update, and with the gradient axis of this name, in the order of the layout.
+
+    With `by_block` each block of a piece is a matrix (`Piece.blocks`).
+    """
+    found: list[Part] = []
     for slot in layout.slots:
         if slot.update == updates and slot.spec.grad_axis.name == axis_name:
             bucket = layout.buckets[slot.bucket_index]
             for piece, start, _ in slot.spec.segments():
-                found.append(Part.of(piece, slot.start + start, (bucket.start, bucket.stop)))
+                part = Part.of(piece, slot.start + start, (bucket.start, bucket.stop))
+                found += _blocks(part, piece.blocks) if by_block and piece.blocks else [part]
     return found
+
+
+def _blocks(part: Part, rows: Sequence[int]) -> Iterator[Part]:
+    """The parts of the blocks of a matrix. `rows` are those of each block, in turn."""
+    height, width = part.shape
+    first = 0
+    for number, length in enumerate(itertools.cycle(rows)):
+        if first >= height:
+            return
+        last = min(first + length, height)
+        held = _of_rows(part.held, first, last)
+        if held is not None:
+            owned = None if part.owned is None else _of_rows(part.owned, first, last)
+            # Rows of a part follow one another in memory, so the elements of a block do too.
+            start = part.start + (first + held.offset[0] - part.held.offset[0]) * part.held.size[1]
+            yield Part(f"{part.name}[{number}]", (last - first, width), held, owned, start, part.bucket)
+        first = last
+
+
+def _of_rows(box: Box, first: int, last: int) -> Box | None:
+    """The part of `box` in the rows [first, last) of its matrix, as a box of these rows. None if there is none."""
+    start = max(box.offset[0], first)
+    stop = min(box.offset[0] + box.size[0], last)
+    if start >= stop:
+        return None
+    return Box((start - first, *box.offset[1:]), (stop - start, *box.size[1:]))
 
 
 @dataclass(frozen=True)

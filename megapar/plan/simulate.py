@@ -25,7 +25,7 @@ from megapar.expert_load import EVEN, ExpertLoad
 from megapar.grid import EXPERT_AXES
 from megapar.launch.grid import grid_of
 from megapar.optimizer.muon import Muon
-from megapar.optimizer.owners import Member, Part, Routes, parts_of
+from megapar.optimizer.owners import Member, Part, Routes
 from megapar.pipeline.actions import Action
 from megapar.plan.memory import memory_limit, planned_device
 from megapar.plan.parts import Parts
@@ -151,7 +151,7 @@ def _find_routes(muon: Muon, config: Config, build: Build, ctx: ParallelContext)
                 there = context.simulated(grid, rank, lambda ranks, position: Simulated(len(ranks), position))
                 stages = build(config, there)
                 freeze(stages.values(), config.train.trainable)
-                parts[of_cut] = parts_of(layout_of(config.optimizer, list(stages.values())), muon.updates, name)
+                parts[of_cut] = muon.parts_in(layout_of(config.optimizer, list(stages.values())), name)
             _, of_grad = positions[name]
             members.append(Member.at(of_grad, axis, parts[of_cut], sharded=config.optimizer.zero_stage > 0))
         muon.routes[name] = Routes(members, plane.rank)

@@ -12,7 +12,8 @@ class Columns:
     """This rank's outputs of one matrix in a column-parallel layer.
 
     The logical tensors are `name`.weight [size, in] and `name`.bias [size]. This rank holds their rows [start, stop)
-    and owns [own_start, own_stop). With `shared` several ranks hold some of the rows.
+    and owns [own_start, own_stop). With `shared` several ranks hold some of the rows. `blocks` are those of the weight
+    (`Piece.blocks`), such as the rows of a head.
     """
 
     name: str
@@ -22,12 +23,13 @@ class Columns:
     own_start: int
     own_stop: int
     shared: bool = False
+    blocks: tuple[int, ...] = ()
 
     @classmethod
-    def even(cls, name: str, size: int, tp: Axis) -> "Columns":
+    def even(cls, name: str, size: int, tp: Axis, blocks: tuple[int, ...] = ()) -> "Columns":
         """`size` outputs, dealt evenly over tp."""
         start, stop = cut(size, tp)
-        return cls(name, size, start, stop, start, stop)
+        return cls(name, size, start, stop, start, stop, blocks=blocks)
 
     def piece(
         self, kind: Literal["weight", "bias", "lora_b", "lora_magnitude"], shape: tuple[int, ...], tp: Axis
@@ -40,4 +42,5 @@ class Columns:
         owned = Box((self.own_start, *(0 for _ in others)), (self.own_stop - self.own_start, *others))
         partial = (tp,) if self.shared else ()
         held = make_piece(f"{self.name}.{kind}", shape, {0: (self.start, self.stop)})
-        return replace(held, owned=owned, partial=partial)
+        blocks = self.blocks if kind == "weight" else ()
+        return replace(held, owned=owned, partial=partial, blocks=blocks)

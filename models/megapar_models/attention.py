@@ -84,7 +84,7 @@ class Attention(nn.Module):
         self.q_heads = heads.q_stop - heads.q_start
         self.kv_heads = heads.kv_stop - heads.kv_start
         width = model.num_attention_heads * d
-        q_columns = Columns.even(f"{name}.q", width, tp)
+        q_columns = Columns.even(f"{name}.q", width, tp, (d,))
         columns = [q_columns]
         for letter in ("k", "v"):
             columns.append(
@@ -96,6 +96,7 @@ class Attention(nn.Module):
                     own_start=heads.kv_own_start * d,
                     own_stop=heads.kv_stop * d,
                     shared=heads.shared,
+                    blocks=(d,),
                 )
             )
         projected = columns
@@ -107,8 +108,8 @@ class Attention(nn.Module):
         self.attend = factory.core_attention(heads.kv_heads, d, d, kind.window, rule)
         self.q_norm = self.k_norm = None
         if kind.qk_norm:
-            self.q_norm = make_qk_norm(replace(columns[0], name=f"{name}.q_norm"), d, kind, factory)
-            self.k_norm = make_qk_norm(replace(columns[1], name=f"{name}.k_norm"), d, kind, factory)
+            self.q_norm = make_qk_norm(replace(columns[0], name=f"{name}.q_norm", blocks=()), d, kind, factory)
+            self.k_norm = make_qk_norm(replace(columns[1], name=f"{name}.k_norm", blocks=()), d, kind, factory)
         self.sinks = None
         if kind.sinks:
             piece = make_piece(f"{name}.sinks", (model.num_attention_heads,), {0: (heads.q_start, heads.q_stop)})

@@ -62,11 +62,12 @@ class LatentAttention(nn.Module):
             q_name = f"{name}.q_b"
             self.q_a = WholeLinear(f"{name}.q_a", model.hidden_size, rule.q_rank, factory, bias=kind.qkv_bias)
             self.q_a_norm = factory.norm(f"{name}.q_a_norm", rule.q_rank, rule.norm)
-        self.q = factory.column_parallel(q_input, [Columns.even(q_name, total * q_width, tp)])
+        self.q = factory.column_parallel(q_input, [Columns.even(q_name, total * q_width, tp, (q_width,))])
         kv_a_width = rule.kv_rank + rule.rope_width
         self.kv_a = WholeLinear(f"{name}.kv_a", model.hidden_size, kv_a_width, factory, bias=kind.qkv_bias)
         self.kv_a_norm = factory.norm(f"{name}.kv_a_norm", rule.kv_rank, rule.norm)
-        kv_columns = Columns.even(f"{name}.kv_b", total * (rule.nope_width + rule.value_width), tp)
+        of_head = (rule.nope_width, rule.value_width)  # a key and a value are matrices of their own
+        kv_columns = Columns.even(f"{name}.kv_b", total * sum(of_head), tp, of_head)
         self.kv_b = factory.column_parallel(rule.kv_rank, [kv_columns])
         self.out = factory.row_parallel(f"{name}.o", total * rule.value_width, model.hidden_size, bias=kind.out_bias)
         scores = ScoreRule(kind.attention_scale)

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from megapar_kernels.backend import Backend
 from megapar_models.build import build_stages
+from megapar_models.deepseek.model import DeepseekExperts
 from megapar_models.qwen3_moe.model import Qwen3MoeExperts
 from megapar_models.registry import find_objective, num_targets, validate
 from torch import Tensor, nn
@@ -133,6 +134,21 @@ DENSE_BETWEEN = tiny_models.small(
     initializer_range=0.1,
     qk_norm=True,
     moe=Qwen3MoeExperts(**_EXPERTS, mlp_only_layers=(1,)),
+)
+
+# Latent attention: queries and keys of 12 + 6 dimensions, the latter rotated, and values of 8.
+LATENT = tiny_models.small(
+    "deepseek",
+    48,
+    2,
+    76,
+    head_dim=6,
+    q_lora_rank=20,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    v_head_dim=8,
+    initializer_range=0.1,
+    moe=DeepseekExperts(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, first_k_dense_replace=1),
 )
 
 
