@@ -28,13 +28,15 @@ class Declared:
 
     `num_targets` is how many of the tokens after each position the losses are of. `losses` are those besides the main
     one. `tallies` are what modules count during a step (`megapar.tally`): rows and columns of each table, by name.
-    `divided_by` is what the main loss of a step is divided by. With pairs each sample is a pair of documents.
+    `divided_by` is what the main loss of a step is divided by. With pairs each sample is a pair of documents. `logits`
+    are the layers and heads of the table of largest logits (`megapar.largest_logits`), if there is one.
     """
 
     num_targets: int = 1
     losses: Sequence[AddedLoss] = ()
     tallies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     divided_by: Literal["tokens", "pairs"] = "tokens"
+    logits: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -709,7 +709,7 @@ train: steps global_batch_size batch_ramp micro_batch_size seq_length seed preci
     eval_every eval_samples eval_weights objective beta references label_smoothing loss_mean z_loss trainable memory_gb
     memory_report deterministic
 optimizer: name lr min_lr schedule warmup_steps decay_steps betas eps momentum nesterov muon_scale muon_per_head
-    weight_decay groups clip_grad zero_stage shard_ranks bucket_mb grad_reduce_dtype overlap_grad_reduce
+    weight_decay groups clip_grad qk_clip zero_stage shard_ranks bucket_mb grad_reduce_dtype overlap_grad_reduce
     overlap_param_gather offload ema moments main_weights
 data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every

@@ -36,7 +36,7 @@ FOUNDATION = {
             "linear",
         ),
         *("sharding", "random", "recompute", "precision", "batch", "stage_set", "tally", "recorder", "expert_load"),
-        *("side_stream", "host_inputs", "optimizer_state", "environment"),
+        *("side_stream", "host_inputs", "optimizer_state", "environment", "largest_logits"),
         *("errors", "low_rank", "__version__"),
     )
 }

@@ -20,6 +20,7 @@ from megapar_kernels.block_attention import (
     ScoreRule,
     attention_block,
     attention_block_backward,
+    products,
 )
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
@@ -108,12 +109,7 @@ class _Scores(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
         ctx.save_for_backward(q, k)
-        if q.dtype.itemsize > 2:
-            return q @ k.transpose(-1, -2)
-        if not q.is_cuda:  # bmm takes out_dtype on GPUs alone
-            return q.float() @ k.float().transpose(-1, -2)
-        product = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32)
-        return product.unflatten(0, q.shape[:2])
+        return products(q, k)
 
     @staticmethod
     @once_differentiable

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
+_QUERIES, _KEYS = 256, 2048  # of a block of `largest_scores`
 
 FusedAttention = Literal["torch", "cudnn"]
 """Which of torch's fused operations for GPUs comes first: FlashAttention 2 ("torch"), or cuDNN's."""
@@ -339,6 +340,68 @@ def reference_backward(
     grad_v = dropped.transpose(-1, -2) @ grad_out
     run = q.shape[1] // k.shape[1]
     return grad_q, grad_k.unflatten(1, (-1, run)).sum(2), grad_v.unflatten(1, (-1, run)).sum(2)
+
+
+# The largest scores
+
+
+@torch.no_grad()
+def largest_scores(
+    q: Tensor,
+    k: Tensor,
+    rule: ScoreRule = PLAIN_SCORES,
+    *,
+    causal: bool = True,
+    window: int = 0,
+    documents_bs: Tensor | None = None,
+) -> Tensor:
+    """The largest score of each head before a cap, [n] in the wide dtype, block by block. -inf if none is attended.
+
+    `causal` is as in `attention_block`. With a `window` a query attends so many keys at most, and with `documents_bs`,
+    of all positions, those of its own document.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    run = q.shape[1] // k.shape[1]
+    largest = q.new_full((q.shape[1],), -math.inf, dtype=wide(q.dtype))
+    for start in range(0, queries, _QUERIES):
+        stop = min(start + _QUERIES, queries)
+        # The keys before the last query's own, and within the window of the first.
+        end = stop + keys - queries if causal else keys
+        begin = max(0, start + keys - queries + 1 - window) if window else 0
+        for first in range(begin, end, _KEYS):
+            last = min(first + _KEYS, end)
+            seen = _seen(range(start + keys - queries, stop + keys - queries), range(first, last), causal, window, q)
+            if documents_bs is not None:
+                same = (documents_bs[:, start:stop, None] == documents_bs[:, None, first:last])[:, None, None]
+                seen = same if seen is None else seen & same
+            # Query heads of one key/value head are rows of one product.
+            rows = q[:, :, start:stop].unflatten(1, (-1, run)).flatten(2, 3)
+            scores = products(rows, k[:, :, first:last]).unflatten(2, (run, -1)).mul_(rule.factor(q))
+            if seen is not None:
+                scores = scores.masked_fill_(~seen, -math.inf)
+            torch.maximum(largest, scores.amax((0, 3, 4)).flatten(), out=largest)
+    return largest
+
+
+def _seen(queries: range, keys: range, causal: bool, window: int, like: Tensor) -> Tensor | None:
+    """Whether a query at a position attends a key, bool [q, k]. None if each attends all of these."""
+    inside = not window or keys.start > queries[-1] - window
+    if not causal or (keys[-1] <= queries.start and inside):
+        return None
+    query = torch.arange(queries.start, queries.stop, device=like.device)[:, None]
+    key = torch.arange(keys.start, keys.stop, device=like.device)[None, :]
+    seen = key <= query
+    return seen & (key > query - window) if window else seen
+
+
+def products(q: Tensor, k: Tensor) -> Tensor:
+    """q k^T of [b, n, s, d]: in fp32 for 16-bit q and k, in their own dtype for wider ones."""
+    if q.dtype.itemsize > 2:
+        return q @ k.transpose(-1, -2)
+    if not q.is_cuda:  # bmm takes out_dtype on GPUs alone
+        return q.float() @ k.float().transpose(-1, -2)
+    product = torch.bmm(q.flatten(0, 1), k.flatten(0, 1).transpose(-1, -2), out_dtype=torch.float32)
+    return product.unflatten(0, q.shape[:2])
 
 
 # Sinks: a score of each head, a weight, that takes a part of the probability and has no value (gpt-oss).

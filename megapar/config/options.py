@@ -267,6 +267,9 @@ class OptimizerConfig:
     from zero, not to even."""
     clip_grad: float = 1.0
     """Largest norm of the whole gradient. A larger gradient is scaled down to it. 0 never clips."""
+    qk_clip: float = 0.0
+    """Largest attention logit: after an update, queries and keys of heads that had a larger one in the step are scaled
+    down (MuonClip, arXiv 2507.20534, takes 100). 0 never scales, and measures no logits."""
     zero_stage: Literal[0, 1, 2, 3] = 1
     """What is sharded over the ranks of dp x cp (ZeRO, arXiv 1910.02054). 0: nothing. 1: optimizer state (ZeRO-1). 2:
     gradients too, which are reduced layer by layer in every micro-batch. 3: weights too, which are gathered layer by

@@ -46,6 +46,12 @@ def problems(config: Config) -> Iterator[str]:
     if config.train.eval_weights == "average" and not optimizer.ema:
         text = "there is no average of the weights; set optimizer.ema, such as 0.999, or leave it at trained"
         yield problem(config, "train.eval_weights optimizer.ema", text)
+    if optimizer.qk_clip:
+        use = "the weights of its queries and keys would stay as they are; leave it out, or use qk_clip 0"
+        if config.adapter.rank:
+            yield problem(config, "optimizer.qk_clip adapter.rank", use)
+        elif config.train.trainable:
+            yield problem(config, "optimizer.qk_clip train.trainable", use)
     yield from validate_state.problems(config)
     yield from _rates(config)
 

@@ -20,7 +20,8 @@ from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.gather import gather_attention
 from megapar.context_parallel.ring import ring_attention
 from megapar.context_parallel.ulysses import Ulysses
-from megapar.context_parallel.whole import are_equal_runs, whole_attention
+from megapar.context_parallel.whole import are_equal_runs, largest_of_whole, whole_attention
+from megapar.largest_logits import LargestLogits
 
 
 class CoreAttention(nn.Module):
@@ -73,30 +74,40 @@ class CoreAttention(nn.Module):
         batch: MicroBatch,
         dropout: AttentionDropout | None,
         sinks_n: Tensor | None = None,
+        largest: LargestLogits | None = None,
     ) -> Tensor:
         """Map q and k of width d and v of width e to [s, b, n * e]. q is [s, b, n, d]; k and v may have fewer heads.
 
         The s positions are the columns of `batch` on this rank. `sinks_n` has a further score without a value for each
-        head of q.
+        head of q. `largest` notes the largest logits.
         """
         # Layers that are recomputed may keep what these compute.
         sinks = () if sinks_n is None else (sinks_n,)
         if self.ulysses is not None:
-            return recompute.kept(partial(self._exchanged, batch, dropout), q_sbnd, k_sbnd, v_sbnd, *sinks)
+            return recompute.kept(partial(self._exchanged, batch, dropout, largest), q_sbnd, k_sbnd, v_sbnd, *sinks)
         if self.kv_index is not None:
             k_sbnd = k_sbnd.index_select(2, self.kv_index)
             v_sbnd = v_sbnd.index_select(2, self.kv_index)
         if self.cp.size == 1:
+            if largest is not None:
+                largest.add(largest_of_whole(q_sbnd, k_sbnd, batch, self.window, self.rule))
             return recompute.kept(partial(self._whole, batch, dropout), q_sbnd, k_sbnd, v_sbnd, *sinks)
         q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-        y = recompute.kept(partial(self._in_blocks, batch, dropout), q.contiguous(), k, v, *sinks)
+        y = recompute.kept(partial(self._in_blocks, batch, dropout, largest), q.contiguous(), k, v, *sinks)
         return rearrange(y, "b n s d -> s b (n d)")
 
     def _exchanged(
-        self, batch: MicroBatch, dropout: AttentionDropout | None, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
+        self,
+        batch: MicroBatch,
+        dropout: AttentionDropout | None,
+        largest: LargestLogits | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_n: Tensor | None = None,
     ) -> Tensor:
         assert self.ulysses is not None
-        y: Tensor = self.ulysses(q, k, v, batch, dropout, self.kernels, *sinks_n)
+        y: Tensor = self.ulysses(q, k, v, batch, dropout, self.kernels, sinks_n, largest)
         return y
 
     def _whole(
@@ -105,14 +116,20 @@ class CoreAttention(nn.Module):
         return whole_attention(q, k, v, batch, dropout, self.kernels, self.window, self.rule, *sinks_n)
 
     def _in_blocks(
-        self, batch: MicroBatch, dropout: AttentionDropout | None, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
+        self,
+        batch: MicroBatch,
+        dropout: AttentionDropout | None,
+        largest: LargestLogits | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks_n: Tensor | None = None,
     ) -> Tensor:
         attention = ring_attention if self.form == "ring" else gather_attention
         starts = batch.starts_on_host
         # cuDNN compiles a plan for each new shape. The blocks of documents have new shapes in each step.
         impl = self.kernels.attention if starts is None else "torch"
-        sinks = sinks_n[0] if sinks_n else None
-        return attention(q, k, v, self.cp, starts, dropout, self.rule, sinks, impl)
+        return attention(q, k, v, self.cp, starts, dropout, self.rule, sinks_n, impl, largest)
 
     def flops_per_token(self, seq_length: int) -> int:
         """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""

@@ -19,6 +19,7 @@ from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.keys_values import KeysValues
 from megapar.context_parallel.order import whole_of, write_parts
 from megapar.context_parallel.partial import Dropped, Gradient, Result
+from megapar.largest_logits import LargestLogits
 
 
 class _GatherAttention(torch.autograd.Function):
@@ -34,6 +35,7 @@ class _GatherAttention(torch.autograd.Function):
         rule: ScoreRule,
         sinks_n: Tensor | None,
         impl: FusedAttention,
+        largest: LargestLogits | None,
     ) -> Tensor:
         length = q.shape[2] * cp.size
         ctx.cp = cp
@@ -41,7 +43,7 @@ class _GatherAttention(torch.autograd.Function):
         ctx.dropped = Dropped(dropout, [(0, length)])
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
-        result = Result(q, v.shape[-1], rule, impl)
+        result = Result(q, v.shape[-1], rule, impl, largest)
         result.add(q, *_gathered(kv, cp), ctx.blocks, ctx.dropped)
         result.add_sinks(sinks_n)
         out = result.out.to(q.dtype)
@@ -66,7 +68,8 @@ class _GatherAttention(torch.autograd.Function):
         write_parts(k_parts, grad_k)
         write_parts(v_parts, grad_v)
         grad_kv = kv.with_flat(collectives.reduce_scatter(parts, ctx.cp).to(flat.dtype))
-        return gradient.q.to(q.dtype), grad_kv.k, grad_kv.v, None, None, None, None, gradient.of_sinks(sinks_n), None
+        grad_sinks = gradient.of_sinks(sinks_n)
+        return gradient.q.to(q.dtype), grad_kv.k, grad_kv.v, None, None, None, None, grad_sinks, None, None
 
 
 def _gathered(kv: KeysValues, cp: Axis) -> tuple[Tensor, Tensor]:
@@ -85,11 +88,12 @@ def gather_attention(
     rule: ScoreRule = PLAIN_SCORES,
     sinks_n: Tensor | None = None,
     impl: FusedAttention = "torch",
+    largest: LargestLogits | None = None,
 ) -> Tensor:
     """Causal attention [b, n, s, e] of this rank's queries `q` [b, n, s, d] to the keys and values of all cp ranks.
 
     `k` [b, h, s, d] and `v` [b, h, s, e] are those of this rank. The s positions are those of `deal.chunks` for this
     rank. `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). `impl` is the fused operation
-    for blocks. A collective over `cp`.
+    for blocks. `largest` notes the largest logits. A collective over `cp`.
     """
-    return _GatherAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, impl)
+    return _GatherAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, impl, largest)

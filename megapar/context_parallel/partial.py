@@ -20,6 +20,7 @@ from megapar_kernels.block_attention import (
     attention_block_backward,
     attention_documents,
     attention_documents_backward,
+    largest_scores,
     merge_block,
     sink_gradient,
     takes_documents,
@@ -31,6 +32,7 @@ from torch import Tensor
 from megapar.context_parallel.deal import Block, Ranges, square, together
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.device import to_device
+from megapar.largest_logits import LargestLogits
 
 
 class Dropped:
@@ -74,12 +76,20 @@ class Result:
     """The merged result of the blocks so far: `out` [b, n, s, e], and the logsumexp of the scores, `lse` [b, n, s].
 
     In memory `out` is [s, b, n, e], because the layer after attention reads it in this order. `v_width` is e. `rule`
-    says the scores, and `impl` which fused operation computes a block.
+    says the scores, and `impl` which fused operation computes a block. `largest` notes the largest logits.
     """
 
-    def __init__(self, q: Tensor, v_width: int, rule: ScoreRule = PLAIN_SCORES, impl: FusedAttention = "torch"):
+    def __init__(
+        self,
+        q: Tensor,
+        v_width: int,
+        rule: ScoreRule = PLAIN_SCORES,
+        impl: FusedAttention = "torch",
+        largest: LargestLogits | None = None,
+    ):
         self._rule = rule
         self._impl = impl
+        self._largest = largest
         b, n, s, _ = q.shape
         dtype = wide(q.dtype)
         self.out = torch.empty(s, b, n, v_width, dtype=dtype, device=q.device).permute(1, 2, 0, 3)
@@ -90,6 +100,10 @@ class Result:
 
         For each query, the block with its own position must come first: `out` and `lse` are not initialized.
         """
+        if self._largest is not None:
+            for block in blocks:
+                q_rows, k_rows = q[block.samples, :, block.queries], k[block.samples, :, block.keys]
+                self._largest.add(largest_scores(q_rows, k_rows, self._rule, causal=block.causal))
         for block in _as_served(blocks, q, k, v, dropped, self._rule, self._impl):
             samples, queries, keys, causal, documents = block
             rows = q[samples, :, queries], k[samples, :, keys], v[samples, :, keys]

@@ -23,6 +23,7 @@ from megapar.context_parallel.deal import Block, Ring, blocks, chunks, ring
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.keys_values import KeysValues
 from megapar.context_parallel.partial import Dropped, Gradient, Result
+from megapar.largest_logits import LargestLogits
 
 
 class _Round:
@@ -104,12 +105,13 @@ class _RingAttention(torch.autograd.Function):
         rule: ScoreRule,
         sinks_n: Tensor | None,
         impl: FusedAttention,
+        largest: LargestLogits | None,
     ) -> Tensor:
         ring_round = _Round(q.shape[2] * cp.size, cp, starts, dropout)
         ctx.ring_round = ring_round
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
-        result = Result(q, v.shape[-1], rule, impl)
+        result = Result(q, v.shape[-1], rule, impl, largest)
         held: KeysValues | None = kv
         for step in range(cp.size):
             arriving, pending = ring_round.pass_keys(held, kv, step)
@@ -158,7 +160,8 @@ class _RingAttention(torch.autograd.Function):
         if arrived_grad is not None:
             own_grad_kv.flat.add_(arrived_grad.flat)
         rounded = kv.with_flat(own_grad_kv.flat.to(flat.dtype))
-        return gradient.q.to(q.dtype), rounded.k, rounded.v, None, None, None, None, gradient.of_sinks(sinks_n), None
+        grad_sinks = gradient.of_sinks(sinks_n)
+        return gradient.q.to(q.dtype), rounded.k, rounded.v, None, None, None, None, grad_sinks, None, None
 
 
 def _sum(arrived: KeysValues | None, own_block: KeysValues | None) -> KeysValues | None:
@@ -181,6 +184,7 @@ def ring_attention(
     rule: ScoreRule = PLAIN_SCORES,
     sinks_n: Tensor | None = None,
     impl: FusedAttention = "torch",
+    largest: LargestLogits | None = None,
 ) -> Tensor:
     """The same attention as `gather.gather_attention`, computed in a ring. The results differ by rounding alone."""
-    return _RingAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, impl)
+    return _RingAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, impl, largest)

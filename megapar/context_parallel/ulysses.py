@@ -20,7 +20,8 @@ from megapar.comm.exchange import exchange_rows
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.order import to_parts, to_whole
-from megapar.context_parallel.whole import are_equal_runs, whole_attention
+from megapar.context_parallel.whole import are_equal_runs, largest_of_whole, whole_attention
+from megapar.largest_logits import LargestLogits
 
 
 class Ulysses(nn.Module):
@@ -74,10 +75,12 @@ class Ulysses(nn.Module):
         dropout: AttentionDropout | None,
         kernels: Kernels,
         sinks_n: Tensor | None = None,
+        largest: LargestLogits | None = None,
     ) -> Tensor:
         """Causal attention, [s, b, n * e], of this rank's positions s to those of all cp ranks.
 
         `sinks_n` are those of all heads. A rank's gradient of them is that of its heads, and 0 for the others.
+        `largest` notes the largest logits of a rank's heads.
         """
         q, k, v = self._to_heads(q_sbnd, k_sbnd, v_sbnd)
         # This rank now has all positions of its part of the heads.
@@ -90,6 +93,8 @@ class Ulysses(nn.Module):
         if sinks_n is not None:
             sinks_n = sinks_n[first : first + self.heads]
         batch = replace(batch, positions_s=all_positions_s)
+        if largest is not None:
+            largest.add(largest_of_whole(q, k, batch, self.window, self.rule), first)
         y_sbc = whole_attention(q, k, v, batch, dropout, kernels, self.window, self.rule, sinks_n)
         return self._to_positions(y_sbc)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from einops import rearrange
 from megapar_kernels.attention import (
     causal_attention,
     causal_attention_dropout,
@@ -9,7 +10,7 @@ from megapar_kernels.attention import (
     packed_causal_attention,
 )
 from megapar_kernels.backend import Kernels
-from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
+from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, largest_scores
 from megapar_kernels.ruled_attention import ruled_attention
 from megapar_kernels.tiled_attention import serves
 from torch import Tensor
@@ -59,6 +60,13 @@ def whole_attention(
     if batch.starts is not None:
         documents = batch.documents_bs()
     return causal_attention_dropout(q_sbnd, k_sbnd, v_sbnd, keep, dropout.p, documents, kernels.softmax, rule.scale)
+
+
+def largest_of_whole(q_sbnd: Tensor, k_sbnd: Tensor, batch: MicroBatch, window: int, rule: ScoreRule) -> Tensor:
+    """The largest score of each head of q in `whole_attention`, before a cap, [n]."""
+    q, k = (rearrange(x.detach(), "s b n d -> b n s d") for x in (q_sbnd, k_sbnd))
+    documents = None if batch.starts is None else batch.documents_bs()
+    return largest_scores(q, k, rule, window=window, documents_bs=documents)
 
 
 def are_equal_runs(kv_heads: Sequence[int]) -> bool:

@@ -1,6 +1,6 @@
 """The optimizers of a run: each updates the parameters of one `Update`. Then all ranks get the new weights."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,8 +11,10 @@ from megapar import device
 from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.largest_logits import LargestLogits
 from megapar.optimizer.average import Average
 from megapar.optimizer.base import Optimizer
+from megapar.optimizer.qk_clip import QKClip
 from megapar.optimizer.table import find
 from megapar.optimizer.visits import Step
 from megapar.optimizer_state import StateSlice
@@ -33,8 +35,12 @@ class Optimizers:
         config: OptimizerConfig,
         impl: Implementation = "torch",
         seed: int = 0,
+        measuring: Sequence[LargestLogits] = (),
     ):
-        """`impl` is the implementation of updates, and `seed` that of their random bits."""
+        """`impl` is the implementation of updates, and `seed` that of their random bits.
+
+        `measuring` are the modules of this rank that measure logits (optimizer.qk_clip).
+        """
         self.step_count = 0
         self._weights = weights
         self._overlap_param_gather = config.overlap_param_gather
@@ -44,11 +50,20 @@ class Optimizers:
             options = replace(config, weight_decay=config.weight_decay * updates.decay)
             self.each.append(find(updates.optimizer)(updates, weights, gradients, ctx, options, impl, seed))
         self._of = {optimizer.updates: optimizer for optimizer in self.each}
+        self.qk_clip = QKClip(measuring, self.each, weights, config.qk_clip)
         self.average = Average(self.each, weights, config.ema) if config.ema else None
 
     @torch.no_grad()
-    def step(self, lr: float, clip_coefficient: Tensor | None = None, found_inf: Tensor | None = None) -> None:
+    def step(
+        self,
+        lr: float,
+        clip_coefficient: Tensor | None = None,
+        found_inf: Tensor | None = None,
+        largest_logits: Tensor | None = None,
+    ) -> None:
         """Update the weights with the reduced gradients times `clip_coefficient`, then gather all shards.
+
+        `largest_logits` are those of the step, fp32 [layers, heads], for optimizer.qk_clip.
 
         `found_inf` is 0-d on the device. Unless it is zero, no weight and no state changes. `step_count` counts the
         update even then. Whoever learns of the skipped update takes the count back.
@@ -65,6 +80,8 @@ class Optimizers:
             found_inf = None
         for optimizer in self.each:
             optimizer.step(Step(self.step_count, lr * optimizer.updates.lr, clip_coefficient, found_inf))
+        if largest_logits is not None:
+            self.qk_clip.scale(largest_logits, found_inf)
         if self.average is not None:
             self.average.update(found_inf)
         if self._overlap_param_gather:

@@ -112,6 +112,8 @@ class Meter:
             line["loss_scale"] = result.loss_scale.scale
         if measured.attention_load is not None:
             line["attention_load_max"] = measured.attention_load
+        if result.largest_logit is not None:
+            line["attention_logit_max"] = result.largest_logit
         if result.losses:
             line["losses"] = dict(result.losses)
         for name, counts in result.tallies.items():

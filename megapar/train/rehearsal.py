@@ -8,6 +8,7 @@ import torch
 
 from megapar.batch import MicroBatch
 from megapar.config.derive import num_microbatches
+from megapar.largest_logits import forget, measuring_modules
 from megapar.tally import counting_modules, end_step
 from megapar.train.references import with_references
 from megapar.train.state import TrainState
@@ -29,4 +30,5 @@ def rehearse(state: TrainState, batches: Sequence[MicroBatch]) -> str:
     state.pipeline.step(batches, nothing, state.grads.begin, max_microbatches, nothing)
     state.grads.finish()
     end_step(counting_modules(state.stages.values()), skip_update=torch.ones_like(nothing, dtype=torch.bool))
+    forget(measuring_modules(state.stages.values()))
     return f"compiled in {time.perf_counter() - start:.1f} s, before the first step"

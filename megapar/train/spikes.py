@@ -22,7 +22,7 @@ from megapar.system.atomic_files import write_json
 from megapar.system.regular_files import read_regular
 from megapar.tally import counting_modules, end_step
 from megapar.train.state import QueuedStep, StepResult, TrainState
-from megapar.train.step import compute_gradients
+from megapar.train.step import compute_gradients, largest_logits
 
 _WINDOW = 100  # steps
 _FEWEST = 50  # steps before the first judgement
@@ -107,7 +107,8 @@ def compute_again(state: TrainState, step: QueuedStep) -> tuple[float, float]:
     state.weights.wait()
     samples = state.config.train.batch_size(step.before.consumed_samples)
     loss, norm, *_ = compute_gradients(state, step.batches, samples, step.loss_scale.scale)
-    # Modules have counted the step's tokens a second time.
+    # Modules have measured the step's logits and counted its tokens a second time.
+    largest_logits(state)
     end_step(counting_modules(state.stages.values()), torch.ones((), dtype=torch.bool, device=state.ctx.device))
     return loss.item(), norm.item()
 

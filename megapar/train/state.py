@@ -69,7 +69,8 @@ class StepResult:
     `consumed_samples` counts those of this step too, unless the step has
     failed. `stop` is True if some rank has to stop, because of a signal or launch.time_limit. `losses` are those
     besides the main one by name, divided by the same number of tokens. `tallies` are what modules counted in the step,
-    by name, int64 [rows, n] (`megapar.tally`).
+    by name, int64 [rows, n] (`megapar.tally`). `largest_logit` is that of attention over all heads, with
+    optimizer.qk_clip.
     """
 
     step: int
@@ -83,6 +84,7 @@ class StepResult:
     stop: bool
     losses: Mapping[str, float] = field(default_factory=dict)
     tallies: Mapping[str, Tensor] = field(default_factory=dict)
+    largest_logit: float | None = None
 
     @property
     def finite(self) -> bool:
@@ -140,7 +142,7 @@ class QueuedStep:
     lr: float
     loss_scale: LossScale
     before: Position
-    numbers: device.HostCopy  # fp32: loss, gradient norm, tokens, votes to stop, and the declared losses in order
+    numbers: device.HostCopy  # fp32: loss, norm, tokens, votes to stop, the declared losses, the largest logit
     tallies: Mapping[str, device.HostCopy]
 
     def finish(self) -> StepResult:
@@ -155,7 +157,9 @@ class QueuedStep:
         flight.enter("device")
         loss, grad_norm, tokens, votes, *others = self.numbers.wait().tolist()
         flight.enter(phase)
-        names = [declared.name for declared in self.state.stages.declared.losses]
+        declared = self.state.stages.declared
+        names = [of_loss.name for of_loss in declared.losses]
+        largest = others.pop() if declared.logits is not None else None
         before = self.before
         train = self.state.config.train
         samples = train.batch_size(before.consumed_samples)
@@ -171,6 +175,7 @@ class QueuedStep:
             stop=votes > 0,
             losses=dict(zip(names, others, strict=True)),
             tallies={name: table.wait() for name, table in self.tallies.items()},
+            largest_logit=largest,
         )
         if result.failed:
             self.state.step = before.step

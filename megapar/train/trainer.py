@@ -29,6 +29,7 @@ from megapar.data_parallel.units import Initial, UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
 from megapar.environment import Environment
 from megapar.errors import NumericError, Preempted, StorageError
+from megapar.largest_logits import measuring_modules
 from megapar.launch.rank_process import RankProcess
 from megapar.launch.reporting import say
 from megapar.optimizer import table
@@ -106,7 +107,9 @@ def assemble(
         pipeline=PipelineRuntime(stages, ctx, of(parallel, memory), parallel.vpp, stages.fine_stages, units),
         weights=weights,
         grads=grads,
-        optimizer=Optimizers(weights, grads, ctx, options, kernels.adamw, config.train.seed),
+        optimizer=Optimizers(
+            weights, grads, ctx, options, kernels.adamw, config.train.seed, measuring_modules(stages.values())
+        ),
         loss_scale=LossScale.of(config.train.precision),
         failed=torch.zeros((), dtype=torch.bool, device=ctx.device),
     )

@@ -62,7 +62,10 @@ def declared(config: Config) -> Declared:
     """What the family declares of the model, and the objective of its losses."""
     of_model = find(config.model.family).stage.declared(config.model)
     objective = find_objective(config.train.objective)
-    return replace(of_model, losses=(*of_model.losses, *objective.added), divided_by=objective.divided_by)
+    of_model = replace(of_model, losses=(*of_model.losses, *objective.added), divided_by=objective.divided_by)
+    if config.optimizer.qk_clip:
+        of_model = replace(of_model, logits=(config.model.num_hidden_layers, config.model.num_attention_heads))
+    return of_model
 
 
 def _last_stage_uses_embedding(model: ModelConfig) -> bool:
@@ -89,7 +92,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
     )
     products = MatrixProducts(kernels.weight_gradient, kernels.grouped_products)
     factory = family.factory(sharding, *initializations(model), kernels, products, config.parallel.cp_attention)
-    factory = replace(factory, adapter=config.adapter)
+    factory = replace(factory, adapter=config.adapter, measures_logits=config.optimizer.qk_clip > 0)
     if factory.beside or config.adapter.targets:
         # It raises ConfigError for a pattern without a match, before this rank builds its part.
         WholeModel(model, config.adapter)

@@ -22,6 +22,7 @@ from megapar.context import Axis
 from megapar.context_parallel.attention import CoreAttention
 from megapar.errors import ConfigError
 from megapar.expert_parallel.experts import Experts
+from megapar.largest_logits import LargestLogits, ScaledRows
 from megapar.low_rank import LoraRule
 from megapar.params import Init, Sizes
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
@@ -79,6 +80,8 @@ class Factory:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     adaptable: set[str] = field(default_factory=set, compare=False)
     """The matrices seen so far that an adapter may be added to."""
+    measures_logits: bool = False
+    """Whether attention notes its largest logits (optimizer.qk_clip)."""
 
     def products_of(self, name: str) -> MatrixProducts:
         """How the products of the module `name` are computed, such as layers.3.mlp.down or head."""
@@ -237,6 +240,14 @@ class Factory:
         return CoreAttention(
             sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, *widths, window=window, rule=rule
         )
+
+    def largest_logits(
+        self, layer: int, total: int, heads: range, groups: int, scaled: Sequence[ScaledRows]
+    ) -> LargestLogits | None:
+        """What notes the largest logits of a layer (`LargestLogits`), if the run asks for it."""
+        if not self.measures_logits:
+            return None
+        return LargestLogits(layer, total, heads, groups, scaled, self.sharding.device)
 
 
 class _ColumnsBeside(ColumnParallelLinear):

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from megapar.batch import MicroBatch
 from megapar.expert_parallel.dispatch import Dispatch
+from megapar.largest_logits import LargestLogits
 from megapar.random import Tokens
 from megapar.sharding import Sharding
 from megapar_models.rotary import Rotary
@@ -20,7 +21,8 @@ class ForwardContext:
     `batch` has the positions, the sample numbers and the documents. `rotary` has the tables cos and sin of every
     `Rotary` in the layers of the stage. `seed` is the seed of dropout. `recomputes_attention` says whether backward
     computes core attention again (`Recompute.attention`). `dispatches` has, by the number of a layer, the experts of
-    the tokens, as the first forward pass of the micro-batch chose them. Recomputation uses them again.
+    the tokens, as the first forward pass of the micro-batch chose them. Recomputation uses them again. `measured` are
+    the layers with logits that the first forward pass has measured.
     """
 
     batch: MicroBatch
@@ -28,11 +30,19 @@ class ForwardContext:
     seed: int = 0
     recomputes_attention: bool = False
     dispatches: dict[int, Dispatch] = field(default_factory=dict)
+    measured: set[int] = field(default_factory=set)
 
     @property
     def tokens(self) -> Tokens:
         """The tokens [s, b] of this context-parallel rank. Adapters drop inputs by them."""
         return Tokens(self.seed, self.batch.sample_ids_b, self.batch.positions_s)
+
+    def not_measured(self, largest: LargestLogits | None) -> LargestLogits | None:
+        """`largest` in the first forward pass of its layer in training, then None: recomputation measures nothing."""
+        if largest is None or not largest.training or largest.layer in self.measured:
+            return None
+        self.measured.add(largest.layer)
+        return largest
 
     def tokens_of_rank(self, sharding: Sharding) -> Tokens:
         """Those of this rank between layers: all, or [s/tp, b] under sequence parallelism."""

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from megapar import recompute
 from megapar.config.model_options import ModelConfig
+from megapar.largest_logits import ScaledRows
 from megapar.params import ZEROS, shared_piece
 from megapar.tensor_parallel.layers import Columns, local_linear, shared_vector
 from megapar.tensor_parallel.regions import copy_to_tp, gather_sequence
@@ -70,6 +71,13 @@ class LatentAttention(nn.Module):
         kv_columns = Columns.even(f"{name}.kv_b", total * sum(of_head), tp, of_head)
         self.kv_b = factory.column_parallel(rule.kv_rank, [kv_columns])
         self.out = factory.row_parallel(f"{name}.o", total * rule.value_width, model.hidden_size, bias=kind.out_bias)
+        # The rotated part of keys is that of all heads, so it stays. That of queries takes the whole factor.
+        scaled = [
+            ScaledRows(f"{q_name}.weight", ((rule.nope_width, "half"), (rule.rope_width, "all"))),
+            ScaledRows(f"{name}.kv_b.weight", ((rule.nope_width, "half"), (rule.value_width, "none"))),
+        ]
+        local = range(tp.rank * self.heads, (tp.rank + 1) * self.heads)
+        self.largest = factory.largest_logits(number, total, local, total, scaled)
         scores = ScoreRule(kind.attention_scale)
         self.attend = factory.core_attention(range(self.heads), q_width, rule.value_width, kind.window, scores)
 
@@ -102,7 +110,7 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, k_rope.expand(-1, -1, self.heads, -1)), dim=-1)
         if self.kind.temperature is not None:
             q = q * self.kind.temperature.factors(context.batch)[..., None, None].to(q.dtype)
-        y: Tensor = self.attend(q, k, v, context.batch, None)
+        y: Tensor = self.attend(q, k, v, context.batch, None, None, context.not_measured(self.largest))
         return y
 
     def _rotated(self, x_sbnr: Tensor, context: ForwardContext) -> Tensor:

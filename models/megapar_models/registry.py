@@ -35,6 +35,7 @@ from megapar_models.granite.family import GRANITE
 from megapar_models.granitemoe.family import GRANITEMOE
 from megapar_models.helium.family import HELIUM
 from megapar_models.hunyuan.family import HUNYUAN
+from megapar_models.layer import MIXERS
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA
 from megapar_models.minimax_m2.family import MINIMAX_M2
@@ -145,6 +146,7 @@ def _rules(config: Config, kinds: Set[LayerKind] | None = None) -> tuple[ModelRu
         yield from family.problems(config, model)
         own = kinds_of(model) if kinds is None else kinds
         yield from _attention_problems(config, own)
+        yield from _clip_problems(config, own)
         yield from _router_problems(config, own)
         yield from _objective_problems(config)
         yield from _head_problems(config)
@@ -167,6 +169,17 @@ def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
         yield problem(config, "parallel.cp parallel.cp_attention", f"{text}use cp_attention ulysses, or cp 1")
     if any(kind.attention_dropout for kind in kinds if kind.window):
         yield problem(config, "model.attention_dropout", f"{text}such attention takes no dropout; use 0.0")
+
+
+def _clip_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
+    """What optimizer.qk_clip does not go with: logits that do not follow the weights, or that nobody measures."""
+    if not config.optimizer.qk_clip:
+        return
+    if any(kind.qk_norm for kind in kinds):
+        text = "the family norms queries and keys, so to scale their weights changes no logit; use 0"
+        yield problem(config, "optimizer.qk_clip", text)
+    if others := sorted({kind.mixer for kind in kinds} - set(MIXERS)):
+        yield problem(config, "optimizer.qk_clip", f"{', '.join(others)} measures no logits; use 0")
 
 
 def _router_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
