@@ -24,6 +24,8 @@ from benchmarks import (
     generation,
     handoff,
     layouts,
+    optimizer_losses,
+    optimizers,
     packing,
     recompute,
     schedules,
@@ -261,6 +263,40 @@ def test_packs_are_compared_with_those_of_trl() -> None:
     assert [row["packs"] for row in (ours, bfd, wrapped)] == [3, 3, 3]
     assert ours["fullness"] == 20 / 24
     assert wrapped["cut"] == 2, "5 tokens from the 7th on, and 3 from the 16th"
+
+
+def test_optimizers_are_measured_by_rank_and_in_turns(tmp_path: Path) -> None:
+    """Two ranks own matrices of unequal cost. The shares of offload, and a clip of nothing, give the same losses."""
+    file = tmp_path / "optimizers.json"
+    sizes: dict[str, Any] = {"ranks": 2, "layers": 1, "hidden_size": 128, "tokens": 128, "rounds": 1}
+    optimizers.main(optimizers.Options(**sizes, json=file))
+    found = json.loads(file.read_text())
+    whole, heads = found["newton_schulz"]
+    flops = [sum(rank["flops"] for rank in one["ranks"]) for one in (whole, heads)]
+    assert flops[1] < flops[0], "heads cost less than one matrix of all"
+    assert all(rank["seconds"] > 0 for one in (whole, heads) for rank in one["ranks"])
+    assert 1 <= whole["largest_over_mean"]["flops"] < 1.1
+    assert [row["time"]["median"] for row in found["steps"][:1]] == [1.0]
+
+
+def test_losses_of_ended_runs_are_read_and_drawn(tmp_path: Path) -> None:
+    for case, loss in (("fp32", 5.0), ("bf16", 5.25)):
+        for seed in (1, 2):
+            folder = tmp_path / f"{case}-4-{seed}"
+            folder.mkdir()
+            lines: list[dict[str, float]] = [
+                {"step": step, "loss": 6.0 - step, "step_seconds": 2.0} for step in range(1, 5)
+            ]
+            lines += [{"step": step, "validation_loss": loss + seed} for step in (2, 4)]
+            (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (folder / "cpu_seconds.json").write_text('{"cpu": 7.5}')
+    files: dict[str, Any] = {"json": tmp_path / "losses.json", "picture": tmp_path / "losses.png"}
+    options = optimizer_losses.Options(("fp32", "bf16"), (1, 2), 4, 2, runs=tmp_path, **files)
+    optimizer_losses.main(options)
+    found = json.loads(files["json"].read_text())["cases"]["bf16"]
+    assert [run["held_out"] for run in found] == [{"2": 6.25, "4": 6.25}, {"2": 7.25, "4": 7.25}]
+    assert found[0]["losses"] == [5.0, 4.0, 3.0, 2.0]
+    assert files["picture"].stat().st_size > 10_000
 
 
 def test_modes_of_recompute_are_measured_beside_their_plan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

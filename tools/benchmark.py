@@ -15,6 +15,8 @@ handoff      weights handed over in buckets, and tensor by tensor
 restarts     what a lost rank and a snapshot cost
 watching     what the flight log, metrics, sinks and hashes take of a step
 recompute    step time and kept bytes of each train.recompute
+losses       held-out losses of the quickstart by optimizer, for several seeds
+optimizers   Newton-Schulz by rank, and steps of Muon, QK-clip and optimizer.offload
 gpu          training models of billions of weights on one GPU
 kernels      every fused kernel on one GPU
 """
@@ -43,6 +45,8 @@ MODULES = {
     "restarts": "benchmarks.restarts",
     "watching": "benchmarks.watching",
     "recompute": "benchmarks.recompute",
+    "losses": "benchmarks.optimizer_losses",
+    "optimizers": "benchmarks.optimizers",
     "gpu": "benchmarks.gpu",
     "kernels": "benchmarks.kernels.run",
 }
