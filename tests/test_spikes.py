@@ -14,6 +14,7 @@ from megapar.config.options import GuardConfig
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.units import UnitGradients
 from megapar.errors import Rewind
+from megapar.largest_logits import measuring_modules
 from megapar.precision import LossScale
 from megapar.system import events
 from megapar.train import step
@@ -121,10 +122,10 @@ def told(scene: Scene, name: str) -> list[dict[str, Any]]:
 
 
 def test_a_step_computed_again_has_the_same_bits_and_changes_no_state() -> None:
-    """Of a mixture, which counts the tokens of its experts and moves a bias by them."""
+    """Of a mixture, which counts the tokens of its experts and moves a bias by them, and measures its logits."""
     config = make_config()
     model = tiny_models.small("mixtral", 12, 3, 20, head_dim=4, moe=MoEConfig(4, 2, balance="bias"))
-    config = validate(replace(config, model=model), 1)
+    config = validate(replace(config, model=model, optimizer=replace(config.optimizer, qk_clip=9.0)), 1)
     state = make_state(config)
     state.norm_limit = 1e-9  # every step is skipped
     batch = tiny_models.batch(config.model, samples=config.train.global_batch_size, length=config.train.seq_length)
@@ -133,6 +134,7 @@ def test_a_step_computed_again_has_the_same_bits_and_changes_no_state() -> None:
     result = queued.finish()
     assert compute_again(state, queued) == (result.loss, result.grad_norm)
     assert result.grad_norm > 0
+    assert all(torch.isneginf(module.maxima).all() for module in measuring_modules(state.stages.values()))
     after = {name: x for stage in state.stages.values() for name, x in stage.state_dict().items()}
     assert before.keys() == after.keys()
     for name, x in after.items():

@@ -17,12 +17,13 @@ import torch
 
 from megapar.config.options import Config
 from megapar.errors import Rewind
+from megapar.largest_logits import forget, measuring_modules
 from megapar.system import events
 from megapar.system.atomic_files import write_json
 from megapar.system.regular_files import read_regular
 from megapar.tally import counting_modules, end_step
 from megapar.train.state import QueuedStep, StepResult, TrainState
-from megapar.train.step import compute_gradients, largest_logits
+from megapar.train.step import compute_gradients
 
 _WINDOW = 100  # steps
 _FEWEST = 50  # steps before the first judgement
@@ -108,7 +109,7 @@ def compute_again(state: TrainState, step: QueuedStep) -> tuple[float, float]:
     samples = state.config.train.batch_size(step.before.consumed_samples)
     loss, norm, *_ = compute_gradients(state, step.batches, samples, step.loss_scale.scale)
     # Modules have measured the step's logits and counted its tokens a second time.
-    largest_logits(state)
+    forget(measuring_modules(state.stages.values()))
     end_step(counting_modules(state.stages.values()), torch.ones((), dtype=torch.bool, device=state.ctx.device))
     return loss.item(), norm.item()
 
