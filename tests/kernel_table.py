@@ -124,6 +124,7 @@ def shipped() -> Iterator[Shipped]:
 def _all_sizes() -> Iterator[Shipped]:
     """One block an op."""
     yield from _activations()
+    yield from _weighted_activations()
     yield from _rope()
     yield from _cross_entropy()
     yield from _dropout()
@@ -136,7 +137,6 @@ def _all_sizes() -> Iterator[Shipped]:
 
 
 def _token_rows() -> Iterator[Shipped]:
-    forward, backward = token_rows._sum_kernel, token_rows._spread_kernel
     indices, sizes = {"row_of_choice_ptr": "*i64"}, {"columns": "i32"}
     for columns, choices in itertools.product((2048, 4096), (1, 8)):
         block, warps = token_rows.copy_config(columns)
@@ -148,24 +148,10 @@ def _token_rows() -> Iterator[Shipped]:
     for columns, choices in itertools.product((256, 2048, 4096), (1, 2, 8)):
         tokens, block, warps = token_rows.sum_config(columns)
         constants: dict[str, Any] = {"CHOICES": choices, "TOKENS": tokens, "BLOCK": block}
-        types = {"rows_ptr": "*bf16", "weights_ptr": "*fp32", **indices, "y_ptr": "*bf16", "tokens": "i32", **sizes}
-        large = columns >= LARGE
+        types = {"rows_ptr": "*bf16", **indices, "y_ptr": "*bf16", "tokens": "i32", **sizes}
         yield Shipped(
-            "token_rows", f"weighted sum of {choices}, {columns}", forward, types, constants, warps,
-            aligned=("columns",), elements=tokens * block, traffic=2 * choices + 2 if large else 0,
-        )  # fmt: skip
-        types.pop("weights_ptr")
-        yield Shipped(
-            "token_rows", f"sum of {choices}, {columns}", forward, types, {**constants, "weights_ptr": None}, warps,
-            aligned=("columns",), elements=tokens * block, traffic=2 * choices + 2 if large else 0,
-        )  # fmt: skip
-        most, block, warps = token_rows.spread_config(columns, choices)
-        pointers = dict.fromkeys(("grad_ptr", "rows_ptr", "grad_rows_ptr"), "*bf16")
-        pointers |= dict.fromkeys(("weights_ptr", "grad_weights_ptr"), "*fp32")
-        yield Shipped(
-            "token_rows", f"backward of {choices}, {columns}", backward, {**pointers, **indices, **sizes},
-            {"CHOICES": choices, "MOST": most, "BLOCK": block}, warps, aligned=("columns",),
-            elements=most * block, traffic=4 if large else 0, has_tail=False,
+            "token_rows", f"sum of {choices}, {columns}", token_rows._sum_kernel, types, constants, warps,
+            aligned=("columns",), elements=tokens * block, traffic=2 * choices + 2 if columns >= LARGE else 0,
         )  # fmt: skip
 
 
@@ -269,13 +255,33 @@ def _activations() -> Iterator[Shipped]:
         sizes = {"ACTIVATION": activation, "GATED": gated, "ROW_BLOCK": row_block, "COLUMN_BLOCK": column_block}
         for direction, kernel in (("forward", forward), ("backward", backward)):
             types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in sizes}
-            if name != "bias_gelu":
-                types.pop("bias_ptr")
-            constants = sizes if name == "bias_gelu" else {**sizes, "bias_ptr": None}
+            constants = {**sizes, "bias_ptr": None, "weights_ptr": None}
+            if name == "bias_gelu":
+                constants.pop("bias_ptr")
+            types = {x: kind for x, kind in types.items() if x not in constants}
+            constants = {x: value for x, value in constants.items() if x in kernel.arg_names}
             traffic = {"forward": 6 if gated else 4, "backward": 10 if gated else 6}[direction]
             yield Shipped(
                 "activations", f"{name} {direction} {columns}", kernel, types, constants, warps, aligned=["columns"],
                 elements=row_block * column_block, traffic=traffic if columns >= LARGE else 0,
+            )  # fmt: skip
+
+
+def _weighted_activations() -> Iterator[Shipped]:
+    """The widths of Qwen3-30B's experts and of Mixtral's. fp32 weights of rows."""
+    for columns in (768, 14336):
+        row_block, column_block, warps = activations.config(columns)
+        tile = {"ROW_BLOCK": row_block, "COLUMN_BLOCK": column_block, "ACTIVATION": "silu"}
+        weights = dict.fromkeys(("weights_ptr", "grad_weights_ptr"), "*fp32")
+        for direction, kernel, constants, traffic in (
+            ("forward", activations._activation_forward_kernel, {**tile, "GATED": True, "bias_ptr": None}, 6),
+            ("backward", activations._weighted_backward_kernel, tile, 10),
+        ):
+            types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in constants}
+            types |= {name: kind for name, kind in weights.items() if name in types}
+            yield Shipped(
+                "activations", f"swiglu weighted {direction} {columns}", kernel, types, constants, warps,
+                aligned=["columns"], elements=row_block * column_block, traffic=traffic if columns >= LARGE else 0,
             )  # fmt: skip
 
 

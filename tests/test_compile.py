@@ -133,7 +133,7 @@ OPS: dict[str, tuple[Any, list[tuple[int, ...]]]] = {
         lambda x, r, w, b, i: add_layer_norm(x, r, w, b, 1e-5, i),
         [(3, 5, 48), (3, 5, 48), (48,), (48,)],
     ),
-    "swiglu": (swiglu, [(3, 5, 32)]),
+    "swiglu": (lambda x, i: swiglu(x, impl=i), [(3, 5, 32)]),
     "bias_gelu": (bias_gelu, [(3, 5, 32), (32,)]),
     **{op.__name__: (op, [(3, 5, 32)]) for op in (silu, gelu, gelu_erf, relu, relu_squared)},
     "split_and_rotate_qkv": (lambda x, c, s, i: split_and_rotate_qkv(x, 4, 2, c, s, i), [(6, 2, 64), (6, 8), (6, 8)]),

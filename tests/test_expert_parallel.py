@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megapar_kernels.activations import swiglu
+from megapar_kernels.activations import clamped_swiglu, swiglu
 from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from megapar import context, recompute
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import fill
 from megapar.checkpoint.save import publish, share, write_part
-from megapar.comm.exchange import ArrivingRows
 from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext, single
 from megapar.expert_parallel import dispatch, route
@@ -25,6 +24,7 @@ from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.expert_parallel.row_counts import experts_of
 from megapar.grid import Grid, expert_rank_groups
+from megapar.low_rank import LoraRule
 from megapar.optimizer_state import StateSlice
 from megapar.params import Init, selected, spec_of
 from megapar.products import MatrixProducts
@@ -160,8 +160,8 @@ def directional_derivative(split: dict[str, int], case: Case) -> tuple[float, fl
         tokens, weights, gate_up, down = values
         parameters = {"gate_up": gate_up, "down": down}
         experts = partial(torch.func.functional_call, mixture.experts, parameters)
-        returning = dispatch.compute(lambda *args: experts(args), dispatch.send(tokens, plan), plan)
-        out = dispatch.combine(returning, weights, plan)
+        returning = dispatch.compute(lambda *args: experts(args), dispatch.send(tokens, weights, plan), plan)
+        out = dispatch.combine(returning, plan)
         return (out * case.coefficients(rank, dtype=torch.float64)).sum()
 
     moving = [leaf.requires_grad_() for leaf in leaves]
@@ -198,8 +198,8 @@ def test_gradcheck_of_a_round_trip() -> None:
         partial(mixture.mix, plan=plan), (x.requires_grad_(), weights.requires_grad_()), fast_mode=False
     )
     # Rows that go out and come back are the token, as often as it chose an expert.
-    returning = dispatch.compute(lambda rows, *_: rows, dispatch.send(x, plan), plan)
-    torch.testing.assert_close(dispatch.combine(returning, torch.ones(4, 2).double(), plan), 2 * x)
+    returning = dispatch.compute(lambda rows, *_: rows, dispatch.send(x, weights, plan), plan)
+    torch.testing.assert_close(dispatch.combine(returning, plan), 2 * x)
 
 
 def test_an_expanded_gradient() -> None:
@@ -211,11 +211,39 @@ def test_an_expanded_gradient() -> None:
         experts = Experts("experts", 3, 8, 8, sharding, activation=swiglu, init=init, output_init=init)
         initialize([experts], seed=1)
         rows = draw(9, 8).requires_grad_()
-        out = experts(rows, RowGroups.of([4, 0, 5]))
+        out = experts(rows, torch.ones(9, 1), RowGroups.of([4, 0, 5]))
         (out.sum() if weights is None else (out * weights).sum()).backward()
         gradients.append([rows.grad, experts.gate_up.grad, experts.down.grad])
     for found, expected in zip(*gradients, strict=True):
         assert torch.equal(found, expected)
+
+
+def test_a_weight_multiplies_all_of_a_result() -> None:
+    """Biases and adapters among it. Each gradient is that of a product behind the experts."""
+    init = Init("normal", 0.5)
+    sharding = Sharding.of(single(), torch.float64)
+    experts = Experts(
+        *("experts", 3, 8, 6, sharding),
+        activation=partial(clamped_swiglu, limit=0.8),
+        init=init,
+        output_init=init,
+        bias=True,
+        lora=LoraRule(2, 2.0),
+        adapted=("gate", "up", "down"),
+    )
+    initialize([experts], seed=1)
+    for number, param in enumerate(experts.parameters()):
+        param.data.copy_(draw(*param.shape, seed=number, dtype=torch.float64))
+    groups = RowGroups.of([4, 0, 3])
+    rows, weights, upstream = (draw(7, width, seed=width, dtype=torch.float64) for width in (8, 1, 8))
+    leaves = [rows.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
+    found = []
+    for y in (experts(rows, weights, groups), experts(rows, torch.ones_like(weights), groups) * weights):
+        found.append([y, *torch.autograd.grad(y, leaves, upstream)])
+    assert len(leaves) == 12
+    for ours, expected in zip(*found, strict=True):
+        assert expected.any()
+        torch.testing.assert_close(ours, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_experts_without_rows_keep_what_earlier_micro_batches_added() -> None:
@@ -225,7 +253,7 @@ def test_experts_without_rows_keep_what_earlier_micro_batches_added() -> None:
     flat = flatten([mixture], single(), zero_stage=0, bucket_mb=1)
     flat.start_step()
     main_grad = mixture.experts.down.main_grad.tensor.view(3, HIDDEN, case.width)  # type: ignore[attr-defined]
-    experts = partial(mixture.experts, draw(4, HIDDEN))
+    experts = partial(mixture.experts, draw(4, HIDDEN), torch.ones(4, 1))
     experts(RowGroups.of([0, 4, 0])).sum().backward()
     assert not main_grad[[0, 2]].any()
     first = main_grad[1].clone()
@@ -274,9 +302,9 @@ def traffic(split: dict[str, int], case: Case) -> dict[str, tuple[dict[str, int]
     brought = [brought_by(rank) for rank in ctx.etp.ranks] if ctx.etp.size > 1 else [brought_by(ctx.world.rank)]
     here = brought[ctx.etp.rank]
     row = 4 * HIDDEN
-    # There and back, each with its backward, which sends what the forward pass received.
-    over_ep = {"all_to_all": 2 * row * ((own - own_to_self) + (here - own_to_self))}
-    over_etp = {"all_to_all": 2 * row * (here * (ctx.etp.size - 1) + sum(brought) - here)}
+    # There and back, each with its backward, which sends what the forward pass received. Weights travel there alone.
+    over_ep = {"all_to_all": (2 * row + 4) * ((own - own_to_self) + (here - own_to_self))}
+    over_etp = {"all_to_all": (2 * row + 4) * (here * (ctx.etp.size - 1) + sum(brought) - here)}
     if len(mine):
         over_etp["all_gather"] = 8 * len(mine) * ctx.ep.size * (ctx.etp.size - 1)
     over_ep["all_gather"] = 8 * case.num_experts * (ctx.ep.size - 1)
@@ -299,8 +327,8 @@ def test_bytes_follow_from_the_numbers_of_tokens() -> None:
                     assert found == expected, f"{split} {name}"
 
 
-def in_flight(arriving: ArrivingRows) -> bool:
-    return bool(arriving.pending._works)
+def in_flight(arriving: dispatch.Arriving) -> bool:
+    return bool(arriving.rows.pending._works and arriving.weights.pending._works)
 
 
 def overlap(case: Case) -> list[bool]:
@@ -310,13 +338,13 @@ def overlap(case: Case) -> list[bool]:
     x = case.inputs(ctx.world.rank).requires_grad_()
     routing = mixture.route(x)
     plan = mixture.plan(routing.indices)
-    arriving = dispatch.send(x, plan)
+    arriving = dispatch.send(x, routing.weights, plan)
     between = x * 2
     seen = [all(map(in_flight, arriving))]
     between.register_hook(lambda grad: seen.append(all(map(in_flight, arriving))))
     returning = dispatch.compute(mixture.experts, arriving, plan)
     assert not any(map(in_flight, arriving))
-    out = dispatch.combine(returning, routing.weights, plan)
+    out = dispatch.combine(returning, plan)
     (out + between).sum().backward()
     seen.append(not any(map(in_flight, arriving)))
     return seen

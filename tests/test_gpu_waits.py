@@ -257,7 +257,7 @@ def test_context_parallel_ranks_never_wait_for_the_device(model: ModelConfig, fo
 
 
 class Seen(TorchDispatchMode):
-    """Notes in `events` when rows of tokens are copied, and when a tensor of experts is multiplied."""
+    """Notes in `events` when rows of tokens and their weights are copied."""
 
     def __init__(self, events: list[str], rows: int):
         super().__init__()
@@ -268,7 +268,7 @@ class Seen(TorchDispatchMode):
         name = func._overloadpacket.__name__
         out = func(*args, **(kwargs or {}))
         if name == "index_select" and len(out) == self.rows and out.dtype.is_floating_point:
-            self.events.append("copied rows")
+            self.events.append("copied rows" if out.shape[1] > 1 else "copied weights")
         return out
 
 
@@ -313,7 +313,8 @@ def waits_once_a_layer(layout: Layout) -> bool:
     noted = events_of_mixture(layout.config(), rows)
     forward = noted[: noted.index("backward")]
     begins = [index for index, event in enumerate(forward) if event == "copy begins"]
-    in_order = [forward[begin : begin + 3] == ["copy begins", "copied rows", "host waits"] for begin in begins]
+    wanted = ["copy begins", "copied rows", "copied weights", "host waits"]
+    in_order = [forward[begin : begin + 4] == wanted for begin in begins]
     once = len(begins) == forward.count("host waits") == SHARED.num_hidden_layers
     return once and all(in_order) and "host waits" not in noted[len(forward) :]
 

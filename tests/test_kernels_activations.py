@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Callable
+from functools import partial
 from unittest.mock import patch
 
 import pytest
 import torch
 from megapar_kernels import activations
-from megapar_kernels.activations import bias_gelu, geglu, gelu, reglu_squared, relu_squared, swiglu
+from megapar_kernels.activations import bias_gelu, clamped_swiglu, geglu, gelu, reglu_squared, relu_squared, swiglu
 from torch import Tensor
 
 from tests.support.kernel_checks import DEVICE, Guarded, compare, needs_triton, poisoned, relative_error, strided
@@ -201,6 +202,91 @@ def test_no_rows() -> None:
         y = swiglu(x, impl="triton")
         assert y.shape == (shape[0], shape[1] // 2)
         assert torch.autograd.grad(y.sum(), x)[0].shape == shape
+
+
+# Weights of rows
+
+
+def weighted_inputs(rows: int, columns: int) -> list[Tensor]:
+    """Gate and up, then a weight for each row; fp64, both with a gradient."""
+    weights = torch.rand(rows, 1, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    return [*inputs(swiglu, rows, columns), weights.requires_grad_()]
+
+
+@pytest.mark.parametrize("op", [*GATED, partial(clamped_swiglu, limit=1.5)])
+def test_weights_multiply_rows(op: Op) -> None:
+    """Values and both gradients are those of a product behind the activation."""
+    x, weights = weighted_inputs(7, 33)
+    ours, theirs = op(x, weights), op(x) * weights
+    assert relative_error(ours, theirs) < 1e-14
+    upstream = torch.randn_like(ours)
+    for mine, other in zip(*(torch.autograd.grad(y, (x, weights), upstream) for y in (ours, theirs)), strict=True):
+        assert relative_error(mine, other) < 1e-14
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", ["guarded", "strided"])
+@pytest.mark.parametrize("op", GATED)
+def test_kernels_with_weights_equal_torch(op: Op, layout: str, dtype: torch.dtype) -> None:
+    """fp32 weights, as routers give them: one row, odd sizes, rows of several blocks, many rows in a program."""
+    for rows, columns in [(1, 1), (3, 7), (5, 127), (9, 1025), (9, 2500), (40, 24)]:
+        compare(op, weighted_inputs(rows, columns), dtype, wide=[1], layout=layout)
+
+
+@needs_triton
+def test_weights_in_16_bits_and_many_short_rows() -> None:
+    compare(swiglu, weighted_inputs(9, 48), torch.bfloat16)
+    compare(swiglu, weighted_inputs(4097, 7), torch.bfloat16, wide=[1])
+    x, weights = weighted_inputs(9, 48)
+    compare(swiglu, [x, weights.detach()], torch.bfloat16, wide=[1])
+
+
+@needs_triton
+def test_kernels_with_weights_write_their_outputs_alone() -> None:
+    x, weights = (tensor.detach().float().to(DEVICE).requires_grad_() for tensor in weighted_inputs(5, 1027))
+    guards = []
+    empty, empty_like = torch.empty, torch.empty_like
+
+    def guarded(tensor: Tensor) -> Tensor:
+        guards.append(Guarded(tensor.fill_(float("nan"))))
+        return guards[-1].tensor
+
+    with (
+        patch.object(torch, "empty", lambda *a, **k: guarded(empty(*a, **k))),
+        patch.object(torch, "empty_like", lambda *a, **k: guarded(empty_like(*a, **k))),
+    ):
+        y = swiglu(x, weights, impl="triton")
+        grads = torch.autograd.grad(y, (x, weights), torch.ones(5, 1027, device=DEVICE))
+    assert len(guards) == 3
+    for guard in guards:
+        guard.check()
+    assert not any(tensor.isnan().any() for tensor in (y, *grads))
+
+
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_no_rows_with_weights_and_nan_of_one_row(impl: str) -> None:
+    """A weight of 0 has a gradient. The NaN of a row reaches neither another row nor its weight."""
+    x, weights = (tensor.detach().float().to(DEVICE) for tensor in weighted_inputs(5, 40))
+    x[3, 2] = float("nan")
+    weights[1] = 0.0
+    x.requires_grad_(), weights.requires_grad_()
+    with poisoned():
+        y = swiglu(x, weights, impl=impl)
+        grads = torch.autograd.grad(y.sum(), (x, weights))
+        nothing = swiglu(x[:0], weights[:0], impl=impl)
+        empty = torch.autograd.grad(nothing.sum(), (x, weights))
+    for found in (y, *grads):
+        assert found.isnan().any(1).tolist() == [False, False, False, True, False]
+    assert grads[1][1].abs() > 0
+    assert not grads[0][1].any()
+    assert not any(grad.any() for grad in empty)
+
+
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton)])
+def test_weights_that_do_not_fit_are_refused(impl: str) -> None:
+    with pytest.raises(ValueError, match=r"weights \(2,\) do not fit"):
+        swiglu(torch.ones(2, 6, device=DEVICE), torch.ones(2, device=DEVICE), impl=impl)
 
 
 @pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=needs_triton)])

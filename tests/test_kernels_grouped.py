@@ -154,20 +154,22 @@ def layer(products: MatrixProducts, experts: int, adapted: Sequence[str] = (), b
 
 
 def trained(products: MatrixProducts, sizes: Sequence[int], **options: Any) -> tuple[int, list[Tensor]]:
-    """Products of a forward and a backward pass, then the results, and the gradients of rows and of each parameter."""
+    """Products of a forward and a backward pass, then results, and gradients of rows, weights and each parameter."""
     experts = layer(products, len(sizes), **options)
     for matrix in experts.lora_b.values():
         matrix.data.copy_(draw(*matrix.shape, seed=5))
     flat = flatten([experts], single(DEVICE), zero_stage=0, bucket_mb=1)
     flat.start_step()
     rows = draw(sum(sizes), 16).requires_grad_()
+    weights = draw(sum(sizes), 1, seed=7, dtype=torch.float32).requires_grad_()
     with Products() as counted, pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped, "add_weight_gradients", counted.add)
-        y = experts(rows, RowGroups.of(sizes, DEVICE))
+        y = experts(rows, weights, RowGroups.of(sizes, DEVICE))
         (y * draw(*y.shape, seed=6)).sum().backward()
     assert rows.grad is not None
+    assert weights.grad is not None
     gradients = [param.main_grad.tensor for param in experts.parameters()]  # type: ignore[attr-defined]
-    return counted.count, [y, rows.grad, *gradients]
+    return counted.count, [y, rows.grad, weights.grad, *gradients]
 
 
 @pytest.mark.parametrize(
@@ -178,11 +180,11 @@ def test_a_layer_of_experts(options: dict[str, Any]) -> None:
     sizes = (4, 0, 7, 0, 21)
     _, by_loop = trained(LOOP, sizes, **options)
     _, in_one = trained(ONE_LAUNCH, sizes, **options)
-    assert len(in_one) == len(by_loop) == (4 if not options else 12)
+    assert len(in_one) == len(by_loop) == (5 if not options else 13)
     for found, expected in zip(in_one, by_loop, strict=True):
         assert expected.any()
         assert relative_error(found, expected) < 8e-3
-    downs = in_one[3].view(5, -1)
+    downs = in_one[4].view(5, -1)
     assert not downs[[1, 3]].any()
     assert downs[[0, 2, 4]].any(dim=1).all()
 

@@ -3,6 +3,9 @@
 For each element of a bf16 output the forward moves 6 bytes if gated and 4 if not, the backward 10 and 6. The backward
 needs only the input, and does not overwrite it.
 
+A gated activation may have a weight for each row: that of a token's expert. It multiplies the output in the same pass,
+and its gradient is a sum over the row in the pass of the backward.
+
 Sources: gated activations, Shazeer, arXiv 2002.05202; GELU, Hendrycks and Gimpel, arXiv 1606.08415; squared ReLU, So et
 al., arXiv 2109.08668.
 """
@@ -112,7 +115,7 @@ def _tile(rows, columns, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr):  
 
 @triton.jit
 def _activation_forward_kernel(  # type: ignore[no-untyped-def]
-    x_ptr, bias_ptr, y_ptr, rows, columns,
+    x_ptr, bias_ptr, weights_ptr, y_ptr, rows, columns,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, column, inside = _tile(rows, columns, ROW_BLOCK, COLUMN_BLOCK)
@@ -123,6 +126,8 @@ def _activation_forward_kernel(  # type: ignore[no-untyped-def]
     y = _activate(x, ACTIVATION)
     if GATED:
         y *= tl.load(source + columns, inside, other=0.0).to(tl.float32)
+    if weights_ptr is not None:
+        y *= tl.load(weights_ptr + row, row < rows, other=0.0).to(tl.float32)
     tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), inside)
 
 
@@ -146,6 +151,33 @@ def _activation_backward_kernel(  # type: ignore[no-untyped-def]
     tl.store(grad_x_ptr + offset, (grad * slope).to(kind), inside)
 
 
+@triton.jit
+def _weighted_backward_kernel(  # type: ignore[no-untyped-def]
+    grad_y_ptr, x_ptr, weights_ptr, grad_x_ptr, grad_weights_ptr, rows, columns,
+    ACTIVATION: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The backward of a gated activation with weights. A program has whole rows, whose products it sums."""
+    row = tl.program_id(0).to(tl.int64) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[:, None]
+    exists = row < rows
+    weight = tl.load(weights_ptr + row, exists, other=0.0).to(tl.float32)
+    kind = grad_x_ptr.dtype.element_ty
+    products = tl.zeros([ROW_BLOCK, COLUMN_BLOCK], tl.float32)
+    for start in range(0, columns, COLUMN_BLOCK):
+        column = start + tl.arange(0, COLUMN_BLOCK)[None, :]
+        inside = exists & (column < columns)
+        offset = row * (2 * columns) + column
+        x = tl.load(x_ptr + offset, inside, other=0.0).to(tl.float32)
+        up = tl.load(x_ptr + offset + columns, inside, other=0.0).to(tl.float32)
+        grad = tl.load(grad_y_ptr + row * columns + column, inside, other=0.0).to(tl.float32)
+        value, slope = _activate_and_derive(x, ACTIVATION)
+        products += grad * value * up
+        grad *= weight
+        tl.store(grad_x_ptr + offset, (grad * up * slope).to(kind), inside)
+        tl.store(grad_x_ptr + offset + columns, (grad * value).to(kind), inside)
+    grad_weights = tl.sum(products, 1)[:, None]
+    tl.store(grad_weights_ptr + row, grad_weights.to(grad_weights_ptr.dtype.element_ty), exists)
+
+
 def config(columns: int) -> tuple[int, int, int]:
     """The rows and columns of a program's tile, and its warps. A thread has 16 elements."""
     column_block = min(next_power_of_2(columns), 1024)
@@ -160,31 +192,52 @@ def _launch(kernel: Any, *tensors: Tensor | None, rows: int, columns: int, activ
         kernel[grid](*tensors, rows, columns, activation, gated, row_block, column_block, num_warps=warps)
 
 
+def _launch_weighted_backward(
+    grad_y: Tensor, x: Tensor, weights: Tensor, grad_x: Tensor, grad_weights: Tensor, activation: Activation
+) -> None:
+    """Write the gradients of x and of the weights, if there are any."""
+    if launches(grad_y, x, weights, grad_x, grad_weights):
+        rows, columns = weights.numel(), grad_y.shape[-1]
+        row_block, column_block, warps = config(columns)
+        _weighted_backward_kernel[(triton.cdiv(rows, row_block),)](
+            grad_y, x, weights, grad_x, grad_weights, rows, columns,
+            activation, row_block, column_block, num_warps=warps,
+        )  # fmt: skip
+
+
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: Activation, gated: bool) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation, gated: bool
+    ) -> Tensor:
         x = x.contiguous()
         bias = None if bias is None else bias.contiguous()
+        weights = None if weights is None else weights.contiguous()
         columns = x.shape[-1]
         if gated:
             columns //= 2
         y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
         rows = x.shape[:-1].numel()
         ctx.settings = {"rows": rows, "columns": columns, "activation": activation, "gated": gated}
-        ctx.save_for_backward(x, bias)
-        _launch(_activation_forward_kernel, x, bias, y, **ctx.settings)
+        ctx.save_for_backward(x, bias, weights)
+        _launch(_activation_forward_kernel, x, bias, weights, y, **ctx.settings)
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        x, bias = ctx.saved_tensors
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+        x, bias, weights = ctx.saved_tensors
         grad_x = torch.empty_like(x)
+        if weights is not None:
+            grad_weights = torch.empty_like(weights)
+            activation = ctx.settings["activation"]
+            _launch_weighted_backward(grad_y.contiguous(), x, weights, grad_x, grad_weights, activation)
+            return grad_x, None, grad_weights, None, None
         _launch(_activation_backward_kernel, grad_y.contiguous(), x, bias, grad_x, **ctx.settings)
         if bias is None or not ctx.needs_input_grad[1]:
-            return grad_x, None, None, None
+            return grad_x, None, None, None, None
         # grad_x is rounded before the sum, as in torch. The sum is fp32 in a fixed order, so it is the same each time.
-        return grad_x, grad_x.view(-1, bias.numel()).sum(0, dtype=torch.float32).to(bias.dtype), None, None
+        return grad_x, grad_x.view(-1, bias.numel()).sum(0, dtype=torch.float32).to(bias.dtype), None, None, None
 
 
 def _activate_into(out: Tensor, x: Tensor, activation: Activation) -> None:
@@ -216,22 +269,26 @@ def _multiply_by_slope(grad: Tensor, x: Tensor, activation: Activation) -> None:
 
 
 class _TorchGated(torch.autograd.Function):
-    """act(gate) * up by torch's ops. The backward writes both gradients into one tensor: nothing is concatenated. It
-    computes act(gate) again: the forward does not keep it."""
+    """act(gate) * up by torch's ops, times the weight of a row if there are weights.
+
+    The backward writes both gradients into one tensor: nothing is concatenated. It computes act(gate) again: the
+    forward does not keep it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, activation: Activation) -> Tensor:
-        ctx.save_for_backward(gate_up)
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None, activation: Activation) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
         ctx.activation = activation
         gate, up = gate_up.chunk(2, dim=-1)
         y = torch.empty(up.shape, dtype=up.dtype, device=up.device)
         _activate_into(y, gate, activation)
-        return y.mul_(up)
+        y.mul_(up)
+        return y if weights is None else y.mul_(weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None]:
-        (gate_up,) = ctx.saved_tensors
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        gate_up, weights = ctx.saved_tensors
         gate, up = gate_up.chunk(2, dim=-1)
         grad = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
         grad_gate, grad_up = grad.chunk(2, dim=-1)
@@ -239,7 +296,17 @@ class _TorchGated(torch.autograd.Function):
         _multiply_by_slope(grad_gate, gate, ctx.activation)
         _activate_into(grad_up, gate, ctx.activation)
         grad_up.mul_(grad_y)
-        return grad, None
+        if weights is None:
+            return grad, None, None
+        # The output is linear in up: up times its gradient is the output times the upstream gradient.
+        grad_weights = _row_sums(grad_up * up, weights.dtype)
+        grad.mul_(weights)
+        return grad, grad_weights, None
+
+
+def _row_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The sum of each row, [..., 1], added in fp32 if x is narrower."""
+    return x.sum(-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).to(dtype)
 
 
 def _formula(x: Tensor, bias: Tensor | None, activation: Activation, gated: bool) -> Tensor:
@@ -302,83 +369,99 @@ class _Compiled(torch.autograd.Function):
         return *_backward_in_one_graph(grad_y, x, bias, *ctx.settings), None, None
 
 
-def _gated(gate_up: Tensor, activation: Activation, impl: Implementation) -> Tensor:
+def _gated(gate_up: Tensor, weights: Tensor | None, activation: Activation, impl: Implementation) -> Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up: the last dimension of {tuple(gate_up.shape)} is odd; it holds both, 2 f wide")
+    if weights is not None and weights.shape != (*gate_up.shape[:-1], 1):
+        raise ValueError(f"weights {tuple(weights.shape)} do not fit gate and up {tuple(gate_up.shape)}: one a row")
     if fused(impl, gate_up):
-        return _Activation.apply(gate_up, None, activation, True)
+        return _Activation.apply(gate_up, None, weights, activation, True)
     if impl == "inductor":
+        if weights is not None:
+            raise ValueError(
+                "an activation with weights is not compiled: choose torch, as Kernels.activation_of_experts"
+            )
         return _Compiled.apply(gate_up, None, activation, True)
-    return _TorchGated.apply(gate_up, activation)
+    return _TorchGated.apply(gate_up, weights, activation)
 
 
 def _plain(x: Tensor, activation: Activation, impl: Implementation) -> Tensor:
     if fused(impl, x):
-        return _Activation.apply(x, None, activation, False)
+        return _Activation.apply(x, None, None, activation, False)
     if impl == "inductor":
         return _Compiled.apply(x, None, activation, False)
     return TORCH[activation](x)
 
 
-def swiglu(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
-    """silu(gate) * up, [..., f]. `gate_up` [..., 2 f] holds gate, then up; ValueError if its width is odd."""
-    return _gated(gate_up, "silu", impl)
+def swiglu(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
+    """silu(gate) * up, [..., f]. `gate_up` [..., 2 f] holds gate, then up; ValueError if its width is odd.
+
+    `weights` [..., 1] multiply the rows of the result, in fp32. ValueError if their shape does not fit.
+    """
+    return _gated(gate_up, weights, "silu", impl)
 
 
-def geglu(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
-    """gelu(gate) * up, [..., f], GELU in its tanh form. `gate_up` is as in `swiglu`."""
-    return _gated(gate_up, "gelu", impl)
+def geglu(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
+    """gelu(gate) * up, [..., f], GELU in its tanh form. `gate_up` and `weights` are as in `swiglu`."""
+    return _gated(gate_up, weights, "gelu", impl)
 
 
-def reglu_squared(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
-    """relu(gate)^2 * up, [..., f]. `gate_up` is as in `swiglu`."""
-    return _gated(gate_up, "relu_squared", impl)
+def reglu_squared(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
+    """relu(gate)^2 * up, [..., f]. `gate_up` and `weights` are as in `swiglu`."""
+    return _gated(gate_up, weights, "relu_squared", impl)
 
 
-def geglu_erf(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
-    """gelu(gate) * up, [..., f], GELU by the error function. `gate_up` is as in `swiglu`."""
-    return _gated(gate_up, "gelu_erf", impl)
+def geglu_erf(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
+    """gelu(gate) * up, [..., f], GELU by the error function. `gate_up` and `weights` are as in `swiglu`."""
+    return _gated(gate_up, weights, "gelu_erf", impl)
 
 
-def reglu(gate_up: Tensor, impl: Implementation = "torch") -> Tensor:
-    """relu(gate) * up, [..., f]. `gate_up` is as in `swiglu`."""
-    return _gated(gate_up, "relu", impl)
+def reglu(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
+    """relu(gate) * up, [..., f]. `gate_up` and `weights` are as in `swiglu`."""
+    return _gated(gate_up, weights, "relu", impl)
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, limit: float, alpha: float) -> Tensor:
-        ctx.save_for_backward(gate_up)
+    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None, limit: float, alpha: float) -> Tensor:
+        ctx.save_for_backward(gate_up, weights)
         ctx.limit = limit
         ctx.alpha = alpha
         gate, up = gate_up.chunk(2, dim=-1)
         gate = gate.clamp(max=limit)
-        return (gate * (gate * alpha).sigmoid_()).mul_(up.clamp(-limit, limit).add_(1.0))
+        y = (gate * (gate * alpha).sigmoid_()).mul_(up.clamp(-limit, limit).add_(1.0))
+        return y if weights is None else y.mul_(weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, None, None]:
-        (gate_up,) = ctx.saved_tensors
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        gate_up, weights = ctx.saved_tensors
         limit = ctx.limit
         gate, up = gate_up.chunk(2, dim=-1)
         clamped = gate.clamp(max=limit)
         sigmoid = (clamped * ctx.alpha).sigmoid_()
+        up_factor = up.clamp(-limit, limit).add_(1.0)
         grad = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
         grad_gate, grad_up = grad.chunk(2, dim=-1)
+        by_gate = grad_y * clamped * sigmoid
         # A clamped element has no slope.
-        torch.mul(grad_y * clamped * sigmoid, up.abs() <= limit, out=grad_up)
+        torch.mul(by_gate, up.abs() <= limit, out=grad_up)
         slope = sigmoid * (1.0 + ctx.alpha * clamped * (1.0 - sigmoid))
-        torch.mul(grad_y * (up.clamp(-limit, limit) + 1.0) * slope, gate <= limit, out=grad_gate)
-        return grad, None, None
+        torch.mul(grad_y * up_factor * slope, gate <= limit, out=grad_gate)
+        if weights is None:
+            return grad, None, None, None
+        grad_weights = _row_sums(by_gate.mul_(up_factor), weights.dtype)
+        grad.mul_(weights)
+        return grad, grad_weights, None, None
 
 
-def clamped_swiglu(gate_up: Tensor, limit: float, alpha: float = 1.702) -> Tensor:
+def clamped_swiglu(gate_up: Tensor, weights: Tensor | None = None, *, limit: float, alpha: float = 1.702) -> Tensor:
     """(up + 1) * gate * sigmoid(alpha * gate), [..., f], as in gpt-oss.
 
-    The gate is at most `limit` here, and up lies between -limit and limit. `gate_up` is as in `swiglu`. torch's ops
-    compute it on every device.
+    The gate is at most `limit` here, and up lies between -limit and limit. `gate_up` and `weights` are as in `swiglu`.
+    torch's ops compute it on every device.
     """
-    return _ClampedSwiGLU.apply(gate_up, limit, alpha)
+    return _ClampedSwiGLU.apply(gate_up, weights, limit, alpha)
 
 
 def silu(x: Tensor, impl: Implementation = "torch") -> Tensor:
@@ -414,7 +497,7 @@ def bias_gelu(x: Tensor, bias: Tensor, impl: Implementation = "torch") -> Tensor
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias {tuple(bias.shape)} does not fit x {tuple(x.shape)}: it must be [{x.shape[-1]}]")
     if fused(impl, x):
-        return _Activation.apply(x, bias, "gelu", False)
+        return _Activation.apply(x, bias, None, "gelu", False)
     if impl == "inductor":
         return _Compiled.apply(x, bias, "gelu", False)
     return TORCH["gelu"](x + bias).to(x.dtype)

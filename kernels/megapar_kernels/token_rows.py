@@ -4,8 +4,8 @@ A token has k rows, one for each expert that it chose. `row_of_choice` [t, k] sa
 token of each row. The k rows of a token are added in the order of its choices, in fp32, so sums are the same in each
 run. Adding rows by their tokens with atomics would give other bits each time.
 
-For an element of a token in bf16 with k rows the copy and the weighted sum move 2 k + 2 bytes, and the backward of the
-sum 4 k + 2. With torch's ops each of the k rows is a pass over the sum in fp32.
+The copy is the backward of the sum, and the sum that of the copy. For an element of a token in bf16 with k rows each
+moves 2 k + 2 bytes. With torch's ops each of the k rows is a pass over the sum in fp32.
 
 Shapes: t tokens, k choices of a token, h hidden.
 """
@@ -44,10 +44,10 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _sum_kernel(  # type: ignore[no-untyped-def]
-    rows_ptr, weights_ptr, row_of_choice_ptr, y_ptr, tokens, columns,
+    rows_ptr, row_of_choice_ptr, y_ptr, tokens, columns,
     CHOICES: tl.constexpr, TOKENS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write the sums of TOKENS tokens in BLOCK columns. Without weights all are 1."""
+    """Write the sums of TOKENS tokens in BLOCK columns."""
     token = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)[None, :]
     exists = token < tokens
@@ -55,36 +55,8 @@ def _sum_kernel(  # type: ignore[no-untyped-def]
     total = tl.zeros([TOKENS, BLOCK], tl.float32)
     for choice in tl.static_range(CHOICES):
         row = tl.load(row_of_choice_ptr + token * CHOICES + choice, mask=exists, other=0)
-        x = tl.load(rows_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
-        if weights_ptr is not None:
-            x *= tl.load(weights_ptr + token * CHOICES + choice, mask=exists, other=0.0).to(tl.float32)
-        total += x
+        total += tl.load(rows_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(y_ptr + token * columns + column, total.to(y_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _spread_kernel(  # type: ignore[no-untyped-def]
-    grad_ptr, rows_ptr, weights_ptr, row_of_choice_ptr, grad_rows_ptr, grad_weights_ptr, columns,
-    CHOICES: tl.constexpr, MOST: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """The backward of a weighted sum for one token: the gradients of its rows and of its weights. MOST >= CHOICES."""
-    token = tl.program_id(0).to(tl.int64)
-    choice = tl.arange(0, MOST)[:, None]
-    exists = choice < CHOICES
-    row = tl.load(row_of_choice_ptr + token * CHOICES + choice, mask=exists, other=0)
-    weight = tl.load(weights_ptr + token * CHOICES + choice, mask=exists, other=0.0).to(tl.float32)
-    products = tl.zeros([MOST, BLOCK], tl.float32)
-    for start in range(0, columns, BLOCK):
-        column = start + tl.arange(0, BLOCK)[None, :]
-        inside = exists & (column < columns)
-        grad = tl.load(grad_ptr + token * columns + column, mask=column < columns, other=0.0).to(tl.float32)
-        place = row * columns + column
-        products += tl.load(rows_ptr + place, mask=inside, other=0.0).to(tl.float32) * grad
-        tl.store(grad_rows_ptr + place, (grad * weight).to(grad_rows_ptr.dtype.element_ty), mask=inside)
-    grad_weight = tl.sum(products, 1)[:, None]
-    tl.store(
-        grad_weights_ptr + token * CHOICES + choice, grad_weight.to(grad_weights_ptr.dtype.element_ty), mask=exists
-    )
 
 
 def copy_config(columns: int) -> tuple[int, int]:
@@ -97,13 +69,6 @@ def sum_config(columns: int) -> tuple[int, int, int]:
     """The tokens and columns of a program's tile, and its warps. A thread has 8 elements of each row."""
     block = min(next_power_of_2(columns), 1024)
     return max(1024 // block, 1), block, 4
-
-
-def spread_config(columns: int, choices: int) -> tuple[int, int, int]:
-    """The rows and columns of a program's tile, and its warps. A thread has 16 elements, 8 of them side by side."""
-    most = next_power_of_2(choices)
-    block = min(next_power_of_2(columns), max(2048 // most, 128))
-    return most, block, max(most * block // 512, 1)
 
 
 def _copy(x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation) -> Tensor:
@@ -122,29 +87,22 @@ def _copy(x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Imple
     return rows
 
 
-def _sum(rows: Tensor, weights_tk: Tensor | None, row_of_choice: Tensor, impl: Implementation) -> Tensor:
-    """The sum of each token's rows, times their weights if there are any: [t, h] from [t k, h]."""
+def _sum(rows: Tensor, row_of_choice: Tensor, impl: Implementation) -> Tensor:
+    """The sum of each token's rows: [t, h] from [t k, h]."""
     if not _is_fused(impl, rows):
         first_rows, *other_rows = row_of_choice.unbind(1)
-        if weights_tk is None:
-            total = rows.index_select(0, first_rows).to(_sum_dtype(rows))
-            for indices in other_rows:
-                total += rows.index_select(0, indices)
-            return total.to(rows.dtype)
-        first_weight, *other_weights = weights_tk.to(_sum_dtype(rows)).split(1, dim=1)
-        total = rows.index_select(0, first_rows) * first_weight
-        for indices, weight in zip(other_rows, other_weights, strict=True):
-            total.addcmul_(rows.index_select(0, indices), weight)
+        total = rows.index_select(0, first_rows).to(_sum_dtype(rows))
+        for indices in other_rows:
+            total += rows.index_select(0, indices)
         return total.to(rows.dtype)
     rows, row_of_choice = rows.contiguous(), row_of_choice.contiguous()
-    weights_tk = None if weights_tk is None else weights_tk.contiguous()
     tokens, choices = row_of_choice.shape
     columns = rows.shape[1]
     y = rows.new_empty(tokens, columns)
-    if launches(y, rows, weights_tk, row_of_choice):
+    if launches(y, rows, row_of_choice):
         token_block, block, warps = sum_config(columns)
         _sum_kernel[triton.cdiv(tokens, token_block), triton.cdiv(columns, block)](
-            rows, weights_tk, row_of_choice, y, tokens, columns,
+            rows, row_of_choice, y, tokens, columns,
             CHOICES=choices, TOKENS=token_block, BLOCK=block, num_warps=warps,
         )  # fmt: skip
     return y
@@ -161,7 +119,7 @@ class _CopyRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (row_of_choice,) = ctx.saved_tensors
-        return _sum(grad, None, row_of_choice, ctx.impl), None, None, None
+        return _sum(grad, row_of_choice, ctx.impl), None, None, None
 
 
 class _PermuteRows(torch.autograd.Function):
@@ -179,62 +137,18 @@ class _PermuteRows(torch.autograd.Function):
         return _copy(grad, inverse, order, ctx.impl), None, None, None
 
 
-class _WeightedSum(torch.autograd.Function):
+class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any,
-        rows: Tensor,
-        weights_tk: Tensor,
-        token_of_row: Tensor,
-        row_of_choice: Tensor,
-        impl: Implementation,
-    ) -> Tensor:
-        ctx.save_for_backward(rows, weights_tk, token_of_row, row_of_choice)
+    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation) -> Tensor:
+        ctx.save_for_backward(token_of_row, row_of_choice)
         ctx.impl = impl
-        return _sum(rows, weights_tk, row_of_choice, impl)
+        return _sum(rows, row_of_choice, impl)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
-        rows, weights_tk, token_of_row, row_of_choice = ctx.saved_tensors
-        if not _is_fused(ctx.impl, rows):
-            return *_spread(grad, rows, weights_tk, token_of_row, row_of_choice), None, None, None
-        grad, rows, row_of_choice = grad.contiguous(), rows.contiguous(), row_of_choice.contiguous()
-        grad_rows = torch.empty_like(rows)
-        grad_weights = torch.empty_like(weights_tk, memory_format=torch.contiguous_format)
-        if launches(grad, rows, weights_tk, row_of_choice, grad_rows, grad_weights):
-            columns, choices = rows.shape[1], row_of_choice.shape[1]
-            most, block, warps = spread_config(columns, choices)
-            _spread_kernel[(len(grad),)](
-                grad, rows, weights_tk.contiguous(), row_of_choice, grad_rows, grad_weights, columns,
-                CHOICES=choices, MOST=most, BLOCK=block, num_warps=warps,
-            )  # fmt: skip
-        return grad_rows, grad_weights, None, None, None
-
-
-def _spread(
-    grad: Tensor, rows: Tensor, weights_tk: Tensor, token_of_row: Tensor, row_of_choice: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The gradients of rows and weights in a weighted sum, by torch's ops."""
-    grad_rows = torch.empty_like(rows)
-    # The weight of each row, and its gradient, in the order of rows: [t k, 1].
-    weights = weights_tk.new_empty(rows.shape[0], 1)
-    weights.index_copy_(0, row_of_choice.view(-1), weights_tk.reshape(-1, 1))
-    grad_weights = torch.empty_like(weights)
-    # t rows at a time. All t k rows at once would take k times the memory for the products in fp32.
-    chunks = zip(
-        token_of_row.split(len(grad)),
-        rows.split(len(grad)),
-        weights.split(len(grad)),
-        grad_rows.split(len(grad)),
-        grad_weights.split(len(grad)),
-        strict=True,
-    )
-    for tokens, row_chunk, weight_chunk, grad_row_chunk, grad_weight_chunk in chunks:
-        grad_sum = grad.index_select(0, tokens).to(_sum_dtype(grad))
-        grad_weight_chunk.copy_((row_chunk * grad_sum).sum(-1, keepdim=True))
-        grad_row_chunk.copy_(grad_sum * weight_chunk)
-    return grad_rows, grad_weights[row_of_choice, 0]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        token_of_row, row_of_choice = ctx.saved_tensors
+        return _copy(grad, token_of_row, row_of_choice, ctx.impl), None, None, None
 
 
 def rows_of_tokens(x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation = "torch") -> Tensor:
@@ -247,8 +161,6 @@ def permuted_rows(rows: Tensor, order: Tensor, inverse: Tensor, impl: Implementa
     return _PermuteRows.apply(rows, order, inverse, impl)
 
 
-def weighted_sum(
-    rows: Tensor, weights_tk: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation = "torch"
-) -> Tensor:
-    """The sum of each token's rows [t k, h], times `weights_tk`: [t, h] in the dtype of the rows."""
-    return _WeightedSum.apply(rows, weights_tk, token_of_row, row_of_choice, impl)
+def sums_of_rows(rows: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation = "torch") -> Tensor:
+    """The sum of each token's rows [t k, h]: [t, h] in the dtype of the rows. It keeps no row for backward."""
+    return _SumRows.apply(rows, token_of_row, row_of_choice, impl)

@@ -4,7 +4,7 @@ A row is the hidden state of one token for one of its experts. Rows travel in ch
 
     function    what it does                                                                  axis
     send        copies each token's hidden state once for each of its experts
-                sorts these rows by chunk, and by expert
+                sorts these rows by chunk, and by expert; and the weights of the experts with them
                 all-to-all of each chunk: each row goes to the position of its expert         ep
     compute     for one chunk after the other:
                 gathers the rows of all ranks with other parts of the same experts            etp
@@ -13,14 +13,15 @@ A row is the hidden state of one token for one of its experts. Rows travel in ch
                 undoes the sort
                 sums the parts of each result row on the rank that brought the row            etp
                 all-to-all: each result row goes back to the rank of its token                ep
-    combine     sums the result rows of each token, multiplied by the weights of its experts
+    combine     sums the result rows of each token
 
 All chunks leave at once, and arrive one by one. The results of a chunk travel while the experts work on the next one.
 Autograd runs the same backward: all gradients of results leave at once.
 
 No row is dropped: there is one row for each token and each of its experts. Every rank takes part in every exchange,
-even if it has no token, or holds no expert. The weights of experts never travel: the token's rank multiplies by them
-when the results are back.
+even if it has no token, or holds no expert. The weight of a row travels with it, in a message of its own: the expert
+multiplies by it before its last product. If the token's rank multiplied the results, it would keep them for the
+gradient of the weights: as many numbers as the rows that were sent, and 0.1% of them travel as weights instead.
 
 Shapes: t tokens of this rank, k experts of a token, h hidden; E experts of the layer, or e experts of this rank;
 p positions of ep, q positions of etp.
@@ -33,7 +34,7 @@ from functools import partial
 import torch
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.grouped import RowGroups
-from megapar_kernels.token_rows import permuted_rows, rows_of_tokens, weighted_sum
+from megapar_kernels.token_rows import permuted_rows, rows_of_tokens, sums_of_rows
 from torch import Tensor
 
 from megapar import device, recompute
@@ -58,8 +59,11 @@ class Dispatch:
     etp: Axis
     indices_tk: Tensor
     """int64 [t, k]: the experts of each token."""
+    choice_of_row: Tensor
+    """int64 [t k]: the choice of each row, where token i has the choices i k to i k + k - 1. Rows are sorted by chunk
+    and expert, and the rows of one expert by token."""
     token_of_row: Tensor
-    """int64 [t k]: the token of each row. Rows are sorted by chunk and expert, and the rows of one expert by token."""
+    """int64 [t k]: the token of each row."""
     row_of_choice: Tensor
     """int64 [t, k]: for each choice of each token, its index among these rows."""
     chunks: Sequence[Chunk]
@@ -68,6 +72,14 @@ class Dispatch:
     def rows(self) -> int:
         """The number of rows for this rank's experts to work on."""
         return sum(chunk.rows for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A chunk on its way to its experts: rows [rows, h], and their weights [rows, 1]."""
+
+    rows: ArrivingRows
+    weights: ArrivingRows
 
 
 @torch.no_grad()
@@ -104,6 +116,7 @@ def plan_dispatch(
         ep,
         etp,
         indices_tk=indices_tk,
+        choice_of_row=choice_of_row,
         token_of_row=choice_of_row // top_k,
         row_of_choice=inverse_of(choice_of_row).view(indices_tk.shape),
         chunks=[Chunk(row_counts, number, chunks) for number in range(chunks)],
@@ -129,31 +142,41 @@ def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[
     return sent_e, collectives.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
 
 
-def send(x_th: Tensor, plan: Dispatch, impl: Implementation = "torch") -> list[ArrivingRows]:
-    """Start to send each token's rows to the ranks of its experts. What runs before `compute` overlaps the transfer."""
+def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch") -> list[Arriving]:
+    """Start to send each token's rows to the ranks of its experts, and the weights of the token's experts.
+
+    What runs before `compute` overlaps the transfer.
+    """
     # Before the numbers of rows are waited for. The experts keep the rows if they do not travel.
     copied = partial(rows_of_tokens, impl=impl)
     rows = recompute.remade(copied, x_th, plan.token_of_row, plan.row_of_choice)
-    return start_exchanges(rows, [(chunk.sent_rows, chunk.received_rows) for chunk in plan.chunks], plan.ep)
+    weights = permuted_rows(weights_tk.reshape(-1, 1), plan.choice_of_row, plan.row_of_choice.reshape(-1), impl)
+    counts = [(chunk.sent_rows, chunk.received_rows) for chunk in plan.chunks]
+    # The weights of all chunks before any row: the experts of the first chunk need theirs. In backward the gradients of
+    # rows are so waited for first.
+    arriving_weights = start_exchanges(weights, counts, plan.ep)
+    arriving_rows = start_exchanges(rows, counts, plan.ep)
+    return [Arriving(*both) for both in zip(arriving_rows, arriving_weights, strict=True)]
 
 
 def compute(
-    experts: Callable[[Tensor, RowGroups, slice], Tensor],
-    arriving: Sequence[ArrivingRows],
+    experts: Callable[[Tensor, Tensor, RowGroups, slice], Tensor],
+    arriving: Sequence[Arriving],
     plan: Dispatch,
     impl: Implementation = "torch",
 ) -> list[ArrivingRows]:
     """Compute the experts' results, and start to send them back.
 
-    `experts` maps the rows [rows, h] of some of this rank's experts, sorted by expert, to results [rows, h]. With etp
-    above 1, each rank of etp has a part of each result, and their sum is the result.
+    `experts` maps the rows [rows, h] of some of this rank's experts, sorted by expert, and their weights [rows, 1] to
+    results [rows, h]. With etp above 1, each rank of etp has a part of each result, and their sum is the result.
     """
     returning = []
     memory = Memory([sum(chunk.sent_rows) for chunk in plan.chunks])
-    for chunk, arriving_rows in zip(plan.chunks, arriving, strict=True):
-        rows = _gather_rows(arriving_rows.wait(), chunk.brought_rows, plan.etp)
-        rows = _reorder(rows, chunk.expert_order, chunk.arrival_order, impl)
-        rows = experts(rows, chunk.groups, chunk.experts)
+    for chunk, travelling in zip(plan.chunks, arriving, strict=True):
+        # Weights first, so that in backward the gradients of rows leave first.
+        weights = _by_expert(travelling.weights, chunk, plan, impl)
+        rows = _by_expert(travelling.rows, chunk, plan, impl)
+        rows = experts(rows, weights, chunk.groups, chunk.experts)
         rows = _reorder(rows, chunk.arrival_order, chunk.expert_order, impl)
         rows = _sum_rows(rows, chunk.brought_rows, plan.etp)
         back = [(chunk.received_rows, chunk.sent_rows)]
@@ -161,14 +184,18 @@ def compute(
     return returning
 
 
-def combine(
-    returning: Sequence[ArrivingRows], weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch"
-) -> Tensor:
-    """Wait for the experts' results, and sum them by token, multiplied by `weights_tk`: [t, h].
+def combine(returning: Sequence[ArrivingRows], plan: Dispatch, impl: Implementation = "torch") -> Tensor:
+    """Wait for the experts' results, and sum them by token: [t, h].
 
     Sums over the experts of a token are in fp32, or in fp64 for fp64. The returned tensor has the dtype of the rows.
     """
-    return weighted_sum(all_arrived(returning), weights_tk, plan.token_of_row, plan.row_of_choice, impl)
+    return sums_of_rows(all_arrived(returning), plan.token_of_row, plan.row_of_choice, impl)
+
+
+def _by_expert(arriving: ArrivingRows, chunk: Chunk, plan: Dispatch, impl: Implementation) -> Tensor:
+    """Wait for what was sent to the experts of a chunk, and sort it by expert: of all etp ranks, [rows, any]."""
+    rows = _gather_rows(arriving.wait(), chunk.brought_rows, plan.etp)
+    return _reorder(rows, chunk.expert_order, chunk.arrival_order, impl)
 
 
 def _gather_rows(rows: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:

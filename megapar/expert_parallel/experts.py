@@ -42,10 +42,13 @@ ALL = slice(None)
 
 
 class Experts(nn.Module):
-    """down_e(act(gate_e x) * up_e x) for the rows of each expert e of this rank.
+    """w down_e(act(gate_e x) * up_e x) for the rows x of each expert e of this rank, and their weights w.
+
+    The activation multiplies by the weights, because the result is linear in what it returns. So neither the results
+    nor another tensor of rows is kept for the gradient of the weights.
 
     `name` is the name of the logical tensors up to the number of the expert, such as layers.3.mlp.experts. `activation`
-    maps [rows, gate then up] to [rows, f/etp] (`megapar_kernels.activations`). With `bias`
+    maps [rows, gate then up] and weights [rows, 1] to [rows, f/etp] (`megapar_kernels.activations`). With `bias`
     all matrices have biases. `token_share` is an expert's share of the tokens if the load is even, for `ParamSpec`.
     `adapted` are the matrices with an adapter by `lora`.
     """
@@ -58,7 +61,7 @@ class Experts(nn.Module):
         width: int,
         sharding: Sharding,
         *,
-        activation: Callable[[Tensor], Tensor],
+        activation: Callable[[Tensor, Tensor], Tensor],
         init: Init,
         output_init: Init,
         token_share: Fraction = Fraction(1),
@@ -145,21 +148,22 @@ class Experts(nn.Module):
         )
         return sharding.parameter_of(spec, (rows, *pieces[0].local_shape[1:]))
 
-    def forward(self, rows: Tensor, groups: RowGroups, experts: slice = ALL) -> Tensor:
+    def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups, experts: slice = ALL) -> Tensor:
         """The results [rows, h] of some of this rank's `experts` for `rows` [rows, h], sorted by expert.
 
-        `groups` has the rows of each of them. With etp above 1 the results are this rank's parts of the sum.
+        `weights` [rows, 1] multiply the results. `groups` has the rows of each expert. With etp above 1 the results are
+        this rank's parts of the sum.
         """
         width = self.local_width
         gate_up = self._product(rows, self.gate_up, 2 * width, groups, experts)
         gate_up = self._adapted("gate", gate_up, rows, slice(0, width), groups, experts)
         gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), groups, experts)
-        gate_up = self._biased(gate_up, self.gate_up_bias, groups, experts, adds=True)
-        inner = recompute.remade(self.activation, gate_up)
+        gate_up = self._biased(gate_up, self.gate_up_bias, None, groups, experts, adds=True)
+        inner = recompute.remade(self.activation, gate_up, weights)
         y = self._product(inner, self.down, self.hidden_size, groups, experts)
         y = self._adapted("down", y, inner, slice(0, self.hidden_size), groups, experts)
         # The ranks of etp have parts of a sum, to which the bias is added once.
-        return self._biased(y, self.down_bias, groups, experts, adds=self.sharding.etp.first)
+        return self._biased(y, self.down_bias, weights, groups, experts, adds=self.sharding.etp.first)
 
     def _product(self, rows: Tensor, weight: Tensor, out_features: int, groups: RowGroups, experts: slice) -> Tensor:
         """The rows of each expert, multiplied by its matrix in `weight`."""
@@ -177,12 +181,17 @@ class Experts(nn.Module):
         added = self._product(z, b, columns.stop - columns.start, groups, experts)
         return _AddToColumns.apply(y, added, columns, self.scale)
 
-    def _biased(self, y: Tensor, bias: Tensor | None, groups: RowGroups, experts: slice, *, adds: bool) -> Tensor:
-        """y with the bias of each expert added to its rows, in place, if there are biases and this rank `adds` them."""
+    def _biased(
+        self, y: Tensor, bias: Tensor | None, weights: Tensor | None, groups: RowGroups, experts: slice, *, adds: bool
+    ) -> Tensor:
+        """y with the bias of each expert added to its rows, in place, if there are biases and this rank `adds` them.
+
+        The bias of a row is multiplied by its weight if there are `weights`.
+        """
         if bias is None or not groups.sizes:
             return y
         of_experts = bias.view(len(self.expert_numbers), -1)[experts].flatten()
-        return _GroupedBias.apply(y, of_experts, groups.sizes, adds)
+        return _GroupedBias.apply(y, of_experts, weights, groups.sizes, adds)
 
 
 class _AddToColumns(torch.autograd.Function):
@@ -203,32 +212,46 @@ class _AddToColumns(torch.autograd.Function):
 
 
 class _GroupedBias(torch.autograd.Function):
-    """y = x + b_e, [rows, out], for rows [rows, out] sorted by expert. The bias is [experts * out].
+    """y = x + w b_e, [rows, out], for rows [rows, out] sorted by expert. The bias is [experts * out].
 
-    It is added in place: the product that made the rows does not need them. The gradient of an expert's bias is summed
-    over its rows in fp32. An expert without rows has the gradient 0. So have all if this rank does not add (`adds`).
+    It is added in place: the product that made the rows does not need them. Without weights w [rows, 1] all are 1. The
+    gradient of an expert's bias is summed over its rows in fp32. An expert without rows has the gradient 0. So have all
+    if this rank does not add (`adds`).
     """
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, bias: Tensor, rows_of_expert: Sequence[int], adds: bool) -> Tensor:
+    def forward(
+        ctx: Any, rows: Tensor, bias: Tensor, weights: Tensor | None, rows_of_expert: Sequence[int], adds: bool
+    ) -> Tensor:
         ctx.rows_of_expert = list(rows_of_expert)
         ctx.dtype = bias.dtype
         ctx.adds = adds
         ctx.mark_dirty(rows)
+        if weights is not None:
+            ctx.save_for_backward(bias, weights)
         if adds:
-            parts = bias.view(len(rows_of_expert), -1)
-            for part, expert_bias in zip(rows.split(ctx.rows_of_expert), parts, strict=True):
-                part += expert_bias
+            biases = bias.view(len(rows_of_expert), -1)
+            factors = [1.0] * len(biases) if weights is None else weights.split(ctx.rows_of_expert)
+            for part, expert_bias, factor in zip(rows.split(ctx.rows_of_expert), biases, factors, strict=True):
+                part += factor * expert_bias
         return rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         if not ctx.adds:
-            return grad, grad.new_zeros(len(ctx.rows_of_expert) * grad.shape[1], dtype=ctx.dtype), None, None
+            zeros = grad.new_zeros(len(ctx.rows_of_expert) * grad.shape[1], dtype=ctx.dtype)
+            return grad, zeros, None, None, None
         wide = torch.promote_types(ctx.dtype, torch.float32)
-        sums = [part.sum(0, dtype=wide) for part in grad.split(ctx.rows_of_expert)]
-        return grad, torch.cat(sums).to(ctx.dtype), None, None
+        parts = grad.split(ctx.rows_of_expert)
+        if not ctx.saved_tensors:
+            return grad, torch.cat([part.sum(0, dtype=wide) for part in parts]).to(ctx.dtype), None, None, None
+        bias, weights = ctx.saved_tensors
+        biases = bias.view(len(parts), -1).to(wide)
+        sums = [(part * weight).sum(0) for part, weight in zip(parts, weights.split(ctx.rows_of_expert), strict=True)]
+        of_weights = [(part * expert_bias).sum(1) for part, expert_bias in zip(parts, biases, strict=True)]
+        grad_weights = torch.cat(of_weights).view_as(weights).to(weights.dtype)
+        return grad, torch.cat(sums).to(ctx.dtype), grad_weights, None, None
 
 
 class _GroupedLinear(torch.autograd.Function):

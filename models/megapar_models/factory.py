@@ -158,7 +158,7 @@ class Factory:
         hidden_size: int,
         width: int,
         *,
-        activation: Callable[[Tensor], Tensor],
+        activation: Callable[[Tensor, Tensor], Tensor],
         token_share: Fraction,
         bias: bool = False,
     ) -> Experts:

@@ -53,8 +53,10 @@ PLAIN: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-def gated_activation(kind: LayerKind, model: ModelConfig, impl: Implementation) -> Callable[[Tensor], Tensor]:
+def gated_activation(kind: LayerKind, model: ModelConfig, impl: Implementation) -> Callable[..., Tensor]:
     """The activation of a layer's gated MLP or experts: maps [..., gate then up] to [..., f].
+
+    A second argument has weights [..., 1], which multiply the result.
 
     Raises ValueError for a name that GATED does not have.
     """

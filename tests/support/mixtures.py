@@ -115,8 +115,8 @@ class Mixture(nn.Module):
     def mix(self, x_th: Tensor, weights_tk: Tensor, plan: dispatch.Dispatch) -> Tensor:
         """The experts' weighted results [t, h]."""
         impl = self.case.impl
-        returning = dispatch.compute(self.experts, dispatch.send(x_th, plan, impl), plan, impl)
-        return dispatch.combine(returning, weights_tk, plan, impl)
+        returning = dispatch.compute(self.experts, dispatch.send(x_th, weights_tk, plan, impl), plan, impl)
+        return dispatch.combine(returning, plan, impl)
 
     def route(self, x_th: Tensor, indices: Tensor | None = None) -> Routing:
         return self.router(x_th, indices)

@@ -200,7 +200,8 @@ def experts_of_rank(config: Config, rank: int) -> range:
 
 def expert_parallel(config: Config, choices: Choices, rank: int) -> int:
     """A layer and micro-batch: the ranks of ep tell each other how many rows go to each expert (int64). The row of a
-    token travels to each of its experts on other ranks, and the result travels back; backward their gradients do."""
+    token travels to each of its experts on other ranks with a weight (fp32), and the result travels back; backward
+    their gradients do."""
     ep = config.parallel.ep
     if ep == 1:
         return 0
@@ -213,7 +214,7 @@ def expert_parallel(config: Config, choices: Choices, rank: int) -> int:
     for other in range(first, first + ep):
         if other != rank:
             arriving += sum(sum(layer[mine.start : mine.stop]) for layer in choices[other])
-    return counts + 2 * 4 * config.model.hidden_size * (leaving + arriving)
+    return counts + 4 * (2 * config.model.hidden_size + 1) * (leaving + arriving)
 
 
 def replicas_of_experts(config: Config, rank: int) -> int:
