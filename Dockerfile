@@ -6,11 +6,26 @@ FROM python:3.11-slim
 
 ARG TORCH_INDEX=""
 
-# Triton compiles a small C file before it starts a kernel. No version is pinned: Debian keeps only the newest.
+# Triton compiles a small C file before it starts a kernel. NCCL opens libibverbs for InfiniBand and RoCE, and uses TCP
+# without it; the providers are the drivers of network cards. No version is pinned: Debian keeps only the newest.
 # hadolint ignore=DL3008
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc libc6-dev \
+    && apt-get install --yes --no-install-recommends gcc libc6-dev libibverbs1 ibverbs-providers \
     && rm -rf /var/lib/apt/lists/*
+
+# For Amazon's EFA: docker build --build-arg EFA=1.51.0, a version of its release notes. It has libfabric and NCCL's plugin
+# aws-ofi-nccl. The kernel's part is on the host, so the installer leaves it out, as it does limits and the look for cards.
+ARG EFA=""
+RUN if [ -n "$EFA" ]; then set -eu; \
+        apt-get update; apt-get install --yes --no-install-recommends curl ca-certificates; \
+        curl --fail --silent --show-error --output /tmp/efa.tar.gz \
+            "https://efa-installer.amazonaws.com/aws-efa-installer-$EFA.tar.gz"; \
+        tar -xzf /tmp/efa.tar.gz -C /tmp; cd /tmp/aws-efa-installer; \
+        ./efa_installer.sh -y --skip-kmod --skip-limit-conf --no-verify; \
+        rm -rf /tmp/efa.tar.gz /tmp/aws-efa-installer /var/lib/apt/lists/*; \
+        find /opt/amazon -name 'libnccl-net*.so' -printf '%h\n' | sort -u > /etc/ld.so.conf.d/nccl-net.conf; ldconfig; \
+        ldconfig -p | grep libnccl-net; \
+    fi
 
 WORKDIR /opt/megapar
 COPY constraints.txt ./
