@@ -54,6 +54,7 @@ function span(seconds) {
   return hours ? `${hours} h ${minutes % 60} min` : `${minutes} min`;
 }
 const color = (run) => COLORS[runs.indexOf(run) % COLORS.length];
+const sizes = (layout) => Object.entries(layout).filter(([, size]) => size > 1).map(([name, size]) => `${name} ${size}`).join(" x ");
 
 // Is it healthy, when will it end?
 
@@ -67,9 +68,12 @@ function card(run) {
   const done = s.steps ? Math.min(1, s.step / s.steps) : 0;
   const troubles = [];
   if (s.state === "stands still" || s.state === "gone") troubles.push(`no step for ${span(s.silent_seconds)}`);
-  if (s.fault) troubles.push(`${s.state === "failed" ? "failed" : "last fault"}: ${s.fault}`);
+  if (s.fault && s.state === "failed") troubles.push(`failed: ${s.fault}`);
   if (s.slow_ranks.length) troubles.push(`slow: rank ${s.slow_ranks.join(", ")}`);
   if (run.error) troubles.push(run.error);
+  const start = run.events.filter((event) => event.event === "start").pop() || {};
+  const layout = [known(start.world) ? `${start.world} rank${start.world === 1 ? "" : "s"}` : "",
+    typeof start.layout === "object" && start.layout ? sizes(start.layout) : ""].filter((text) => text).join(" = ");
   return make("div", { className: "card run" },
     make("div", { className: "name" }, runs.length > 1 ? box : null,
       make("i", { className: "swatch", style: { background: color(run) } }), make("span", { textContent: run.name, title: s.run }),
@@ -83,6 +87,8 @@ function card(run) {
       fact("goodput", known(run.goodput) ? `${(100 * run.goodput).toFixed(1)} %` : ""),
       fact("restarts", s.restarts ? String(s.restarts) : ""), fact("saved", known(s.saved_step) ? `step ${s.saved_step}` : "")),
     make("div", { className: "bar" }, make("i", { style: { width: `${100 * done}%`, background: color(run) } })),
+    layout ? make("div", { className: "layout dim", textContent: layout }) : null,
+    s.fault && s.state !== "failed" ? make("div", { className: "trouble past", textContent: `last fault: ${s.fault}` }) : null,
     ...troubles.map((text) => make("div", { className: "trouble", textContent: text })));
 }
 
@@ -128,6 +134,12 @@ function seriesOf(chart, shown) {
   }
   return [series, tables];
 }
+// Steps whose number is NaN or infinite: they leave a gap in the curve, and that is what a reader looks for.
+function notFinite(chart, shown) {
+  const steps = [...new Set(shown.flatMap((run) => chart.found.filter((name) => run.curves[name]).flatMap((name) =>
+    run.curves[name][0].filter((_, index) => !known(run.curves[name][1][index])))))].sort((a, b) => a - b);
+  return steps.length ? `not finite in step ${steps.slice(0, 3).join(", ")}${steps.length > 3 ? " and others" : ""}` : "";
+}
 function markers(shown) {
   return (u) => {
     for (const run of shown) for (const event of run.events) {
@@ -162,12 +174,13 @@ function drawCharts() {
     const [series, tables] = seriesOf(chart, shown);
     const area = make("div");
     place.append(make("div", { className: "card chart" }, make("h2", {}, chart.title, " ",
-      make("span", { className: "dim", textContent: chart.unit || "" })), area));
+      make("span", { className: "dim", textContent: chart.unit || "" }), " ",
+      make("span", { className: "lost", textContent: notFinite(chart, shown) })), area));
     const isLog = chart.log && get("log").checked;
     const options = {
       width: area.clientWidth, height: 230, series: [{ label: "step" }, ...series],
       scales: { x: { time: false, range: (_, low, high) => range || [low, high === low ? low + 1 : high] }, y: { distr: isLog ? 3 : 1 } },
-      axes: [{ ...axis, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
+      axes: [{ ...axis, size: 34, values: (_, ticks) => ticks.map((tick) => Number.isInteger(tick) ? tick.toLocaleString("en") : "") },
         { ...axis, size: 64, values: (_, ticks) => ticks.map(exact) }],
       cursor: { sync: { key: "step" }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => () => zoom(null) } },
       hooks: {
@@ -223,8 +236,9 @@ function ranksTable(run, detail) {
 function eventsTable(run) {
   const rows = [...run.events].reverse().map(({ time, event, ...rest }) => [
     new Date(1000 * time).toLocaleString(), event,
-    Object.entries(rest).filter(([, value]) => known(value) && value !== "").map(([name, value]) =>
-      `${name} ${typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")]);
+    Object.entries(rest).filter(([name, value]) => known(value) && value !== "" && name !== "job").map(([name, value]) =>
+      `${name} ${name === "layout" && typeof value === "object" ? sizes(value) || "of one rank"
+        : typeof value === "object" ? JSON.stringify(value) : value}`).join(", ")]);
   return section("starts, checkpoints, faults", table(["time", "event", ""], rows, "short2"));
 }
 function drawDetails() {
@@ -253,6 +267,8 @@ function drawDetails() {
   place.querySelectorAll(".scroll").forEach((node, index) => { node.scrollTop = kept[index] || 0; });
 }
 function draw() {
+  const marked = [...new Set(runs.flatMap((run) => run.events.map((event) => event.event)))].filter((name) => name in MARKED);
+  get("marked").textContent = marked.length ? `Dashed lines: ${marked.join(", ")}.` : "";
   get("runs").replaceChildren(...runs.map(card));
   drawCharts();
   drawDetails();
