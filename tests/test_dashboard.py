@@ -142,6 +142,46 @@ def test_a_hostile_folder_stays_data(tmp_path: Path) -> None:
     assert "default-src 'none'" in page
 
 
+def test_a_huge_folder_takes_bounded_memory_and_its_end_is_shown(tmp_path: Path) -> None:
+    """10 GB in one line, then lines of a run; a million names; 1 GB of events. The files are holes on the disk."""
+    for name, size in (("metrics.jsonl", 10 << 30), ("events.jsonl", 1 << 30)):
+        with open(tmp_path / name, "wb") as file:
+            file.truncate(size)
+            file.seek(size)
+            file.write(b"\n")
+    append(tmp_path / "metrics.jsonl", {"step": 7, **{f"n{number}": 1.0 for number in range(20_000)}})
+    append(tmp_path / "metrics.jsonl", {"step": 8, "loss": 3.0, "step_seconds": 1.0})
+    append(tmp_path / "events.jsonl", {"time": NOW, "event": "start", "step": 0})
+    program = (
+        "import pathlib, resource, sys; from megapar.dashboard.page import write_report;"
+        "from megapar.dashboard import curves; curves._MOST_BYTES = 1 << 26;"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
+        "print(write_report(pathlib.Path(sys.argv[1])));"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert int(ended.stdout.split()[1]) < 300 << 10, "KiB"
+    (shown,) = data_of((tmp_path / "report.html").read_text())["runs"]
+    assert "its first 10,67" in shown["error"]
+    assert len(shown["curves"]) == 1000
+    assert (shown["goodput"], [event["event"] for event in shown["events"]]) == (None, ["start"])
+
+
+def test_links_lead_neither_into_a_page_nor_out_of_a_folder(tmp_path: Path) -> None:
+    """Pages are passed on, and somebody else may have written the folder."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    secret = tmp_path / "secret"
+    secret.write_text('{"key": "s3cret"}')
+    for name in ("config.toml", "environment.json", "ranks.json", "memory.json", "report.html", "events.jsonl"):
+        (run_dir / name).symlink_to(secret)
+    append(run_dir / "metrics.jsonl", {"step": 1, "loss": 3.0})
+    page = write_report(run_dir)
+    assert "s3cret" not in page.read_text()
+    assert not page.is_symlink()
+    assert secret.read_text() == '{"key": "s3cret"}'
+
+
 def test_an_unreadable_folder_says_so_on_the_page(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
     record = RunFolder(tmp_path).record(NOW, 100)
@@ -235,6 +275,14 @@ def test_another_user_of_the_host_does_not_see_runs(tmp_path: Path) -> None:
             assert get(dashboard, path)[0] == 404, path
         with pytest.raises(ConfigError, match=r"--port \d+: Address already in use; --port 0 takes a free one"):
             Dashboard([tmp_path], dashboard.server_address[1])
+
+
+def test_two_dashboards_of_one_run_do_not_share_their_secrets(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", {"step": 1, "loss": 0.5})
+    with served(tmp_path) as one, served(tmp_path) as other:
+        for dashboard in (one, other):
+            assert json.loads(get(dashboard, f"/{dashboard.secret}/data")[1])["runs"][0]["status"]["step"] == 1
+        assert get(one, f"/{other.secret}/data")[0] == 404
 
 
 def test_curves_of_something_else_than_a_file_are_an_error(tmp_path: Path) -> None:

@@ -15,6 +15,10 @@ from megapar.system.regular_files import open_regular
 from megapar.train.sinks.base import scalars
 
 _AT_ONCE = 1 << 24  # bytes of a read
+# A run of a million steps writes half of it. Of a longer file the end is read.
+_MOST_BYTES = 1 << 30
+_LONGEST_LINE = 1 << 22  # a longer line is passed over: the one with a number of each of 100,000 ranks is half as long
+_MOST_NAMES = 1000
 
 
 class Curve:
@@ -71,6 +75,7 @@ class Curves:
         self.newest: dict[str, Any] = {}  # the newest line of each kind, by its keys that are no scalars too
         self.step_seconds = 0.0  # of all steps
         self.data_seconds = 0.0
+        self.bytes_left_out = 0  # from the beginning of a file that is too long
         self.changed = 0.0  # when the file got its newest line, in seconds since 1970
         self._inode = -1
         self._read = 0
@@ -87,6 +92,8 @@ class Curves:
                 if found.st_ino != self._inode or found.st_size < self._read:
                     self._start_over()
                 self._inode, self.changed = found.st_ino, found.st_mtime
+                if found.st_size - self._read > _MOST_BYTES:
+                    self._read = self.bytes_left_out = found.st_size - _MOST_BYTES
                 file.seek(self._read)
                 for line in self._lines(file):
                     self._add(line)
@@ -100,10 +107,15 @@ class Curves:
             *whole, left = (left + data).split(b"\n")
             for text in whole:
                 self._read += len(text) + 1
+                if len(text) > _LONGEST_LINE:
+                    continue
                 with suppress(ValueError, RecursionError):
                     line = json.loads(text)
                     if isinstance(line, dict) and type(line.get("step")) is int:
                         yield line
+            if len(left) > _LONGEST_LINE:
+                self._read += len(left)
+                left = b""  # what comes before the next line's end is no JSON
 
     def _add(self, line: dict[str, Any]) -> None:
         step = line["step"]
@@ -113,4 +125,6 @@ class Curves:
             self.step_seconds += numbers.get("step_seconds", 0.0)
             self.data_seconds += numbers.get("data_seconds", 0.0)
         for name, value in numbers.items():
+            if name not in self.by_name and len(self.by_name) == _MOST_NAMES:
+                continue
             self.by_name.setdefault(name, Curve()).add(step, value)

@@ -3,6 +3,7 @@
 import base64
 import json
 import math
+import os
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -39,6 +40,8 @@ class RunFolder:
         try:
             status = look(self.path, now, self._curves)
             past = timed_events(self.path)[-_MOST_EVENTS:]
+            if self._curves.bytes_left_out:
+                error = f"metrics.jsonl is long: its first {self._curves.bytes_left_out:,} bytes are left out"
         except (MegaparError, OSError) as unread:
             error, past = str(unread), []
         first, last = steps or _ALL_STEPS
@@ -61,7 +64,7 @@ class RunFolder:
         memory = _json(self.path / "memory.json").get("bytes_by_rank", [])
         config = ""
         with suppress(OSError):
-            config = read_regular(self.path / "config.toml").decode(errors="replace")
+            config = _own(self.path / "config.toml").decode(errors="replace")
         return finite(
             {
                 "config": config,
@@ -94,9 +97,14 @@ def _profiled(run_dir: Path) -> dict[str, Any]:
         return {"profile": rows, "timeline": base64.b64encode(picture.read_bytes()).decode()}
 
 
+def _own(path: Path) -> bytes:
+    """The bytes of a file of the folder. A link is refused: it could lead to a secret, and pages are passed on."""
+    return read_regular(path, flags=os.O_RDONLY | os.O_NOFOLLOW)
+
+
 def _json(path: Path) -> dict[str, Any]:
     with suppress(OSError, ValueError, RecursionError):
-        value = json.loads(read_regular(path))
+        value = json.loads(_own(path))
         return value if isinstance(value, dict) else {}
     return {}
 

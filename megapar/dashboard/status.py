@@ -53,7 +53,7 @@ class Status:
     @property
     def goodput(self) -> float | None:
         """The share of the time since the first start that went into steps whose result the run still has."""
-        return self.seconds.get("steps", 0.0) / self.wall_seconds if self.wall_seconds > 0 else None
+        return self.seconds["steps"] / self.wall_seconds if self.seconds and self.wall_seconds > 0 else None
 
 
 def is_locked(run_dir: Path) -> bool:
@@ -106,7 +106,8 @@ def look(run_dir: Path, now: float, curves: Curves | None = None) -> Status:
         goes_on = status.state in ("at work", "starts", "stands still")
         ended = max([newest, *(event["time"] for event in since)])
         status.wall_seconds = (now if goes_on else ended) - past[starts[0]]["time"]
-        status.seconds = _seconds(curves, past, starts, status.wall_seconds)
+        if not curves.bytes_left_out:  # else the sum of all steps is not known
+            status.seconds = _seconds(curves, past, starts, status.wall_seconds)
     if status.steps and status.step_seconds and status.state == "at work":
         status.seconds_left = (status.steps - status.step) * status.step_seconds
     return status

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.errors import reason_of
-from megapar.system.regular_files import open_regular, read_regular
+from megapar.system.regular_files import SMALL, open_regular
 
 FILE = "events.jsonl"
 
@@ -35,11 +35,15 @@ def append(run_dir: Path, event: str, **fields: Any) -> None:
 
 
 def read(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events, oldest first. Lines that are none are passed over: a full disk may have cut them short."""
+    """Yield the events, oldest first; of a file above 64 MiB, those in its last 64 MiB. Lines that are none are passed
+    over: a full disk may have cut them short."""
     path = run_dir / FILE
     if not path.exists():
         return
-    for line in read_regular(path, max_bytes=None).splitlines():
+    with open(open_regular(path), "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - SMALL))
+        content = file.read(SMALL)
+    for line in content.splitlines():
         with suppress(ValueError, RecursionError):
             event = json.loads(line)
             if isinstance(event, dict) and isinstance(event.get("event"), str):
