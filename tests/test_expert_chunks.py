@@ -17,7 +17,8 @@ from megapar.context import Axis
 from megapar.errors import ConfigError
 from megapar.expert_parallel import experts
 from megapar.expert_parallel.row_counts import experts_of, place_of_expert
-from megapar.train.step import evaluate, train_step
+from megapar.train.evaluation import evaluate
+from megapar.train.step import train_step
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.grid import DENSE_BETWEEN, LLAMA, MIXTRAL, SHARED, SIGMOID, Layout, make_state, micro_batches, name

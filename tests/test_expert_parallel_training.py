@@ -18,9 +18,10 @@ from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.expert_parallel.balance import Router
 from megapar.grid import coordinates, expert_rank_groups
+from megapar.train.evaluation import evaluate
 from megapar.train.metrics import tally_load
 from megapar.train.state import TrainState
-from megapar.train.step import evaluate, train_step
+from megapar.train.step import train_step
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import DENSE_BETWEEN, SHARED, SIGMOID, Layout, make_state, micro_batches

@@ -18,8 +18,9 @@ from megapar.plan.memory import host_bytes_of_inputs, report_rank
 from megapar.recompute import Recompute
 from megapar.side_stream import SideStream
 from megapar.train import host_memory, memory_report
+from megapar.train.evaluation import evaluate
 from megapar.train.kept import KeptBytes
-from megapar.train.step import evaluate, train_step
+from megapar.train.step import train_step
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, SHARED, Layout, make_state, micro_batches, name

@@ -15,8 +15,9 @@ from megapar.batch import MicroBatch
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig, Config, DataConfig, TrainConfig
 from megapar.errors import ConfigError
+from megapar.train.evaluation import evaluate
 from megapar.train.state import TrainState
-from megapar.train.step import evaluate, train_step
+from megapar.train.step import train_step
 from megapar.verify import logical
 from tests.support import reference_models
 from tests.support.grid import (

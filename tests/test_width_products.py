@@ -17,7 +17,8 @@ from torch import Tensor
 from megapar.comm.collectives import Pending
 from megapar.linear import LinearFunction, Local
 from megapar.products import MatrixProducts
-from megapar.train.step import evaluate, train_step
+from megapar.train.evaluation import evaluate
+from megapar.train.step import train_step
 from tests.support import grid
 from tests.support.sweeps import slow_but
 from tests.support.width import in_each_layout, trains_as_one_process

@@ -17,8 +17,9 @@ from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
 from megapar.pipeline.sharding_plan import UnitAction
 from megapar.plan.memory import report_rank
+from megapar.train.evaluation import evaluate
 from megapar.train.kept import KeptBytes
-from megapar.train.step import evaluate, train_step
+from megapar.train.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_weights
 from tests.support import close

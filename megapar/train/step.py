@@ -20,7 +20,7 @@ from megapar.optimizer.schedule import learning_rate
 from megapar.stage_set import AddedLoss
 from megapar.tally import counting_modules, end_step, tables
 from megapar.train.references import with_references
-from megapar.train.state import Position, QueuedStep, StepResult, TrainState, without_targets
+from megapar.train.state import Position, QueuedStep, StepResult, TrainState
 
 
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
@@ -197,36 +197,3 @@ def train_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
             "optimizer.lr or a longer optimizer.warmup_steps often helps"
         )
     return result
-
-
-class Evaluated(NamedTuple):
-    """Sums over all ranks: of the losses, what they are divided by (target tokens, or pairs), and the hits.
-
-    Hits are the weights of targets with the highest logit. A target that shares it with another id counts too.
-    """
-
-    loss: float
-    divisor: float
-    hits: float
-
-
-def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> Evaluated:
-    """Evaluate one global batch without dropout.
-
-    `batches` are this rank's micro-batches. They may be on the host. Raises DataError if no target has a weight.
-    """
-    ctx = state.ctx
-    hits = torch.zeros((), dtype=torch.float64, device=ctx.device)
-    max_microbatches = num_microbatches(state.config)
-    batches = with_references(state, [batch.to(ctx.device) for batch in batches], max_microbatches)
-    batches = [replace(batch, hits=hits) for batch in batches]
-    for stage in state.stages.values():
-        stage.eval()
-    divisor = Divisors.of(state, batches, state.config.train.global_batch_size).main
-    loss = mean_loss(state.pipeline.evaluate(batches, max_microbatches), divisor, ctx)
-    for stage in state.stages.values():
-        stage.train()
-    hits = collectives.all_reduce(collectives.all_reduce(hits, ctx.grad), ctx.pp)
-    if divisor.item() == 0.0:
-        raise without_targets("an evaluation")
-    return Evaluated((loss * divisor).item(), divisor.item(), hits.item())

@@ -44,6 +44,7 @@ from megapar.stage_set import StageSet
 from megapar.system import events
 from megapar.train import checkpoints, host_memory, not_finite, prediction, replicas, spikes
 from megapar.train.data import TEST, holds_conversations, packs_in_words
+from megapar.train.evaluation import evaluate
 from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
 from megapar.train.prediction import Comparison, Prediction
@@ -53,7 +54,7 @@ from megapar.train.savers import Saved, Savers
 from megapar.train.sinks.base import RunInfo
 from megapar.train.spikes import Spikes, compute_again, in_words_again, rewinds_in_a_row
 from megapar.train.state import QueuedStep, StepResult, TrainState
-from megapar.train.step import evaluate, queue_step
+from megapar.train.step import queue_step
 from megapar.train.stragglers import Stragglers
 from megapar.train.trainable import freeze_others
 from megapar.train.watch import Watch

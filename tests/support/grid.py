@@ -33,8 +33,9 @@ from megapar.launch.grid import grid_of
 from megapar.optimizer.clip import clip_coefficient
 from megapar.params import Init, spec_of
 from megapar.random import initial_values, initialize
+from megapar.train.evaluation import evaluate
 from megapar.train.state import StepResult, TrainState
-from megapar.train.step import evaluate, train_step
+from megapar.train.step import train_step
 from megapar.train.trainable import freeze_others
 from megapar.train.trainer import assemble
 from megapar.verify import batches, logical
