@@ -10,7 +10,7 @@ After PipeOffload (Wan et al., arXiv 2503.01328).
 """
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -89,6 +89,24 @@ class _Input:
         self.left = Reached()
         self.arrived = Reached()
 
+    def to_slot(self, x: Tensor) -> Callable[[], None]:
+        """The copy of `x` to the slot."""
+        in_slot = self.in_slot()
+
+        def copy() -> None:
+            in_slot.copy_(x, non_blocking=True)
+
+        return copy
+
+    def from_slot(self, x: Tensor) -> Callable[[], None]:
+        """The copy of the slot to `x`."""
+        in_slot = self.in_slot()
+
+        def copy() -> None:
+            x.copy_(in_slot, non_blocking=True)
+
+        return copy
+
     def in_slot(self) -> Tensor:
         """The slot as a tensor of its shape."""
         assert self.slot is not None
@@ -164,11 +182,7 @@ class HostInputs:
         self._let_leave()
         x = x.detach()
         kept = _Input(x, self._take_slot(x.nbytes), self._running)
-
-        def copy() -> None:
-            kept.in_slot().copy_(x, non_blocking=True)
-
-        kept.left = self.stream.queue(copy)
+        kept.left = self.stream.queue(kept.to_slot(x))
         self._running.append(kept)
         self._leaving = kept
         self._note_device()
@@ -205,12 +219,8 @@ class HostInputs:
 
     def _fetch(self, kept: _Input) -> None:
         x = torch.empty_strided(kept.shape, kept.stride, dtype=kept.dtype, device=self._on)
-
-        def copy() -> None:
-            x.copy_(kept.in_slot(), non_blocking=True)
-
         kept.x = x
-        kept.arrived = self.stream.queue(copy)
+        kept.arrived = self.stream.queue(kept.from_slot(x))
 
     def _note_device(self) -> None:
         on_device = {id(kept): kept.nbytes for kept in (self._leaving, self._next) if kept is not None}

@@ -110,12 +110,12 @@ def test_no_share_changes_a_bit(layout: Layout, precision: str) -> None:
 
 
 def distances(layout: Layout) -> list[float]:
-    """Relative distances of state and losses with all inputs on the host from those without."""
+    """Relative distances of this rank's state with all inputs on the host from that without."""
     config = layout.config("bf16")
-    moved, losses = trained(replace(config, train=replace(config.train, offload=1.0)))
-    expected, expected_losses = trained(config)
-    pairs = [(torch.tensor(losses), torch.tensor(expected_losses)), *((moved[key], x) for key, x in expected.items())]
-    return [float((a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-12)) for a, b in pairs]
+    moved, _ = trained(replace(config, train=replace(config.train, offload=1.0)))
+    expected, _ = trained(config)
+    pairs = [(moved[key].double(), x.double()) for key, x in expected.items()]
+    return [float((a - b).norm() / b.norm().clamp(min=1e-12)) for a, b in pairs]
 
 
 @pytest.mark.gpus
@@ -138,7 +138,7 @@ def differs(config: Config, skipped: str) -> bool:
     return any(not torch.equal(found[key], x) for key, x in expected.items())
 
 
-@pytest.mark.parametrize("skipped", ["HostInputs.keep.", "HostInputs._fetch."])
+@pytest.mark.parametrize("skipped", ["_Input.to_slot.", "_Input.from_slot."])
 def test_a_missing_wait_is_seen(skipped: str) -> None:
     """Fault offloaded-input-raced: memory of an input is freed before it was copied, or read before it is back."""
     assert differs(Layout(LLAMA, recompute="full", offload=1.0, micro_batch_size=4).config(), skipped)

@@ -17,6 +17,7 @@ from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.host_inputs import HostInputs
 from megapar.main_grad import WeightGradientQueue, main_grads
+from megapar.pipeline.input_gradient import InputGradient
 from megapar.pipeline.lowering import MessageBatch, lower_one
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
 from megapar.pipeline.schedules import Action, Kind, Schedule, find, make, placement
@@ -174,7 +175,7 @@ class _Saved:
     while a send is in flight.
     """
 
-    inputs: list["_InputGradient"]  # of each floating-point input
+    inputs: list[InputGradient]  # of each floating-point input
     edges: list[GradientEdge | None]  # of each floating-point output, None if it needs no gradient
     specs: tuple[TensorSpec, ...]  # of the same outputs, and so of their gradients
 
@@ -301,9 +302,9 @@ class _Execution:
             self._departing[target] = tuple(x.contiguous() for x in tensors)
 
     def _forward(self, action: Action, received: tuple[Tensor, ...]) -> None:
-        gradients: list[_InputGradient] = []
+        gradients: list[InputGradient] = []
         if torch.is_grad_enabled():
-            gradients = [_InputGradient(x) for x in received if x.is_floating_point()]
+            gradients = [InputGradient(x) for x in received if x.is_floating_point()]
             arriving = iter(gradients)
             received = tuple(next(arriving).begin(x) if x.is_floating_point() else x for x in received)
         # Stages take one tensor, a tuple of several, or None on the first stage.
@@ -370,37 +371,3 @@ def _edge(y: Tensor) -> GradientEdge | None:
     # The edge of a view. Unlike the node of a view, the node of an autograd.Function that is written in Python does not
     # keep the graph behind it alive.
     return get_gradient_edge(y.view_as(y))
-
-
-class _InputGradient:
-    """Where the gradient of a stage's input arrives."""
-
-    def __init__(self, x: Tensor):
-        self.grad: Tensor | None = None
-        self._spec = TensorSpec(tuple(x.shape), x.dtype)
-        self._device = x.device
-
-    def begin(self, x: Tensor) -> Tensor:
-        """`x` as the stage gets it: its gradient arrives here."""
-        found: Tensor = _Beginning.apply(x, self, torch.empty(0, requires_grad=True))
-        return found
-
-    def take(self) -> Tensor:
-        """The gradient. Zeros if the stage did not use the input, because the other end waits for it."""
-        if self.grad is None:
-            return torch.zeros(self._spec.shape, dtype=self._spec.dtype, device=self._device)
-        return self.grad
-
-
-class _Beginning(torch.autograd.Function):
-    """Where the graph of a stage begins. A leaf would hold the input, which may be in host memory meanwhile."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, gradient: _InputGradient, _needs_gradient: Tensor) -> Tensor:
-        ctx.gradient = gradient
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, None]:
-        ctx.gradient.grad = grad.contiguous()
-        return None, None, None
