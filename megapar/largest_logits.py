@@ -11,8 +11,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from megapar.batch import PipelineStage
 from megapar.comm import collectives
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
+from megapar.stage_set import StageSet
 
 Share = Literal["all", "half", "none"]
 """How much of a factor rows are scaled by: by all of it, by its square root, or not."""
@@ -27,6 +29,13 @@ class ScaledRows:
 
     name: str
     rows: tuple[tuple[int, Share], ...]
+
+
+def rows_of_heads(name: str, width: int, group: int, *, bias: bool) -> list[ScaledRows]:
+    """The rows of q and k of the attention `name`, in heads of `width` rows. `group` query heads share a key."""
+    kinds = ("weight", "bias") if bias else ("weight",)
+    rows: dict[str, int] = {"q": group * width, "k": width}
+    return [ScaledRows(f"{name}.{letter}.{kind}", ((rows[letter], "half"),)) for letter in rows for kind in kinds]
 
 
 class LargestLogits(nn.Module):
@@ -72,17 +81,20 @@ def forget(modules: Iterable[LargestLogits]) -> None:
         module.maxima.fill_(-torch.inf)
 
 
-def of_step(modules: Sequence[LargestLogits], size: tuple[int, int], ctx: ParallelContext) -> Tensor:
-    """The largest logits of a step over all ranks, fp32 [layers, heads], and begin to measure anew. A collective.
+def of_step(stages: StageSet[PipelineStage], ctx: ParallelContext) -> tuple[Tensor | None, list[Tensor]]:
+    """The largest logits of a step over all ranks, fp32 [layers, heads], and the largest of them, 0-d. A collective.
 
-    `size` is the declared one (`megapar.stage_set.Declared.logits`). Layers that measure nothing have -inf.
+    Layers that measure nothing have -inf. All begin to measure anew. If the model declares no table
+    (`megapar.stage_set.Declared.logits`), there is None, and no largest one.
     """
-    table = torch.full(size, -torch.inf, device=ctx.device)
+    if stages.declared.logits is None:
+        return None, []
+    table = torch.full(stages.declared.logits, -torch.inf, device=ctx.device)
+    modules = measuring_modules(stages.values())
     for module in modules:
         table[module.layer] = module.maxima
     forget(modules)
     # Heads lie on tp, tokens on dp x cp, layers on pp. A head of keys may serve query heads of several tensor ranks.
-    axes: tuple[Axis, ...] = (ctx.tp, ctx.grad, ctx.pp)
-    for axis in axes:
+    for axis in (ctx.tp, ctx.grad, ctx.pp):
         collectives.all_reduce(table, axis, "max")
-    return table
+    return table, [table.amax()]

@@ -37,10 +37,7 @@ class Optimizers:
         seed: int = 0,
         measuring: Sequence[LargestLogits] = (),
     ):
-        """`impl` is the implementation of updates, and `seed` that of their random bits.
-
-        `measuring` are the modules of this rank that measure logits (optimizer.qk_clip).
-        """
+        """`impl` is that of updates, `seed` that of random bits. `measuring` measure logits (optimizer.qk_clip)."""
         self.step_count = 0
         self._weights = weights
         self._overlap_param_gather = config.overlap_param_gather
@@ -63,10 +60,9 @@ class Optimizers:
     ) -> None:
         """Update the weights with the reduced gradients times `clip_coefficient`, then gather all shards.
 
-        `largest_logits` are those of the step, fp32 [layers, heads], for optimizer.qk_clip.
-
-        `found_inf` is 0-d on the device. Unless it is zero, no weight and no state changes. `step_count` counts the
-        update even then. Whoever learns of the skipped update takes the count back.
+        `largest_logits`, fp32 [layers, heads], are those of the step, for optimizer.qk_clip. `found_inf` is 0-d on the
+        device. Unless it is zero, no weight and no state changes. `step_count` counts the update even then. Whoever
+        learns of the skipped update takes the count back.
 
         With optimizer.overlap_param_gather the gathers only start: the next forward pass waits for them, layer by
         layer. Call `Weights.wait` before weights are read elsewhere.

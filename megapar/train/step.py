@@ -14,7 +14,7 @@ from megapar.comm import collectives
 from megapar.config.derive import num_microbatches
 from megapar.context import ParallelContext
 from megapar.errors import NumericError
-from megapar.largest_logits import measuring_modules, of_step
+from megapar.largest_logits import of_step
 from megapar.optimizer.clip import clip_coefficient, reduce_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.stage_set import AddedLoss
@@ -121,18 +121,6 @@ def compute_gradients(
     return mean_loss(main_losses, divisors.main, ctx), norm / scale, list(sums), divisors
 
 
-def largest_logits(state: TrainState) -> tuple[Tensor | None, list[Tensor]]:
-    """The table of the step's largest attention logits, fp32 [layers, heads], and the largest one, 0-d.
-
-    Without optimizer.qk_clip there is no table, and no largest one. A collective.
-    """
-    size = state.stages.declared.logits
-    if size is None:
-        return None, []
-    table = of_step(measuring_modules(state.stages.values()), size, state.ctx)
-    return table, [table.amax()]
-
-
 def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_stop: bool = False) -> QueuedStep:
     """Queue forward and backward over this rank's micro-batches, then one update if loss and norm are finite.
 
@@ -153,7 +141,7 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
         state, batches, samples, scale, float(asked_to_stop)
     )
     added = [x / divisors.of_added(declared) for declared, x in zip(state.stages.declared.losses, losses, strict=True)]
-    logits, largest = largest_logits(state)
+    logits, largest = of_step(state.stages, ctx)
     # Copied before the update: the device still has the update to compute when the host has the numbers.
     numbers = device.HostCopy(torch.stack([loss, norm, divisors.tokens, stop_votes, *added, *largest]))
     ctx.flight.enter("optimizer")

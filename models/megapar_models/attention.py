@@ -15,7 +15,7 @@ from megapar import recompute
 from megapar.config.model_options import ModelConfig
 from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
-from megapar.largest_logits import ScaledRows
+from megapar.largest_logits import rows_of_heads
 from megapar.params import make_piece
 from megapar.tensor_parallel.layers import Columns
 from megapar_models.factory import Factory
@@ -107,19 +107,9 @@ class Attention(nn.Module):
         self.out = factory.row_parallel(f"{name}.o", width, model.hidden_size, bias=kind.out_bias)
         rule = ScoreRule(kind.attention_scale, kind.score_cap)
         self.attend = factory.core_attention(heads.kv_heads, d, d, kind.window, rule)
-        group = model.num_attention_heads // model.num_key_value_heads
-        scaled = [
-            ScaledRows(f"{name}.{letter}.{kind_of}", ((rows, "half"),))
-            for letter, rows in (("q", group * d), ("k", d))
-            for kind_of in (("weight", "bias") if kind.qkv_bias else ("weight",))
-        ]
-        self.largest = factory.largest_logits(
-            number,
-            model.num_attention_heads,
-            range(heads.q_start, heads.q_stop),
-            model.num_key_value_heads,
-            scaled,
-        )
+        total, groups = model.num_attention_heads, model.num_key_value_heads
+        scaled = rows_of_heads(name, d, total // groups, bias=kind.qkv_bias)
+        self.largest = factory.largest_logits(number, total, range(heads.q_start, heads.q_stop), groups, scaled)
         self.q_norm = self.k_norm = None
         if kind.qk_norm:
             self.q_norm = make_qk_norm(replace(columns[0], name=f"{name}.q_norm", blocks=()), d, kind, factory)

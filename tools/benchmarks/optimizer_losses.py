@@ -113,6 +113,7 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     right.set(xlabel="step", ylabel="nats per token", title="differences of held-out losses")
     for axes in (left, right):
         axes.grid(alpha=0.3)
+        axes.margins(y=0.25)  # room for the legend
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
