@@ -109,16 +109,16 @@ def test_rows_leave_by_chunk_and_then_by_expert() -> None:
 
 
 class Noted(Pending):
-    """An all-to-all that notes when it starts and when somebody waits for it."""
+    """An all-to-all of rows, or of their weights, that notes when it starts and when somebody waits for it."""
 
-    def __init__(self, inner: Pending, events: list[str]):
+    def __init__(self, inner: Pending, events: list[str], prefix: str):
         super().__init__()
-        self.number = sum(event.startswith("sent") for event in events)
-        self._inner, self._events = inner, events
-        events.append(f"sent {self.number}")
+        self.number = sum(event.startswith(f"{prefix}sent") for event in events)
+        self._inner, self._events, self._prefix = inner, events, prefix
+        events.append(f"{prefix}sent {self.number}")
 
     def wait(self) -> None:
-        self._events.append(f"waited {self.number}")
+        self._events.append(f"{self._prefix}waited {self.number}")
         self._inner.wait()
 
 
@@ -131,7 +131,7 @@ def events_of(case: Case) -> list[str]:
 
     def sent(x: Tensor, *args: Any) -> tuple[Tensor, Pending]:
         out, pending = all_to_all_async(x, *args)
-        return out, Noted(pending, noted)
+        return out, Noted(pending, noted, "" if x.shape[1] > 1 else "weights ")
 
     def product(original: Callable[..., Any]) -> Callable[..., Any]:
         def noting(ctx: Any, *args: Any) -> Any:
@@ -151,20 +151,28 @@ def events_of(case: Case) -> list[str]:
 
 
 def test_experts_work_on_one_chunk_while_others_travel() -> None:
-    """Backward is the mirror of forward: gradients of results leave first, and those of rows are waited for last."""
-    there = [f"sent {number}" for number in range(3)]
+    """Backward is the mirror of forward: gradients of results leave first, and those of rows are waited for last.
+
+    Weights leave before all rows, and their gradients behind those of the same rows.
+    """
+    there = [f"weights sent {number}" for number in range(3)] + [f"sent {number}" for number in range(3)]
     products = ["product", "product"]
     forward = [
         there,
-        *([f"waited {n}", *products, f"sent {n + 3}"] for n in range(3)),
+        *([f"weights waited {n}", f"waited {n}", *products, f"sent {n + 3}"] for n in range(3)),
         ["waited 3", "waited 4", "waited 5"],
     ]
     back = [f"sent {number}" for number in range(6, 9)]
-    backward = [back, *([f"waited {n + 6}", *products, f"sent {n + 9}"] for n in range(3))]
+    backward = [
+        back,
+        *([f"waited {n + 6}", *products, f"sent {n + 9}", f"weights sent {n + 3}"] for n in range(3)),
+    ]
     expected = list(chain(*forward, ["backward"], *backward))
     for noted in run_ranks(2, events_of, Case(num_experts=8, chunks=3)):
         assert noted[: len(expected)] == expected
-        assert sorted(noted[len(expected) :]) == ["waited 10", "waited 11", "waited 9"]
+        last = noted[len(expected) :]
+        assert sorted(last[:3]) == ["waited 10", "waited 11", "waited 9"]
+        assert sorted(last[3:]) == ["weights waited 3", "weights waited 4", "weights waited 5"]
 
 
 # Options
