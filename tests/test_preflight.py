@@ -1,12 +1,10 @@
 """What is tested before the first step (launch.preflight): hosts, groups, bandwidth, products."""
 
-import ctypes
 import json
 import os
 import shutil
 import signal
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,7 +22,7 @@ from megapar.comm.rendezvous import Member
 from megapar.errors import CommunicationError
 from megapar.grid import Grid
 from megapar.launch import preflight, reach
-from tests.support import program
+from tests.support import namespaces, program
 from tests.support.distributed import run_ranks
 from tests.support.processes import free_port, slurm
 from tests.support.program import Program
@@ -274,80 +272,31 @@ def test_hosts_connect_to_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
 # Hosts in network namespaces
 
 
-NAMES = ("a", "b", "c")
-
-
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True)
-
-
 @pytest.fixture
 def three_hosts() -> Iterator[str]:
-    """Three network namespaces, a link between any two, and an address each: 10.77.0.1 to .3. Yields their prefix."""
-    prefix = f"mp{os.getpid() % 10000}"
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("network namespaces need root and the program ip")
-    made = []
-    try:
-        for number, name in enumerate(NAMES, 1):
-            try:
-                ip("netns", "add", f"{prefix}{name}")
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"this machine refuses network namespaces: {error.stderr.strip()}")
-            made.append(name)
-            inside = ("-n", f"{prefix}{name}")
-            ip(*inside, "link", "set", "lo", "up")
-            ip(*inside, "link", "add", "own", "type", "bridge")
-            ip(*inside, "addr", "add", f"10.77.0.{number}/32", "dev", "own")
-            ip(*inside, "link", "set", "own", "up")
-        for one, other in (("a", "b"), ("a", "c"), ("b", "c")):
-            ends = (f"to{other}", f"to{one}")
-            here, there = f"{prefix}{one}", f"{prefix}{other}"
-            ip("link", "add", ends[0], "netns", here, "type", "veth", "peer", "name", ends[1], "netns", there)
-            for space, link, to, source in ((here, ends[0], other, one), (there, ends[1], one, other)):
-                ip("-n", space, "link", "set", link, "up")
-                addresses = f"10.77.0.{NAMES.index(to) + 1}", f"10.77.0.{NAMES.index(source) + 1}"
-                ip("-n", space, "route", "add", addresses[0], "dev", link, "src", addresses[1])
+    with namespaces.three_hosts() as prefix:
         yield prefix
-    finally:
-        for name in made:
-            ip("netns", "del", f"{prefix}{name}")
 
 
-def in_namespace(prefix: str) -> Callable[[], None]:
-    """Moves the program into the namespace of its host, under the host's name."""
-
-    def plant() -> None:
-        name = NAMES[int(os.environ["SLURM_PROCID"])]
-        space = os.open(f"/run/netns/{prefix}{name}", os.O_RDONLY)
-        if ctypes.CDLL(None, use_errno=True).setns(space, 0):
-            raise OSError(ctypes.get_errno(), "setns")
-        socket.gethostname = lambda: f"node-{name}"
-        preflight.LIMIT_SECONDS = LIMIT
-
-    return plant
+def limited() -> None:
+    preflight.LIMIT_SECONDS = LIMIT
 
 
-def on_three_hosts(prefix: str, folder: Path) -> list[Program]:
+def start_on(hosts: str, folder: Path) -> list[Program]:
     flags = ("--launch.preflight", "--train.steps", "2", "--train.global_batch_size", "6")
-    ranks = []
-    for rank in range(3):
-        env = slurm(rank, 3, 29500) | {"MASTER_ADDR": "10.77.0.1", "GLOO_SOCKET_IFNAME": "own"}
-        env |= {"SLURM_LOCALID": "0", "SLURM_NODEID": str(rank), "SLURM_STEP_TASKS_PER_NODE": "1(x3)"}
-        ranks.append(program.start(*flags, cwd=folder, env=env, plant=in_namespace(prefix)))
-    return ranks
+    return namespaces.start(hosts, folder, *flags, plant=limited)
 
 
 def test_a_cut_link_between_two_hosts_is_named(tmp_path: Path, three_hosts: str) -> None:
     """Rank 0's host reaches both, so all ranks meet; gloo alone would wait for launch.timeout_seconds."""
-    ranks = on_three_hosts(three_hosts, tmp_path)
+    ranks = start_on(three_hosts, tmp_path)
     ended = [rank.wait(60) for rank in ranks]
     assert [rank.code for rank in ended] == [0, 0, 0], "\n".join(rank.err for rank in ended)
     assert "every group answers (3 ranks, 3 hosts)" in ended[0].out
     shutil.rmtree(tmp_path / "run")
-    ip("-n", f"{three_hosts}c", "link", "set", "tob", "down")
+    namespaces.ip("-n", f"{three_hosts}c", "link", "set", "tob", "down")
     start = time.monotonic()
-    ended = [rank.wait(60) for rank in on_three_hosts(three_hosts, tmp_path)]
+    ended = [rank.wait(60) for rank in start_on(three_hosts, tmp_path)]
     seconds = time.monotonic() - start
     assert [rank.code for rank in ended] == [6, 6, 6], "\n".join(rank.err for rank in ended)
     assert "node-c (rank 2) is not reached from node-b (rank 1) (10.77.0.3 port " in ended[0].err
