@@ -13,6 +13,7 @@ from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.train import step
 from tests.support import program
 from tests.support.program import Ended, Program
+from tests.support.progress import CAP_SECONDS
 
 TWO = ("--launch.nproc", "2")
 FOUR = ("--launch.nproc", "4", "--parallel.tp", "2", "--parallel.pp", "2")
@@ -109,10 +110,10 @@ class Scene:
         running = self.start(*flags, env=env, plant=plant)
         return self.finish(running, timeout_seconds, traces=traces)
 
-    def finish(self, running: Program, timeout_seconds: float = 60, *, traces: bool = False) -> Ended:
+    def finish(self, running: Program, timeout_seconds: float = 60, *, traces: bool | None = False) -> Ended:
         """Wait for the end, and assert: no process, temporary file or shared memory is left, and no traceback but with
-        `traces`."""
-        ended = running.wait(timeout_seconds)
+        `traces` (None: with or without one)."""
+        ended = running.wait(timeout_seconds, max(timeout_seconds, CAP_SECONDS))
         pids = [running.pid, *members(self.work)]
         for _ in range(500):
             if not session(running.pid):
@@ -122,7 +123,7 @@ class Scene:
         assert os.listdir(self.tmp) == []
         names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
         assert [name for name in names if any(f"-{pid}" in name or f"_{pid}_" in name for pid in pids)] == []
-        assert traces == ("Traceback" in ended.err), ended.err
+        assert traces in (None, "Traceback" in ended.err), ended.err
         assert "Error in " not in ended.err, ended.err
         return ended
 

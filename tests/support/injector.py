@@ -108,7 +108,11 @@ def _act(kind: str, args: tuple[Any, ...]) -> None:
             sum(range(1 << 20))
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    elif kind in ("slow", "delay"):
+    elif kind == "slow":
+        end = time.monotonic() + SLOW_SECONDS
+        while time.monotonic() < end:
+            sum(range(1 << 14))
+    elif kind == "delay":
         time.sleep(SLOW_SECONDS)
     elif kind == "nan":
         grads = args[0]
