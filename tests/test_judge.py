@@ -14,7 +14,7 @@ from megapar.data.tokenizer import load_tokenizer
 from tests.support.hugging_face import Case, save_model
 from tests.support.sweeps import slow_but
 from tools import judge
-from tools.convert_checkpoint import HfToNative, hf_to_native
+from tools.convert_checkpoint import HfToNative, NativeToHf, hf_to_native, native_to_hf
 
 EOD = 256  # of the bytes' tokenizer
 LENGTH = 24
@@ -194,12 +194,8 @@ def greedy(folder: Path, kind: str, text: str, tokens: int) -> str:
     return tokenizer.decode(ids)[len(text) :]
 
 
-@pytest.mark.parametrize(("kind", "flags"), slow_but([0, 1], LAYOUTS))
-def test_tasks_have_the_numbers_of_the_harness_s_own_model_on_an_export(
-    kind: str, flags: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its HFLM computes them on the model of transformers. The tasks need no download."""
-    lm_eval = pytest.importorskip("lm_eval", reason=f"not run: needs lm_eval, pip install {judge.HARNESS}")
+def write_tasks(folder: Path, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Write the tasks, which need no download, and their files to `tmp_path`; returns their names."""
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     rows = [{**question, "continued": greedy(folder, kind, f"{question['question']} ...", 6)} for question in QUESTIONS]
@@ -207,7 +203,16 @@ def test_tasks_have_the_numbers_of_the_harness_s_own_model_on_an_export(
     (tmp_path / "lines.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in LINES if text))
     for name, task in (("choice", CHOICE), ("rolling", ROLLING), ("continued", CONTINUED)):
         (tmp_path / f"{name}.yaml").write_text(task.replace("FOLDER", str(tmp_path)))
-    names = ["own_choice", "own_rolling", "own_continued"]
+    return ["own_choice", "own_rolling", "own_continued"]
+
+
+@pytest.mark.parametrize(("kind", "flags"), slow_but([0, 1], LAYOUTS))
+def test_tasks_have_the_numbers_of_the_harness_s_own_model_on_an_export(
+    kind: str, flags: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its HFLM computes them on the model of transformers. The tasks need no download."""
+    lm_eval = pytest.importorskip("lm_eval", reason=f"not run: needs lm_eval, pip install {judge.HARNESS}")
+    names = write_tasks(folder, kind, tmp_path, monkeypatch)
     words = ["--tasks", *names, "--include_path", str(tmp_path)]
     found = run(folder, kind, tmp_path / "found.json", *words, flags=flags)["tasks"]
     results = found["results"]
@@ -231,6 +236,32 @@ def test_tasks_have_the_numbers_of_the_harness_s_own_model_on_an_export(
     expected = total / sum(len(text.encode()) for text in texts) / math.log(2)
     assert results["own_rolling"]["bits_per_byte,none"] == pytest.approx(expected, rel=1e-6)
     assert results["own_continued"]["exact_match,none"] == 1.0
+
+
+@pytest.mark.parametrize("kind", slow_but([0], list(CASES)))
+def test_an_export_has_the_numbers_of_its_checkpoint_without_a_flag(
+    kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `lm_eval --model hf --model_args pretrained=EXPORT` starts it; windows are as long as the model's here."""
+    lm_eval = pytest.importorskip("lm_eval", reason=f"not run: needs lm_eval, pip install {judge.HARNESS}")
+    names = write_tasks(folder, kind, tmp_path, monkeypatch)
+    words = ["--tasks", *names, "--include_path", str(tmp_path)]
+    found = run(folder, kind, tmp_path / "found.json", *words)["tasks"]["results"]
+    native_to_hf(NativeToHf(folder / kind, tmp_path / "export", tokenizer="bytes", verify=False))
+    from lm_eval.tasks import TaskManager
+
+    expected = lm_eval.simple_evaluate(
+        model="hf",
+        model_args=f"pretrained={tmp_path / 'export'},max_length={LENGTH}",
+        tasks=names,
+        task_manager=TaskManager(include_path=str(tmp_path)),
+        device="cpu",
+        log_samples=False,
+    )["results"]
+    for name in names:
+        for metric, value in expected[name].items():
+            if isinstance(value, float):
+                assert found[name][metric] == pytest.approx(value, rel=1e-5), (name, metric)
 
 
 def test_a_missing_harness_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
