@@ -113,11 +113,9 @@ def compute_gradients(
     )
     ctx.flight.enter("reduce")
     state.grads.finish()
-    others = torch.cat(
-        [torch.full((1,), vote, dtype=torch.float64, device=ctx.device), parts_of_losses(state, loss_sums)]
-    )
+    votes = torch.full((1,), vote, dtype=torch.float64, device=ctx.device)
     with ctx.flight.span("optimizer"):
-        norm, sums = reduce_norm(state.grads, ctx, others)
+        norm, sums = reduce_norm(state.grads, ctx, torch.cat([votes, parts_of_losses(state, loss_sums)]))
     return mean_loss(main_losses, divisors.main, ctx), norm / scale, list(sums), divisors
 
 
@@ -133,9 +131,8 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
     scale = state.loss_scale.scale
     before = Position(state.step, state.consumed_samples, state.optimizer.step_count)
     samples = state.config.train.batch_size(state.consumed_samples)
-    batches = with_references(
-        state, [batch.to(ctx.device) for batch in batches], num_microbatches(state.config, samples)
-    )
+    batches = [batch.to(ctx.device) for batch in batches]
+    batches = with_references(state, batches, num_microbatches(state.config, samples))
     # The vote to stop and the losses besides the main one travel with the gradient norm: no message of their own.
     loss, norm, (stop_votes, *losses), divisors = compute_gradients(
         state, batches, samples, scale, float(asked_to_stop)
