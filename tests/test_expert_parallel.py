@@ -219,7 +219,7 @@ def test_an_expanded_gradient() -> None:
 
 
 def test_a_weight_multiplies_all_of_a_result() -> None:
-    """Biases and adapters among it. Each gradient is that of a product behind the experts."""
+    """Biases and adapters among it, and recomputed. Each gradient is that of a product behind the experts."""
     init = Init("normal", 0.5)
     sharding = Sharding.of(single(), torch.float64)
     experts = Experts(
@@ -238,7 +238,8 @@ def test_a_weight_multiplies_all_of_a_result() -> None:
     rows, weights, upstream = (draw(7, width, seed=width, dtype=torch.float64) for width in (8, 1, 8))
     leaves = [rows.requires_grad_(), weights.requires_grad_(), *experts.parameters()]
     found = []
-    for y in (experts(rows, weights, groups), experts(rows, torch.ones_like(weights), groups) * weights):
+    recomputed = recompute.run(True, experts, rows, weights, groups)
+    for y in (recomputed, experts(rows, torch.ones_like(weights), groups) * weights):
         found.append([y, *torch.autograd.grad(y, leaves, upstream)])
     assert len(leaves) == 12
     for ours, expected in zip(*found, strict=True):
@@ -327,8 +328,8 @@ def test_bytes_follow_from_the_numbers_of_tokens() -> None:
                     assert found == expected, f"{split} {name}"
 
 
-def in_flight(arriving: dispatch.Arriving) -> bool:
-    return bool(arriving.rows.pending._works and arriving.weights.pending._works)
+def in_flight(arriving: dispatch.Arriving) -> list[bool]:
+    return [bool(part.pending._works) for part in [*arriving.rows, arriving.weights]]
 
 
 def overlap(case: Case) -> list[bool]:
@@ -340,13 +341,13 @@ def overlap(case: Case) -> list[bool]:
     plan = mixture.plan(routing.indices)
     arriving = dispatch.send(x, routing.weights, plan)
     between = x * 2
-    seen = [all(map(in_flight, arriving))]
-    between.register_hook(lambda grad: seen.append(all(map(in_flight, arriving))))
+    seen = [all(in_flight(arriving))]
+    between.register_hook(lambda grad: seen.append(all(in_flight(arriving))))
     returning = dispatch.compute(mixture.experts, arriving, plan)
-    assert not any(map(in_flight, arriving))
+    assert not any(in_flight(arriving))
     out = dispatch.combine(returning, plan)
     (out + between).sum().backward()
-    seen.append(not any(map(in_flight, arriving)))
+    seen.append(not any(in_flight(arriving)))
     return seen
 
 

@@ -4,7 +4,8 @@ A row is the hidden state of one token for one of its experts. Rows travel in ch
 
     function    what it does                                                                  axis
     send        copies each token's hidden state once for each of its experts
-                sorts these rows by chunk, and by expert; and the weights of the experts with them
+                sorts these rows by chunk, and by expert
+                all-to-all of all weights, sorted by expert                                   ep
                 all-to-all of each chunk: each row goes to the position of its expert         ep
     compute     for one chunk after the other:
                 gathers the rows of all ranks with other parts of the same experts            etp
@@ -59,14 +60,18 @@ class Dispatch:
     etp: Axis
     indices_tk: Tensor
     """int64 [t, k]: the experts of each token."""
-    choice_of_row: Tensor
-    """int64 [t k]: the choice of each row, where token i has the choices i k to i k + k - 1. Rows are sorted by chunk
-    and expert, and the rows of one expert by token."""
     token_of_row: Tensor
-    """int64 [t k]: the token of each row."""
+    """int64 [t k]: the token of each row. Rows are sorted by chunk and expert, and the rows of one expert by token."""
     row_of_choice: Tensor
     """int64 [t, k]: for each choice of each token, its index among these rows."""
+    choice_of_weight: Tensor
+    """int64 [t k]: the choice of each weight as it is sent, where token i has the choices i k to i k + k - 1. Weights
+    are sorted by expert alone: those of all chunks travel together."""
+    weight_of_choice: Tensor
+    """int64 [t, k]: the inverse."""
     chunks: Sequence[Chunk]
+    whole: Chunk
+    """All experts as one chunk, as weights travel."""
 
     @property
     def rows(self) -> int:
@@ -76,9 +81,9 @@ class Dispatch:
 
 @dataclass(frozen=True)
 class Arriving:
-    """A chunk on its way to its experts: rows [rows, h], and their weights [rows, 1]."""
+    """What is on its way to the experts: the rows [rows, h] of each chunk, and the weights [rows, 1] of all."""
 
-    rows: ArrivingRows
+    rows: Sequence[ArrivingRows]
     weights: ArrivingRows
 
 
@@ -111,15 +116,23 @@ def plan_dispatch(
         # Begun here and waited for behind the copies of rows: a GPU would be idle while the host gets it.
         numbers = device.HostCopy(torch.cat([sent_e, arriving_qpe.reshape(-1)])).wait
     row_counts = RowCounts(ep, etp, num_experts, arriving_qpe, numbers)
-    choice_of_row = torch.argsort(chosen if place_e is None else place_e[chosen], stable=True)
+    choice_of_weight = torch.argsort(chosen, stable=True)
+    weight_of_choice = inverse_of(choice_of_weight).view(indices_tk.shape)
+    choice_of_row, row_of_choice = choice_of_weight, weight_of_choice
+    whole = Chunk(row_counts, 0, 1)
+    if place_e is not None:
+        choice_of_row = torch.argsort(place_e[chosen], stable=True)
+        row_of_choice = inverse_of(choice_of_row).view(indices_tk.shape)
     return Dispatch(
         ep,
         etp,
         indices_tk=indices_tk,
-        choice_of_row=choice_of_row,
         token_of_row=choice_of_row // top_k,
-        row_of_choice=inverse_of(choice_of_row).view(indices_tk.shape),
-        chunks=[Chunk(row_counts, number, chunks) for number in range(chunks)],
+        row_of_choice=row_of_choice,
+        choice_of_weight=choice_of_weight,
+        weight_of_choice=weight_of_choice,
+        chunks=[whole] if chunks == 1 else [Chunk(row_counts, number, chunks) for number in range(chunks)],
+        whole=whole,
     )
 
 
@@ -142,7 +155,7 @@ def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[
     return sent_e, collectives.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
 
 
-def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch") -> list[Arriving]:
+def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch") -> Arriving:
     """Start to send each token's rows to the ranks of its experts, and the weights of the token's experts.
 
     What runs before `compute` overlaps the transfer.
@@ -150,18 +163,17 @@ def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation 
     # Before the numbers of rows are waited for. The experts keep the rows if they do not travel.
     copied = partial(rows_of_tokens, impl=impl)
     rows = recompute.remade(copied, x_th, plan.token_of_row, plan.row_of_choice)
-    weights = permuted_rows(weights_tk.reshape(-1, 1), plan.choice_of_row, plan.row_of_choice.reshape(-1), impl)
+    weights = permuted_rows(weights_tk.reshape(-1, 1), plan.choice_of_weight, plan.weight_of_choice.view(-1), impl)
+    # Before all rows, because the first chunk needs some of them. They are few bytes, but a message a chunk would cost
+    # its latency each time.
+    (arriving_weights,) = start_exchanges(weights, [(plan.whole.sent_rows, plan.whole.received_rows)], plan.ep)
     counts = [(chunk.sent_rows, chunk.received_rows) for chunk in plan.chunks]
-    # The weights of all chunks before any row: the experts of the first chunk need theirs. In backward the gradients of
-    # rows are so waited for first.
-    arriving_weights = start_exchanges(weights, counts, plan.ep)
-    arriving_rows = start_exchanges(rows, counts, plan.ep)
-    return [Arriving(*both) for both in zip(arriving_rows, arriving_weights, strict=True)]
+    return Arriving(start_exchanges(rows, counts, plan.ep), arriving_weights)
 
 
 def compute(
     experts: Callable[[Tensor, Tensor, RowGroups, slice], Tensor],
-    arriving: Sequence[Arriving],
+    arriving: Arriving,
     plan: Dispatch,
     impl: Implementation = "torch",
 ) -> list[ArrivingRows]:
@@ -172,11 +184,11 @@ def compute(
     """
     returning = []
     memory = Memory([sum(chunk.sent_rows) for chunk in plan.chunks])
-    for chunk, travelling in zip(plan.chunks, arriving, strict=True):
-        # Weights first, so that in backward the gradients of rows leave first.
-        weights = _by_expert(travelling.weights, chunk, plan, impl)
-        rows = _by_expert(travelling.rows, chunk, plan, impl)
-        rows = experts(rows, weights, chunk.groups, chunk.experts)
+    # Before any rows, so that in backward the gradients of weights leave behind those of all rows.
+    weights = _by_expert(arriving.weights, plan.whole, plan, impl).split([chunk.rows for chunk in plan.chunks])
+    for chunk, weights_of_chunk, arriving_rows in zip(plan.chunks, weights, arriving.rows, strict=True):
+        rows = _by_expert(arriving_rows, chunk, plan, impl)
+        rows = experts(rows, weights_of_chunk, chunk.groups, chunk.experts)
         rows = _reorder(rows, chunk.arrival_order, chunk.expert_order, impl)
         rows = _sum_rows(rows, chunk.brought_rows, plan.etp)
         back = [(chunk.received_rows, chunk.sent_rows)]

@@ -244,9 +244,10 @@ class _GroupedBias(torch.autograd.Function):
             return grad, zeros, None, None, None
         wide = torch.promote_types(ctx.dtype, torch.float32)
         parts = grad.split(ctx.rows_of_expert)
-        if not ctx.saved_tensors:
+        saved = ctx.saved_tensors  # read once: under activation checkpointing a second time is an error
+        if not saved:
             return grad, torch.cat([part.sum(0, dtype=wide) for part in parts]).to(ctx.dtype), None, None, None
-        bias, weights = ctx.saved_tensors
+        bias, weights = saved
         biases = bias.view(len(parts), -1).to(wide)
         sums = [(part * weight).sum(0) for part, weight in zip(parts, weights.split(ctx.rows_of_expert), strict=True)]
         of_weights = [(part * expert_bias).sum(1) for part, expert_bias in zip(parts, biases, strict=True)]
