@@ -163,7 +163,8 @@ def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation 
     # Before the numbers of rows are waited for. The experts keep the rows if they do not travel.
     copied = partial(rows_of_tokens, impl=impl)
     rows = recompute.remade(copied, x_th, plan.token_of_row, plan.row_of_choice)
-    weights = permuted_rows(weights_tk.reshape(-1, 1), plan.choice_of_weight, plan.weight_of_choice.view(-1), impl)
+    # By torch's ops: our kernel is for rows of many numbers.
+    weights = permuted_rows(weights_tk.reshape(-1, 1), plan.choice_of_weight, plan.weight_of_choice.view(-1))
     # Before all rows, because the first chunk needs some of them. They are few bytes, but a message a chunk would cost
     # its latency each time.
     (arriving_weights,) = start_exchanges(weights, [(plan.whole.sent_rows, plan.whole.received_rows)], plan.ep)
@@ -185,7 +186,7 @@ def compute(
     returning = []
     memory = Memory([sum(chunk.sent_rows) for chunk in plan.chunks])
     # Before any rows, so that in backward the gradients of weights leave behind those of all rows.
-    weights = _by_expert(arriving.weights, plan.whole, plan, impl).split([chunk.rows for chunk in plan.chunks])
+    weights = _by_expert(arriving.weights, plan.whole, plan, "torch").split([chunk.rows for chunk in plan.chunks])
     for chunk, weights_of_chunk, arriving_rows in zip(plan.chunks, weights, arriving.rows, strict=True):
         rows = _by_expert(arriving_rows, chunk, plan, impl)
         rows = experts(rows, weights_of_chunk, chunk.groups, chunk.experts)
