@@ -43,6 +43,7 @@ def on_time_and_late(layout: Layout) -> tuple[Bits, Bits]:
 
 ZERO_1 = Layout(TWO_LAYERS, dp=2, micro_batch_size=3)
 ZERO_3 = Layout(TWO_LAYERS, dp=2, zero_stage=3, micro_batch_size=3)
+COPIES = Layout(TWO_LAYERS, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=3)
 SEQUENCE = Layout(TWO_LAYERS, tp=2, sequence_parallel=True, micro_batch_size=6)
 CHUNKS = Layout(TWO_LAYERS, tp=2, sequence_parallel=True, tp_overlap_chunks=3, micro_batch_size=6)
 PIPELINE = Layout(SMALL_GPT, pp=2, micro_batch_size=3)
@@ -59,7 +60,7 @@ LAYOUTS = [
     Layout(SMALL_GPT, tp=2, micro_batch_size=6),
     Layout(SMALL_GPT, tp=2, tp_overlap_chunks=2, micro_batch_size=6, loss_chunk=5),
     Layout(TWO_LAYERS, dp=2, zero_stage=2, micro_batch_size=3),
-    Layout(TWO_LAYERS, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=3),
+    COPIES,
     Layout(TWO_LAYERS, dp=4, zero_stage=1, shard_ranks=2, micro_batch_size=3, grad_reduce_dtype="bf16"),
     Layout(TWO_LAYERS, cp=2, cp_attention="gather", micro_batch_size=6, recompute="full"),
     Layout(TWO_LAYERS, cp=2, cp_attention="ulysses", micro_batch_size=6),
@@ -95,7 +96,7 @@ def is_seen(plant: Callable[[pytest.MonkeyPatch], None], layout: Layout) -> str:
         plant(patch)
         try:
             found = two_steps(layout)
-        except (AssertionError, NumericError, ValueError) as error:
+        except (AssertionError, NumericError, RuntimeError) as error:  # torch refuses absurd counts
             return type(error).__name__
     return "bits" if any(not torch.equal(found[key], x) for key, x in expected.items()) else ""
 
@@ -104,7 +105,8 @@ PLANTED = [
     ("Gradients.finish", ZERO_1),
     ("FlatWeights._wait_for", ZERO_1),
     ("UnitWeights.wait_for", ZERO_3),
-    ("UnitGradients.finish", ZERO_3),
+    ("UnitGradients.add", ZERO_3),
+    ("UnitGradients.finish", COPIES),
     ("linear_backward", SEQUENCE),
     ("_one_ahead", CHUNKS),
     ("ChunkedScatterSum.leave_in_chunks", CHUNKS),
@@ -121,7 +123,7 @@ PLANTS = [
 ]
 
 
-@pytest.mark.parametrize("number", slow_but([1, 4, 8, 13], range(len(PLANTS))), ids=lambda n: PLANTS[n][0].__name__)
+@pytest.mark.parametrize("number", slow_but([1, 5, 9, 14], range(len(PLANTS))), ids=lambda n: PLANTS[n][0].__name__)
 def test_a_missing_wait_is_seen(number: int) -> None:
     plant, layout = PLANTS[number]
     assert all(run_ranks(layout.world, is_seen, plant, layout))
