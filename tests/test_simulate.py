@@ -223,11 +223,12 @@ def test_an_imbalance_gives_this_rank_more_rows() -> None:
     args = tool.Arguments(rank=1, imbalance=2.0)
     more = simulated(config, 1, tool.load_of(args, config))
     # Of the 144 choices of a micro-batch, this rank's two experts get 72 instead of 36. So from each of three other
-    # ranks 36 rows more arrive, and results and gradients of rows leave again.
-    row = 4 * SIGMOID.hidden_size
+    # ranks 36 rows more arrive, and results and gradients of rows leave again. A weight
+    # goes with a row, and its gradient comes back.
+    row = 2 * 4 * SIGMOID.hidden_size + 4
     layers = SIGMOID.num_hidden_layers
-    assert even.traffic["ep"].sent["all_to_all"] == layers * 2 * row * (108 + 108)
-    assert more.traffic["ep"].sent["all_to_all"] == layers * 2 * row * (72 + 216)
+    assert even.traffic["ep"].sent["all_to_all"] == layers * row * (108 + 108)
+    assert more.traffic["ep"].sent["all_to_all"] == layers * row * (72 + 216)
     assert more.memory["activations: mlp"] > even.memory["activations: mlp"]
     assert more.flops > even.flops
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from megapar.batch import MicroBatch
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
+from megapar.largest_logits import LargestLogits
 from megapar_models.stage import Stage
 
 Ids = Sequence[int]
@@ -101,8 +102,9 @@ class _CachedAttention(nn.Module):
         batch: MicroBatch,
         dropout: AttentionDropout | None,
         sinks_n: Tensor | None = None,
+        largest: LargestLogits | None = None,
     ) -> Tensor:
-        """As `CoreAttention`, with the columns of earlier calls."""
+        """As `CoreAttention`, with the columns of earlier calls. Nothing is noted in `largest`: no update follows."""
         if self.length == 0:
             self.keys = k_sbnd.new_empty((self.capacity, *k_sbnd.shape[1:]))
             self.values = v_sbnd.new_empty((self.capacity, *v_sbnd.shape[1:]))
