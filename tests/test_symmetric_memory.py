@@ -22,7 +22,7 @@ from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.launch.rank_process import _check_symmetric_memory
 from megapar.sharding import Sharding
-from tests.support.distributed import ON_GPUS, rank_device, run_ranks
+from tests.support.distributed import ON_GPUS, rank_device, run_ranks, shares_gpus
 from tests.support.linear_layers import fractions, results, whole_numbers
 
 POISON = 0xFF  # bytes of NaN in each dtype
@@ -122,7 +122,7 @@ def differences_on_gpus(size: int) -> list[str]:
 
 
 @pytest.mark.gpus
-@pytest.mark.skipif(not ON_GPUS, reason="needs GPUs that read each other's memory")
+@pytest.mark.skipif(not ON_GPUS or shares_gpus(2), reason="needs two GPUs that read each other's memory")
 def test_gpus_copy_what_nccl_sends() -> None:
     for wrong in run_ranks(2, differences_on_gpus, 2):
         assert not wrong, "\n".join(wrong)
