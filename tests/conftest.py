@@ -69,6 +69,23 @@ def same_random_numbers() -> None:
     torch.manual_seed(1234)
 
 
+@pytest.fixture(autouse=True)
+def forks_can_use_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In any lane, a test marked gpus runs no backward in this process (tests.support.distributed.apart says why)."""
+    if request.node.get_closest_marker("gpus") is None:
+        return
+    import torch
+
+    run_backward = torch.autograd._engine_run_backward  # type: ignore[attr-defined]
+    here = os.getpid()
+
+    def refuse_here(*args: object, **options: object) -> object:
+        assert os.getpid() != here, "use tests.support.distributed.apart: this process must stay without CUDA"
+        return run_backward(*args, **options)
+
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", refuse_here)
+
+
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A lane does not import the other lane's files: this would take seconds in each process."""
     lane = config.option.markexpr

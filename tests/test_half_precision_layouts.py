@@ -15,7 +15,7 @@ from torch import Tensor
 from megapar.train.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients, held_weights
-from tests.support.distributed import run_ranks
+from tests.support.distributed import apart, run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, SAMPLES, Layout, make_state, micro_batches, name
 from tests.support.sweeps import slow_but
 
@@ -66,7 +66,7 @@ def trained(layout: Layout, precision: str) -> tuple[list[float], list[logical.H
 
 @cache
 def of_one_process(alone: Layout, precision: str) -> tuple[list[float], Shown, Shown]:
-    losses, gradients, weights = trained(alone, precision)
+    losses, gradients, weights = apart(trained, alone, precision)
     return losses, logical.assemble([gradients]), logical.assemble([weights])
 
 

@@ -17,7 +17,7 @@ from megapar.data_parallel.accumulate import MainGradView
 from megapar.grid import Grid
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
-from tests.support.distributed import rank_device, run_ranks
+from tests.support.distributed import apart, rank_device, run_ranks
 from tests.support.kernel_checks import DEVICE, compare, needs_triton, poisoned, relative_error
 from tests.support.sweeps import slow_but
 
@@ -324,7 +324,7 @@ def test_vocabulary_cut_over_ranks(tp: int) -> None:
     nothing but padding."""
     ranks = run_ranks(tp, entropy_on_ranks, tp)
     for number, (_, z_loss) in enumerate(CASES):
-        losses, right, *_ = expected(z_loss)
+        losses, right, *_ = apart(expected, z_loss)
         gradient = torch.cat([rank[number][1] for rank in ranks], dim=-1)
         assert relative_error(gradient, right) < 1e-6
         assert not gradient[..., VOCAB:].any()
@@ -384,7 +384,7 @@ def test_linear_cross_entropy_equals_torch(tp: int) -> None:
     and without sequence parallelism and main gradient. The gradient buffer sees one addition."""
     ranks = run_ranks(tp, linear_on_ranks, tp)
     for number, (_, z_loss) in enumerate(CASES):
-        losses, _, grad_x, grad_weight = expected(z_loss)
+        losses, _, grad_x, grad_weight = apart(expected, z_loss)
         for way in range(4):
             found = [rank[4 * number + way] for rank in ranks]
             sequence_parallel = way >= 2

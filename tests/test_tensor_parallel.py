@@ -36,7 +36,7 @@ from megapar.tensor_parallel.regions import (
 )
 from megapar.verify import logical
 from tests.support import close, reference_models, tiny_models
-from tests.support.distributed import rank_device, run_ranks
+from tests.support.distributed import apart, rank_device, run_ranks
 from tests.support.flat import flatten
 from tests.support.sweeps import slow_but
 
@@ -244,7 +244,7 @@ def test_layers_equal_plain_linear_and_embedding(tp: int) -> None:
     ones (fault strided-tensors-in-collectives), and a weight's gradient does not depend on whether the input needs
     one."""
     ranks = run_ranks(tp, examine_layers_with_and_without_sequence_parallel, tp)
-    outputs, inputs, gradients = plain_layers()
+    outputs, inputs, gradients = apart(plain_layers)
     for sequence_parallel in (False, True):
         for number, both in enumerate(ranks):
             rank = both[sequence_parallel]
@@ -359,22 +359,28 @@ def cross_entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
     return results
 
 
+def torchs_cross_entropy(scale: float) -> tuple[Tensor, Tensor]:
+    """(losses, gradient of the logits of the vocabulary)"""
+    logits, targets, weights = logits_and_targets(scale)
+    true = logits[..., :VOCAB].clone().requires_grad_()
+    losses = F.cross_entropy(true.view(-1, VOCAB), targets.view(-1), reduction="none").view(9, 3)
+    (losses * weights).sum().backward()
+    assert true.grad is not None
+    return losses.detach(), true.grad
+
+
 @pytest.mark.gpus
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_cross_entropy_equals_torch(tp: int) -> None:
     """Faults cross-entropy-extremes, vocabulary-padding; at tp 4 the last rank has nothing but padding."""
     ranks = run_ranks(tp, cross_entropy_on_ranks, tp)
     for number, scale in enumerate((1.0, 1e4)):
-        logits, targets, weights = logits_and_targets(scale)
-        true = logits[..., :VOCAB].clone().requires_grad_()
-        expected = F.cross_entropy(true.view(-1, VOCAB), targets.view(-1), reduction="none")
-        (expected.view(9, 3) * weights).sum().backward()
+        losses, right = apart(torchs_cross_entropy, scale)
         gradient = torch.cat([rank[number][1] for rank in ranks], dim=-1)
         assert not gradient[..., VOCAB:].any()
-        assert true.grad is not None
-        torch.testing.assert_close(gradient[..., :VOCAB], true.grad, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradient[..., :VOCAB], right, rtol=1e-6, atol=1e-6)
         for rank in ranks:
-            torch.testing.assert_close(rank[number][0], expected.detach().view(9, 3), rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(rank[number][0], losses, rtol=1e-6, atol=1e-6)
 
 
 # Whole models

@@ -306,7 +306,7 @@ def _square_sum_kernel(  # type: ignore[no-untyped-def]
     """Write the sum of squares of one tile. Without `tiles_ptr` the tiles cover the whole buffer."""
     program = tl.program_id(0).to(tl.int64)
     first = program * (STEPS * BLOCK)
-    last = elements.to(tl.int64)
+    last = tl.cast(elements, tl.int64)  # elements of 1 are a constant, without methods
     if tiles_ptr is not None:
         first = tl.load(tiles_ptr + 2 * program)
         last = tl.load(tiles_ptr + 2 * program + 1)

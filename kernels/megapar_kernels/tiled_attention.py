@@ -125,7 +125,8 @@ def _firsts(starts_ptr, sample, query, queries):  # type: ignore[no-untyped-def]
     """The first key of each query's document: 0 without documents."""
     if starts_ptr is None:
         return tl.zeros_like(query)
-    return tl.load(starts_ptr + sample * queries + query, query < queries, other=0)
+    else:  # Triton 3.6 would compile what follows a return, too
+        return tl.load(starts_ptr + sample * queries + query, query < queries, other=0)
 
 
 @triton.jit

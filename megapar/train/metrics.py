@@ -42,9 +42,11 @@ PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a step when it is queued. `start` is on time.perf_counter's clock."""
+    """What is known of a step when it is queued. `start` is on time.perf_counter's clock. The device reaches `end`
+    when it has computed the step."""
 
     start: float
+    end: device.Moment
     data_seconds: float
     comm_bytes: dict[str, int]
     attention_load: float | None
@@ -65,7 +67,10 @@ class Meter:
     _start: float = 0.0
     _data_seconds: float = 0.0
     _attention_load: float | None = None
-    _end: float = 0.0  # when the result of the newest step was known
+    _end: float = 0.0  # of the step before, on the device
+
+    def __post_init__(self) -> None:
+        self._clock = device.DeviceClock(self.ctx.device)
 
     def start(self) -> None:
         """Begin to measure the time and the traffic of the next step."""
@@ -84,14 +89,15 @@ class Meter:
     def queued(self) -> Measured:
         """Call it when the step is queued. `comm_bytes` are the bytes sent by this rank, with ring algorithms."""
         sent = {axis: n - self._sent.get(axis, 0) for axis, n in self.ctx.traffic().items()}
-        return Measured(self._start, self._data_seconds, sent, self._attention_load)
+        return Measured(self._start, self._clock.moment(), self._data_seconds, sent, self._attention_load)
 
     def line(self, result: StepResult, measured: Measured) -> dict[str, Any]:
         """The step's line of metrics.jsonl. Call it when the result is known."""
-        now = time.perf_counter()
+        # Not the time when the host learns of the end: it may ask late, and of two steps at once.
+        (end,) = self._clock.read([measured.end])
         # A step that was queued while the step before was computed begins when that one ends.
-        seconds = now - max(measured.start, self._end)
-        self._end = now
+        seconds = end - max(measured.start, self._end)
+        self._end = end
         tflops = self.flops_per_token * result.positions / seconds / self.ctx.world.size / 1e12
         line: dict[str, Any] = {
             "step": result.step,

@@ -43,6 +43,32 @@ def _be_a_host_of_its_own(rank: int) -> None:
     os.environ["NCCL_NET"] = "Socket"
 
 
+def apart(body: Callable[..., Any], *args: Any) -> Any:
+    """`body(*args)` in a forked process, without other ranks and on the CPU.
+
+    For what trains beside the ranks of a test marked gpus: the first backward of a process starts CUDA, and no fork of
+    it could use a GPU afterwards.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.set_num_threads(1)
+        process = multiprocessing.get_context("fork").Process(target=_apart_main, args=(body, folder, args))
+        process.start()
+        process.join()
+        if (error := Path(f"{folder}/error")).exists():
+            raise AssertionError(error.read_text())
+        assert process.exitcode == 0, f"the process ended with {process.exitcode}"
+        return torch.load(f"{folder}/result", weights_only=False)
+
+
+def _apart_main(body: Callable[..., Any], folder: str, args: tuple[Any, ...]) -> None:
+    try:
+        torch.save(body(*args), f"{folder}/result")
+    except BaseException:
+        Path(f"{folder}/error").write_text(traceback.format_exc())
+        os._exit(1)
+    os._exit(0)
+
+
 def _rank_main(body: Callable[..., Any], rank: int, world: int, folder: str, args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     try:

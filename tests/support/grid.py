@@ -41,7 +41,7 @@ from megapar.train.trainer import assemble
 from megapar.verify import batches, logical
 from megapar.verify.logical import held_gradients, held_weights
 from tests.support import close, tiny_models
-from tests.support.distributed import rank_device, run_ranks
+from tests.support.distributed import apart, rank_device, run_ranks
 
 SAMPLES = 12
 LENGTH = 24
@@ -317,7 +317,7 @@ def train_two_steps(
 @cache
 def reference(layout: Layout) -> dict[str, Any]:
     """What `train_two_steps` shows of a layout that `alone` returned."""
-    return train_two_steps(layout.config(), layout.packed)
+    return apart(train_two_steps, layout.config(), layout.packed)
 
 
 def alone(layout: Layout) -> Layout:
@@ -342,7 +342,7 @@ def check(layout: Layout, ranks: list[dict[str, Any]]) -> None:
     """What ranks show, see `train_two_steps`, is what one process shows."""
     if layout.follows:
         held = [logical.assemble([rank["steps"][step][3] for rank in ranks]) for step in range(STEPS)]
-        expected = train_two_steps(alone(layout).config(), layout.packed, go_on_with=held)
+        expected = apart(train_two_steps, alone(layout).config(), layout.packed, True, held)
     else:
         expected = reference(alone(layout))
     initial = logical.assemble([rank["initial"] for rank in ranks])
