@@ -302,7 +302,7 @@ def test_a_profile_is_summed_by_kernel_and_category() -> None:
     config = gpu.make_config(gpu.Options(), "1b")
     prediction = gpu.predict(config, gpu.machine_of({"peak_tflops": 0.0}))
     prediction = replace(prediction, busy=dict.fromkeys(prediction.busy, 4e-3))
-    rows = {row["category"]: row for row in gpu.by_category(kernels, config, prediction)}
+    rows = {row["category"]: row for row in gpu.by_category(kernels, config, gpu.predicted_ms(config, prediction))}
     assert rows["matrix products"] == pytest.approx(
         {"category": "matrix products", "ms": 4.0, "calls": 2, "predicted_ms": 4.0}
     )

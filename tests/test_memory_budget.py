@@ -1,9 +1,11 @@
 """A budget in place of knobs: train.memory_gb chooses recomputation and offload by the model of time."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from megapar_models.registry import presets, validate
 
 from megapar.config.options import Config
@@ -166,3 +168,23 @@ def test_a_run_tells_the_choice_and_starts_again_with_it(tmp_path: Path) -> None
     assert chosen.train.recompute != "none"
     assert f'recompute = "none"  # default, here "{chosen.train.recompute}"' in text
     assert f"train.recompute {chosen.train.recompute}" in line
+
+
+def no_backward_here() -> None:
+    """In this process, which forks the ranks."""
+    run_backward, launcher = torch.autograd._engine_run_backward, os.getpid()  # type: ignore[attr-defined]
+
+    def refuse_here(*args: object, **options: object) -> object:
+        assert os.getpid() != launcher, "the launcher's backward starts CUDA, and its ranks cannot use a GPU"
+        return run_backward(*args, **options)
+
+    torch.autograd._engine_run_backward = refuse_here  # type: ignore[attr-defined]
+
+
+def test_the_launcher_chooses_without_a_backward_of_its_own(tmp_path: Path) -> None:
+    """On a GPU its ranks would not start: autograd's threads start CUDA at the first backward of a process."""
+    flags = ("--launch.nproc", "2", "--parallel.tp", "2", "--parallel.sequence_parallel", "--train.steps", "2")
+    flags += ("--gpu", "h100-80g", "--train.memory_gb", "1", "--parallel.tp_overlap_chunks", "0")
+    ended = program.run(*flags, "--checkpoint.no_save_last", cwd=tmp_path, plant=no_backward_here)
+    assert ended.code == 0, ended.err
+    assert "train.memory_gb=1: train.recompute none" in ended.out

@@ -179,6 +179,12 @@ def plan_memory(config: Config, _: torch.device) -> dict[str, Any]:
     return {"bytes": report_rank(config, Parts(StageBuilder()), 0).rows}
 
 
+def plan_time(config: Config, machine: Hardware, _: torch.device) -> dict[str, Any]:
+    """The predicted milliseconds of a step, and of a micro-batch by category."""
+    prediction = predict(config, machine)
+    return {"step_ms": prediction.seconds * 1e3, "ms": predicted_ms(config, prediction)}
+
+
 def facts_of(target: torch.device) -> dict[str, Any]:
     """The machine, found in a process of its own: this one must not start CUDA, or its children could not."""
     return provenance(target) | {"peak_tflops": device.peak_tflops(target)}
@@ -241,10 +247,10 @@ def predicted_ms(config: Config, prediction: StepTime) -> dict[str, float]:
     return {name: each * sum(prediction.busy.get(part, 0.0) for part in parts) for name, parts in CATEGORIES.items()}
 
 
-def by_category(kernels: Sequence[Kernel], config: Config, prediction: StepTime) -> list[dict[str, Any]]:
-    """Milliseconds and launches of a step by category beside what the model predicts."""
+def by_category(kernels: Sequence[Kernel], config: Config, predicted_of: Mapping[str, float]) -> list[dict[str, Any]]:
+    """Milliseconds and launches of a step by category beside the predicted ones, `predicted_ms`."""
     rows = []
-    for name, predicted in predicted_ms(config, prediction).items():
+    for name, predicted in predicted_of.items():
         of_kind = [kernel for kernel in kernels if categorize(kernel.name) == name]
         row = {"category": name, "ms": sum(k.ms for k in of_kind), "calls": sum(k.calls for k in of_kind)}
         rows.append(row | {"predicted_ms": predicted * num_microbatches(config)})
@@ -298,9 +304,10 @@ class Training(Session):
     def run_of(self, name: WorkloadName, config: Config) -> dict[str, Any]:
         """The workload's part of the file, made when its first contender is about to run."""
         if name not in self.runs:
+            # Each in a process of its own: their backward passes would start CUDA in this one, which forks contenders.
             planned = self.apart(partial(plan_memory, config), "cpu")
+            predicted = self.apart(partial(plan_time, config, self.machine), "cpu")
             whole = WholeModel(config.model)
-            prediction = predict(config, self.machine)
             self.runs[name] = {
                 "workload": name,
                 "model": WORKLOADS[name].preset,
@@ -310,8 +317,8 @@ class Training(Session):
                 "tokens_per_step": config.train.global_batch_size * config.train.seq_length,
                 "config": asdict(config),
                 "predicted": {
-                    "ms": predicted_ms(config, prediction),
-                    "step_ms": prediction.seconds * 1e3,
+                    "ms": predicted.get("ms"),
+                    "step_ms": predicted.get("step_ms"),
                     "bytes": planned.get("bytes"),
                 },
                 "contenders": [],
@@ -350,7 +357,7 @@ class Training(Session):
             print(f"{name}, profile: {found['status']}", flush=True)
             return
         kernels = [Kernel(*kernel) for kernel in found["kernels"]]
-        found["categories"] = by_category(kernels, config, predict(config, self.machine))
+        found["categories"] = by_category(kernels, config, self.run_of(name, config)["predicted"]["ms"] or {})
         if self.options.dry_run:  # what was timed are torch's ops on a CPU
             found["step_ms"] = None
             found["kernels"] = [[kernel.name, kernel.calls, None] for kernel in kernels]
@@ -410,7 +417,8 @@ def speed_table(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
             peak = row["peak_bytes"]
             predicted: tuple[str, str] = ("", "")
             if row["contender"] == "megapar":
-                ms = run["predicted"]["step_ms"] / run["micro_batches"]
+                step_ms = run["predicted"]["step_ms"]
+                ms = step_ms and step_ms / run["micro_batches"]
                 predicted = (over(row["ms"], ms), over(peak, planned_bytes(run)))
             faster = f"{ours / rate:.2f}x" if rate and ours else "-"
             loss = f"{row['results'][-1][0]:.4f}" if "results" in row else "-"
