@@ -27,7 +27,6 @@ from megapar.plan import choose_memory, dry_run, memory, out_of_memory, predicte
 from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.plan.parts import Parts
 from megapar.system import limits
-from megapar.system.apart import apart
 from megapar.train.checkpoints import lock_run_dir
 from megapar.train.data import identity, open_loaders, with_vocabulary_of_tokenizer
 from megapar.train.report import write_run_header
@@ -37,9 +36,7 @@ from megapar.train.trainer import Run, initializes_by_unit, start, train
 def check(resolved: Resolved, world_size: int) -> Config:
     """Check the configuration for `world_size` ranks; returns it with derived values filled in."""
     config = with_vocabulary_of_tokenizer(validate(resolved.config, world_size))
-    config = check_schedule(resolved.config, config, parts := Parts(StageBuilder()))
-    # It plans backward passes, and this process may fork ranks for GPUs next.
-    return apart(choose_memory.check_choices, config, parts)
+    return choose_memory.check_choices(check_schedule(resolved.config, config, parts := Parts(StageBuilder())), parts)
 
 
 def run(resolved: Resolved, config: Config, env: Environment, board: Board | None = None) -> None:

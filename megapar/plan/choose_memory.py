@@ -13,7 +13,7 @@ from megapar.config.options import BY_LAYER, Config, OptimizerConfig, TrainConfi
 from megapar.errors import ConfigError
 from megapar.launch.reporting import say
 from megapar.plan import hardware
-from megapar.plan.choose_chunks import check_chunks, uncut
+from megapar.plan.choose_chunks import check_chunks, left_open, uncut
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import RankReport, fullest_rank
 from megapar.plan.parts import Parts
@@ -21,6 +21,7 @@ from megapar.plan.simulate import with_planned_kernels
 from megapar.plan.step_time import step_time
 from megapar.plan.verdict import for_uneven_experts
 from megapar.recompute import Mode
+from megapar.system.apart import apart
 
 _EVERY = (8, 6, 4, 3, 2, 1)
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -81,7 +82,16 @@ def _shares_of_inputs(config: Config, mode: Mode) -> tuple[float, ...]:
 
 
 def check_choices(config: Config, parts: Parts) -> Config:
-    """`config`, validated, with what its options leave to be chosen: see `check_memory`, then `check_chunks`."""
+    """`config`, validated, with what its options leave to be chosen: see `check_memory`, then `check_chunks`.
+
+    A fork plans it, because plans have backward passes, and this process may fork ranks for GPUs next.
+    """
+    if not config.train.memory_gb and not left_open(config):
+        return config
+    return apart(_chosen, config, parts)
+
+
+def _chosen(config: Config, parts: Parts) -> Config:
     return check_chunks(check_memory(config, parts), parts)
 
 

@@ -42,8 +42,7 @@ PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a step when it is queued. `start` is on time.perf_counter's clock. The device reaches `end`
-    when it has computed the step."""
+    """What is known of a step when it is queued. `start` is in seconds of time.perf_counter. `end` is its last work."""
 
     start: float
     end: device.Moment
