@@ -369,7 +369,7 @@ def _softmax() -> Iterator[Shipped]:
 
 
 def _tiled_attention() -> Iterator[Shipped]:
-    """With all that takes registers: documents, a window, a cap and sinks."""
+    """With all that takes registers: documents, a window, a cap and sinks. And with none of these."""
     kernels = [
         ("forward", tiled_attention._forward_kernel, tiled_attention.forward_config),
         ("queries", tiled_attention._queries_kernel, tiled_attention.queries_config),
@@ -388,10 +388,15 @@ def _tiled_attention() -> Iterator[Shipped]:
                 if name not in constants:
                     kind = special.get(name, "bf16" if name.endswith("_ptr") else "i32")
                     types[name] = f"*{kind}" if name.endswith("_ptr") else kind
-            yield Shipped(
+            full = Shipped(
                 "tiled_attention", f"{direction} {width}/{v_width}", kernel, types, constants, tiles.warps,
                 tiles.stages, aligned=[name for name in types if "stride" in name],
             )  # fmt: skip
+            yield full
+            absent = {name: None for name in types if name in ("starts_ptr", "stops_ptr", "sinks_ptr")}
+            plain = {name: kind for name, kind in types.items() if name not in absent}
+            constants = {**constants, **absent, "CAPPED": False}
+            yield replace(full, variant=f"{full.variant}, plain", types=plain, constants=constants)
 
 
 def _size_one() -> Iterator[Shipped]:
@@ -425,10 +430,16 @@ def _size_one() -> Iterator[Shipped]:
         "softmax masked 2048 backward": ("rows", "queries"),
         "softmax causal 4096 forward": ("queries",),
         "softmax causal 4096 backward": ("queries",),
+        "adamw square sum": ("elements",),
+        # one query head for each key head, one sequence of one position
+        "tiled_attention forward 64/64": ("run", "queries", "keys"),
+        "tiled_attention queries 64/64": ("run", "queries", "keys"),
+        "tiled_attention keys and values 64/64": ("run", "queries", "keys"),
     }
     items = {item.name: item for item in (*_all_sizes(), *_rope(heads=(1,)))}
     for name, names in ones.items():
         item = items[name]
+        names = tuple(name for name in names if name in item.types)
         yield replace(
             item,
             variant=f"{item.variant}, {' = '.join(names)} = 1",

@@ -6,7 +6,7 @@
 #
 # tests/run.sh --proof or --project runs one of them. Other words go to pytest. An -m of your own replaces the lanes:
 # tests/run.sh -m slow
-# tests/run.sh --gpus runs the kernel tests natively on one GPU, then the distributed tests over NCCL, a GPU for each rank.
+# tests/run.sh --gpus runs the kernel tests natively on one GPU, then the distributed tests over NCCL (fewer GPUs are shared).
 set -euo pipefail
 source "$(dirname "$0")/../pretrain_scripts/setup.sh"
 export OMP_NUM_THREADS=1

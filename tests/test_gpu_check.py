@@ -3,6 +3,7 @@ run."""
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,3 +69,12 @@ def test_a_stage_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     run = gpu_check("facts", str(tmp_path), LIMIT="0.1")
     assert run.returncode != 0
     assert "ended after 0.1 s" in run.stderr
+
+
+def test_the_stage_of_kernels_runs_every_file_with_tests_for_a_gpu() -> None:
+    script = (ROOT / "tools/gpu_check.sh").read_text()
+    words = " ".join(re.findall(r'^tests\+?="(.*)"', script, re.MULTILINE)).split()
+    run = {path for word in words for path in ROOT.glob(word)}
+    marked = {path for path in (ROOT / "tests").glob("test_*.py") if re.search(r"mark\.gpu\b", path.read_text())}
+    assert len(run) > 10
+    assert marked - {Path(__file__)} <= run
