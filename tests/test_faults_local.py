@@ -471,6 +471,27 @@ def test_a_refused_second_job_leaves_the_first_ones_folder_alone(tmp_path: Path)
     running.wait(60)
 
 
+def test_of_jobs_that_start_at_once_one_trains(tmp_path: Path) -> None:
+    """The others end with a line, whichever comes first to the new folder, and the folder is that of an undisturbed
+    run."""
+    words = ("--train.steps", "4", "--checkpoint.every", "2")
+    alone = tmp_path / "alone"
+    for folder in (alone, tmp_path):
+        folder.mkdir(exist_ok=True)
+    jobs = [program.start(*words, *TWO, cwd=tmp_path) for _ in range(3)]
+    ends = [job.wait() for job in jobs]
+    assert sorted(end.code for end in ends) == [0, 7, 7], "".join(end.err for end in ends)
+    assert all("is held by another job" in end.err for end in ends if end.code)
+    assert not (tmp_path / "run/error.json").exists()
+    assert program.run(*words, *TWO, cwd=alone).code == 0
+    losses = [
+        [json.loads(line).get("loss") for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+        for folder in (tmp_path, alone)
+    ]
+    assert losses[0] == losses[1]
+    assert len(os.listdir(tmp_path / "run/checkpoints")) == len(os.listdir(alone / "run/checkpoints")) == 3
+
+
 # Terminals and disks
 
 
