@@ -3,6 +3,7 @@
 Dropout masks derive from counters. So there is no random state to save, and a second forward gives the same bits.
 """
 
+import bisect
 import importlib
 import math
 import weakref
@@ -20,6 +21,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.checkpoint import checkpoint
 
 from megapar import host_inputs
+from megapar.config.derive import recomputed_layers
 from megapar.config.options import BY_LAYER, TrainConfig
 
 Mode = Literal["none", "selective", "light", "all_but_attention", "full"]
@@ -30,26 +32,29 @@ class Recompute:
     """The part of the model to recompute.
 
     `selective` recomputes core attention (arXiv 2205.05198, section 5). `light` recomputes what costs neither products
-    nor communication: norms, activations of MLPs, and copies of rows for experts. `full` recomputes every n-th layer,
-    and `all_but_attention` what is around core attention in every n-th layer. Of these layers the share `offload` has
-    its inputs in host memory.
+    nor communication: norms, activations of MLPs, and copies of rows for experts. `full` recomputes `layers`, or every
+    n-th layer if there are none, and `all_but_attention` what is around core attention in them. Of these layers the
+    share `offload` has its inputs in host memory.
     """
 
     mode: Mode = "none"
     every: int = 1
     offload: float = 0.0
+    layers: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, train: TrainConfig) -> "Recompute":
         """That of a run."""
-        return cls(train.recompute, train.recompute_every, train.offload)
+        return cls(train.recompute, train.recompute_every, train.offload, recomputed_layers(train))
 
     def attention(self) -> bool:
         return self.mode == "selective"
 
     def layer(self, number: int) -> bool:
         """Whether the layer with this global number is recomputed."""
-        return self.mode in BY_LAYER and number % self.every == 0
+        if self.mode not in BY_LAYER:
+            return False
+        return number in self.layers if self.layers else number % self.every == 0
 
     def offloads(self, number: int) -> bool:
         """Whether the layer with this global number is recomputed, and its input is in host memory meanwhile.
@@ -57,7 +62,7 @@ class Recompute:
         These layers are spread evenly, so that each copy has the time of all layers up to the next one. The first layer
         is among them, because its input lives longest. So a share above 0 is always one layer or more.
         """
-        index = number // self.every
+        index = bisect.bisect_left(self.layers, number) if self.layers else number // self.every
         before, behind = (math.ceil(round(count * self.offload, 6)) for count in (index, index + 1))
         return self.layer(number) and behind > before
 

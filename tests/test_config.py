@@ -547,6 +547,23 @@ def test_gpt_takes_dropout_and_odd_heads():
     ("config", "said"),
     [
         (Config(train=TrainConfig(recompute_every=2)), "train.recompute_every=2, train.recompute=none: "),
+        (Config(train=TrainConfig(recompute_layers=("0",))), "train.recompute_layers=0, train.recompute=none: "),
+        (
+            Config(train=TrainConfig(recompute="full", recompute_every=2, recompute_layers=("0-1",))),
+            "train.recompute_layers=0-1, train.recompute_every=2: one says it all",
+        ),
+        (
+            Config(train=TrainConfig(recompute="full", recompute_layers=("0-1", "1"))),
+            "train.recompute_layers=0-1 1: 1 is not behind the layers before it; name layers in order, such as 0-9 16",
+        ),
+        (
+            Config(train=TrainConfig(recompute="full", recompute_layers=("0:2",))),
+            "train.recompute_layers=0:2: 0:2 is neither a layer nor A-B",
+        ),
+        (
+            Config(train=TrainConfig(recompute="full", recompute_layers=("0-99",))),
+            "train.recompute_layers=0-99, model.num_hidden_layers=",
+        ),
         (
             Config(parallel=ParallelConfig(tp_overlap_chunks=2)),
             "parallel.tp_overlap_chunks=2, parallel.tp=1: without tensor parallelism no product waits for other ranks",
@@ -705,9 +722,9 @@ model: family hidden_size num_hidden_layers num_attention_heads num_key_value_he
     vocab_size max_position_embeddings hidden_act rms_norm_eps tie_word_embeddings head initializer_range
 parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedule_costs sequence_parallel
     tp_overlap_chunks tp_symmetric_memory ep_overlap_chunks partition balance order
-train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every offload
-    eval_every eval_samples eval_weights objective beta references label_smoothing loss_mean z_loss trainable memory_gb
-    memory_report deterministic
+train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
+    recompute_layers offload eval_every eval_samples eval_weights objective beta references label_smoothing loss_mean
+    z_loss trainable memory_gb memory_report deterministic
 optimizer: name lr min_lr schedule warmup_steps decay_steps betas eps momentum nesterov muon_scale muon_per_head
     weight_decay groups clip_grad qk_clip zero_stage shard_ranks bucket_mb grad_reduce_dtype overlap_grad_reduce
     overlap_param_gather offload ema moments main_weights

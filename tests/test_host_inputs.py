@@ -86,6 +86,7 @@ LAYOUTS = [
     (Layout(LLAMA, pp=2, vpp=2, schedule="dualpipe-v", recompute="full"), "fp32"),
     (Layout(LLAMA, pp=2, vpp=2, schedule="interleaved", recompute="all_but_attention"), "bf16"),
     (Layout(LLAMA, pp=2, vpp=2, schedule="zb-v", recompute="full"), "fp32"),
+    (Layout(LLAMA, pp=2, recompute="full", layers=("0-1", "3")), "fp32"),
     (Layout(LLAMA, tp=2, sequence_parallel=True, recompute="full"), "fp32"),
     (Layout(GPT, cp=2, recompute="full"), "fp32"),
     (Layout(SHARED, dp=2, ep=2, recompute="full"), "fp32"),
@@ -295,6 +296,13 @@ def test_layers_are_spread_evenly(every: int, share: float, layers: list[int]) -
     rule = Recompute("full", every, share)
     assert [number for number in range(8) if rule.offloads(number)] == layers
     assert not any(Recompute("light", 1, share).offloads(number) for number in range(8))
+
+
+def test_of_named_layers_a_share_is_spread_evenly() -> None:
+    for share, layers in ((0.0, []), (0.5, [1, 6]), (1.0, [1, 2, 6])):
+        rule = Recompute("full", 1, share, (1, 2, 6))
+        assert [number for number in range(8) if rule.layer(number)] == [1, 2, 6]
+        assert [number for number in range(8) if rule.offloads(number)] == layers
 
 
 # What is refused

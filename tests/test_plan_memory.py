@@ -77,6 +77,7 @@ LAYOUTS = [
     Layout(GPT, pp=4, schedule="gpipe", recompute="selective"),
     Layout(DEEP, dp=4, zero_stage=2, micro_batch_size=3),
     Layout(DEEP, dp=2, zero_stage=3, recompute="full", every=3),
+    Layout(DEEP, pp=2, dp=2, zero_stage=2, recompute="all_but_attention", layers=("0", "2-3")),
     Layout(DEEP, pp=2, dp=2, zero_stage=3, schedule="breadth"),
     Layout(DEEP, dp=2, zero_stage=3, schedule="breadth"),
     Layout(DEEP, pp=3, dp=4, shard_ranks=2, vpp=2, schedule="interleaved", zero_stage=2),

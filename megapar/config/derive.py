@@ -7,7 +7,7 @@ from typing import Any
 from megapar.config.messages import problem
 from megapar.config.model_options import MixtureModel
 from megapar.config.model_rules import ModelRules
-from megapar.config.options import ADAPTERS, SCORE, Config, ParallelConfig
+from megapar.config.options import ADAPTERS, SCORE, Config, ParallelConfig, TrainConfig
 from megapar.config.virtual_stages import VirtualStages
 from megapar.errors import ConfigError
 
@@ -78,6 +78,21 @@ def num_microbatches(config: Config, batch_size: int = 0) -> int:
     """
     samples = config.train.micro_batch_size * config.parallel.dp
     return -(-(batch_size or config.train.global_batch_size) // samples)
+
+
+def recomputed_layers(train: TrainConfig) -> tuple[int, ...]:
+    """The numbers of the layers that train.recompute_layers names. Raises ValueError unless they are in order."""
+    numbers: list[int] = []
+    for words in train.recompute_layers:
+        match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", words)
+        if match is None:
+            raise ValueError(f"{words} is neither a layer nor A-B")
+        first = int(match[1])
+        last = int(match[2] or first)
+        if last < first or (numbers and first <= numbers[-1]):
+            raise ValueError(f"{words} is not behind the layers before it")
+        numbers += range(first, last + 1)
+    return tuple(numbers)
 
 
 def profiled_steps(profile: str) -> range:

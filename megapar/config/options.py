@@ -104,13 +104,16 @@ class TrainConfig:
     and no communication. full: it recomputes whole layers. all_but_attention: whole layers but for core attention."""
     recompute_every: int = 1
     """With recompute full or all_but_attention: every n-th layer is recomputed, the others keep their activations."""
+    recompute_layers: tuple[str, ...] = ()
+    """With recompute full or all_but_attention: the layers that are recomputed, in order, such as 0-9 16; empty: every
+    n-th."""
     offload: float = 0.0
     """Share of the recomputed layers, 0 to 1, whose inputs are in host memory from the forward pass of a micro-batch to
     its backward pass. It needs recompute full or all_but_attention."""
     memory_gb: float = 0.0
-    """GiB that a rank may need by plan. Of what saves memory (recompute, recompute_every, optimizer.offload), the
-    fastest that fits is taken, by the model of --gpu, and kept in config.toml; what is set stays. 0: nothing is
-    chosen."""
+    """GiB that a rank may need by plan. Of what saves memory (recompute, its layers by pipeline stage, offload,
+    optimizer.offload), the fastest that fits is taken, by the model of --gpu, and kept in config.toml; what is set
+    stays. 0: nothing is chosen."""
     eval_every: int = 0
     """Steps between evaluations on data.validation; 0 evaluates after the last step only."""
     eval_samples: int = 64

@@ -14,7 +14,7 @@ from typing import Any
 
 from megapar.config import validate_experts, validate_optimizer
 from megapar.config.data_spec import data_problems
-from megapar.config.derive import derive, profiled_steps
+from megapar.config.derive import derive, profiled_steps, recomputed_layers
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import ModelRules
@@ -428,6 +428,7 @@ def _train(config: Config) -> Iterator[str]:
     if train.recompute_every > 1 and train.recompute not in BY_LAYER:
         text = "it is for whole layers; set train.recompute full or all_but_attention, or leave it at 1"
         yield problem(config, "train.recompute_every train.recompute", text)
+    yield from _recomputed_layers(config)
     if train.offload and train.recompute not in BY_LAYER:
         text = "only inputs of recomputed layers go to the host; set train.recompute full, or leave train.offload at 0"
         yield problem(config, "train.offload train.recompute", text)
@@ -500,6 +501,26 @@ def _log(config: Config) -> Iterator[str]:
     elif profiled.stop - 1 > steps:
         text = f"the run ends after step {steps}; name steps from 1 to {steps}"
         yield problem(config, "log.profile train.steps", text)
+
+
+def _recomputed_layers(config: Config) -> Iterator[str]:
+    train = config.train
+    if not train.recompute_layers:
+        return
+    if train.recompute not in BY_LAYER:
+        text = "it is for whole layers; set train.recompute full or all_but_attention, or leave it empty"
+        yield problem(config, "train.recompute_layers train.recompute", text)
+    if train.recompute_every > 1:
+        yield problem(config, "train.recompute_layers train.recompute_every", "one says it all; leave the other out")
+    try:
+        numbers = recomputed_layers(train)
+    except ValueError as error:
+        yield problem(config, "train.recompute_layers", f"{error}; name layers in order, such as 0-9 16")
+        return
+    layers = config.model.num_hidden_layers
+    if numbers[-1] >= layers:
+        text = f"the last layer is {layers - 1}"
+        yield problem(config, "train.recompute_layers model.num_hidden_layers", text)
 
 
 def _launch(config: Config, world_size: int) -> Iterator[str]:

@@ -3,7 +3,7 @@
 `check_choices` makes all choices that options leave to the model of time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
@@ -12,10 +12,11 @@ from megapar.config.messages import problem
 from megapar.config.options import BY_LAYER, Config, OptimizerConfig, TrainConfig
 from megapar.errors import ConfigError
 from megapar.launch.reporting import say
+from megapar.pipeline.schedules import placement
 from megapar.plan import hardware
 from megapar.plan.choose_chunks import check_chunks, left_open, uncut
 from megapar.plan.hardware import Hardware
-from megapar.plan.memory import RankReport, fullest_rank
+from megapar.plan.memory import RankReport, fullest_rank, reports
 from megapar.plan.parts import Parts
 from megapar.plan.simulate import with_planned_kernels
 from megapar.plan.step_time import step_time
@@ -33,27 +34,32 @@ _TRIES = 8
 
 
 class Choice(NamedTuple):
-    """What saves memory: train.recompute, its every n-th layer and train.offload, and optimizer.offload."""
+    """What saves memory: train.recompute, its every n-th layer and train.offload, optimizer.offload, and
+    train.recompute_layers."""
 
     recompute: Mode
     recompute_every: int
     inputs: float
     optimizer: float
+    layers: tuple[str, ...] = ()
 
     @property
     def activations(self) -> tuple[Mode, int, float]:
-        """What it chooses for activations."""
+        """What it chooses for activations, alike in all pipeline stages."""
         return self[:3]
 
     def of(self, config: Config) -> Config:
         """`config` with it."""
         recompute, every, inputs = self.activations
         train = replace(config.train, recompute=recompute, recompute_every=every, offload=inputs)
+        train = replace(train, recompute_layers=self.layers)
         return replace(config, train=train, optimizer=replace(config.optimizer, offload=self.optimizer))
 
     def in_words(self) -> str:
         """As options."""
         every = f" every {self.recompute_every} layers" if self.recompute_every > 1 else ""
+        if self.layers:
+            every = f" of layers {' '.join(self.layers)}"
         inputs = f", train.offload {self.inputs:g}" if self.inputs else ""
         return f"train.recompute {self.recompute}{every}{inputs}, optimizer.offload {self.optimizer:g}"
 
@@ -71,7 +77,7 @@ def choices(config: Config) -> Iterator[Choice]:
     for mode, every in modes:
         if every < config.model.num_hidden_layers:
             for inputs, share in product(_shares_of_inputs(config, mode), shares):
-                yield Choice(mode, every, inputs, share)
+                yield Choice(mode, every, inputs, share, train.recompute_layers)
 
 
 def _shares_of_inputs(config: Config, mode: Mode) -> tuple[float, ...]:
@@ -98,7 +104,8 @@ def _chosen(config: Config, parts: Parts) -> Config:
 def with_choices_of(config: Config, given: Config) -> Config:
     """`given`, the options as the user gave them, with what `check_memory` has chosen for `config`."""
     train, optimizer = config.train, config.optimizer
-    return Choice(train.recompute, train.recompute_every, train.offload, optimizer.offload).of(given)
+    recompute, every, layers = train.recompute, train.recompute_every, train.recompute_layers
+    return Choice(recompute, every, train.offload, optimizer.offload, layers).of(given)
 
 
 def check_memory(config: Config, parts: Parts) -> Config:
@@ -118,6 +125,22 @@ def check_memory(config: Config, parts: Parts) -> Config:
     return _Budget(config, parts, hardware.load(config.gpu)).spend()
 
 
+def needed(config: Config, report: RankReport) -> int:
+    """The bytes of a rank, with what uneven experts may need."""
+    return report.total + for_uneven_experts(config, report)
+
+
+def in_ranges(numbers: Iterable[int]) -> tuple[str, ...]:
+    """Numbers of layers as train.recompute_layers has them, such as 0-9 16."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return tuple(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 class _Budget:
     """The bytes of train.memory_gb, and what they are spent on."""
 
@@ -126,28 +149,92 @@ class _Budget:
         self.parts = parts
         self.machine = machine
         self.limit = int(config.train.memory_gb * 2**30)
+        parallel = config.parallel
+        self.rank_of = placement(parallel.schedule, parallel.pp, parallel.vpp)
 
     def spend(self) -> Config:
         """The fastest choice that fits."""
+        seconds, choice = self.fastest_by_layer(*self.fastest_alike())
+        config = choice.of(self.config)
+        report = fullest_rank(config, self.parts)
+        config, words = self.with_schedule(config, report)
+        text = f"{choice.in_words()}{words}, {needed(config, report) / 2**30:,.2f} GiB by plan, {seconds:.4g} s a step"
+        say(f"train.memory_gb={self.config.train.memory_gb:g}: {text} predicted on {self.machine.name}")
+        return config
+
+    def fastest_alike(self) -> tuple[float, Choice]:
+        """The predicted seconds and the choice, of those that recompute as much in all stages."""
         smallest: tuple[int, Choice] | None = None
         # Times of equally fast ones may differ in a last bit. Of these the one that moves least is taken.
         for seconds, choice in sorted((round(seconds, 9), choice) for seconds, choice in self.timed()):
             config = choice.of(self.config)
             report = fullest_rank(config, self.parts)
-            needed = report.total + for_uneven_experts(config, report)
             fits_host = report.on_host <= self.machine.host_bytes
-            if needed <= self.limit and fits_host:
-                config, words = self.with_schedule(config, report)
-                text = f"{choice.in_words()}{words}, {needed / 2**30:,.2f} GiB by plan, {seconds:.4g} s a step"
-                say(f"train.memory_gb={self.config.train.memory_gb:g}: {text} predicted on {self.machine.name}")
-                return config
-            if fits_host and (smallest is None or needed < smallest[0]):
-                smallest = needed, choice
+            if needed(config, report) <= self.limit and fits_host:
+                return seconds, choice
+            if fits_host and (smallest is None or needed(config, report) < smallest[0]):
+                smallest = needed(config, report), choice
         text = f"a host of {self.machine.name} has too little memory"
         if smallest is not None:
             text = f"the least is {smallest[0] / 2**30:,.2f} GiB, with {smallest[1].in_words()}"
         text += "; allow more, use more ranks, or shard more by optimizer.zero_stage, parallel.tp, pp or cp"
         raise ConfigError(problem(self.config, "train.memory_gb", text))
+
+    def fastest_by_layer(self, seconds: float, alike: Choice) -> tuple[float, Choice]:
+        """The same, of `alike` and of those that recompute on each pipeline rank as few layers as fit there.
+
+        Early stages keep activations of more micro-batches, so they recompute more.
+        """
+        best = seconds, alike
+        if self.config.train.recompute != TrainConfig().recompute:
+            return best
+        # The state may stay on the device where that suffices.
+        shares = sorted({next(choices(self.config)).optimizer, alike.optimizer})
+        if alike.recompute == "none" and alike.optimizer == shares[0]:
+            return best
+        for mode, share in product(BY_LAYER, shares):
+            for inputs in _shares_of_inputs(self.config, mode):
+                choice = self.with_fewest_layers(Choice(mode, 1, inputs, share))
+                if choice is not None:
+                    best = min(best, (round(self.seconds(choice), 9), choice))
+        return best
+
+    def with_fewest_layers(self, choice: Choice) -> Choice | None:
+        """`choice` with the fewest layers of each pipeline rank that make it fit. None if they all do not suffice."""
+        of_rank: dict[int, list[int]] = {}
+        for stage, numbers in enumerate(self.parts.builder.stage_layers(self.config)):
+            of_rank.setdefault(self.rank_of[stage], []).extend(numbers)
+        fewest = dict.fromkeys(of_rank, 0)  # that may still suffice
+        enough = {rank: len(numbers) for rank, numbers in of_rank.items()}
+        if self.fits(choice.of(self.config), set(of_rank)) != set(of_rank):
+            return None
+        while open_ranks := {rank for rank in of_rank if fewest[rank] < enough[rank]}:
+            tried = {rank: (fewest[rank] + enough[rank]) // 2 for rank in of_rank}
+            layers = in_ranges(number for rank, count in tried.items() for number in of_rank[rank][:count])
+            # Without a layer nothing is recomputed; with recompute full an empty list would mean all.
+            mode: Mode = choice.recompute if layers else "none"
+            config = choice._replace(recompute=mode, layers=layers, inputs=choice.inputs if layers else 0.0)
+            fit = self.fits(config.of(self.config), open_ranks)
+            for rank in open_ranks:
+                if rank in fit:
+                    enough[rank] = tried[rank]
+                else:
+                    fewest[rank] = tried[rank] + 1
+        layers = in_ranges(number for rank, count in enough.items() for number in of_rank[rank][:count])
+        found = choice._replace(layers=layers)
+        # More layers may need more in a rare case, so what was found is planned as a whole.
+        if not layers or self.fits(found.of(self.config), set(of_rank)) != set(of_rank):
+            return None
+        return found
+
+    def fits(self, config: Config, ranks: set[int]) -> set[int]:
+        """Those of the pipeline `ranks` that need no more than the limit, on their hosts neither."""
+        over = {
+            report.pp
+            for report in reports(config, self.parts)
+            if needed(config, report) > self.limit or report.on_host > self.machine.host_bytes
+        }
+        return ranks - over
 
     def timed(self) -> list[tuple[float, Choice]]:
         """The choices with their predicted seconds of a step."""

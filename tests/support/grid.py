@@ -172,6 +172,7 @@ class Layout:
     ep_overlap_chunks: int = 1
     recompute: str = "none"
     every: int = 1
+    layers: tuple[str, ...] = ()
     offload: float = 0.0
     zero_stage: int = 1
     shard_ranks: int = 0
@@ -222,6 +223,7 @@ class Layout:
             precision=precision,
             recompute=self.recompute,
             recompute_every=self.every,
+            recompute_layers=self.layers,
             offload=self.offload,
             trainable=self.trainable,
             objective=self.objective,
