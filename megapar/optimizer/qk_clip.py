@@ -2,9 +2,9 @@
 
 For a head with the largest logit S above tau the factor is tau / S (Kimi K2, arXiv 2507.20534, section 2.1). The rows
 of its queries and of its keys are scaled by the square root, with their biases, so its logits by the factor. Heads that
-share a key share the factor of the largest logit among them. Of latent
-attention the rotated part of the key is shared by all heads: it stays, and the rotated part of a head's query is scaled
-by the whole factor.
+share a key share the factor of the largest logit among them. Of latent attention the rotated part of the key is shared
+by all heads: it stays, and the rotated part of a head's query is scaled by the whole factor. Megatron Core does both
+alike (clip_qk of its attention.py and multi_latent_attention.py, core_v0.19.2).
 """
 
 from collections.abc import Iterable, Sequence

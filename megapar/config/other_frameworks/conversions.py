@@ -322,6 +322,11 @@ def shards(job: Job, words: Words) -> Ours:
     return {"optimizer.shard_ranks": (str(ranks // whole(words[0])),)}
 
 
+def qk_clip(job: Job, words: Words) -> Ours:
+    """--qk-clip, whose limit is another flag."""
+    return {"optimizer.qk_clip": (job.text("qk-clip-threshold", "100"),)}
+
+
 def sharded_optimizer(job: Job, words: Words) -> Ours:
     """--use-distributed-optimizer, or its absence."""
     if any(job.has(name) for name in ("use-megatron-fsdp", "use-torch-fsdp2", "zero-stage")):

@@ -255,6 +255,10 @@ FLAGS = (
     lacking("moe-layer-recompute", "train.recompute full recomputes whole layers"),
     # The optimizer and its learning rate
     always("optimizer", "AdamW; optimizer.name has others, whose defaults differ from those there", "adam"),
+    computed("qk-clip", "optimizer.qk_clip", "--qk-clip-threshold, or its 100", convert=c.qk_clip),
+    always("qk-clip-threshold", "optimizer.qk_clip has it, and is 0 without --qk-clip"),
+    always("qk-clip-alpha", "queries and keys share the factor of a head evenly", "0.5"),
+    always("log-max-attention-logit", "with optimizer.qk_clip metrics.jsonl has attention_logit_max"),
     same("lr", "optimizer.lr"),
     same("min-lr", "optimizer.min_lr"),
     choice(
