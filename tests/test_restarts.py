@@ -24,13 +24,18 @@ from megapar.system import events
 from megapar.train import savers
 from megapar.train.savers import best_interval
 from tests.support import faults
-from tests.support.faults import LAYOUTS, Scene
+from tests.support.faults import Scene
 from tests.support.injector import KINDS, Fault, plant, struck
 from tests.support.program import Ended
 from tests.support.small_training import make_config, make_state
 from tests.support.sweeps import slow_but
 
 STEPS = 8
+INPUTS = ("--train.recompute", "full", "--train.offload", "1", "--parallel.schedule", "zb-h1")
+LAYOUTS = faults.LAYOUTS | {
+    "clipped": (*faults.LAYOUTS["tp2"], "--optimizer.qk_clip", "0.001"),
+    "offloaded": (*faults.LAYOUTS["pp2"], *INPUTS, "--optimizer.offload", "0.5"),
+}
 
 
 def flags_of(steps: int, every: int = 4, timeout_seconds: int = 6) -> tuple[str, ...]:
@@ -165,6 +170,10 @@ CASES = [
     *[("dp2", Fault(kind, 1, 7, "gradients")) for kind in ENDINGS],
     *[("tp2", Fault(kind, 1, 7, point)) for kind in ("kill", "exit0", "stop") for point in ("write", "written")],
     *[("tp2", Fault(kind, 1, 0, "start")) for kind in ENDINGS],
+    ("clipped", Fault("kill", 1, 7, "reduce")),
+    ("clipped", Fault("hang", 0, 7, "optimizer")),
+    ("offloaded", Fault("kill", 1, 7, "forward")),
+    ("offloaded", Fault("stop", 0, 7, "reduce")),
 ]
 
 
