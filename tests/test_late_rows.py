@@ -10,28 +10,12 @@ from torch import Tensor
 from megapar.comm import exchange
 from megapar.errors import NumericError
 from megapar.expert_parallel import dispatch
-from megapar.train.step import train_step
 from tests.support.distributed import run_ranks
-from tests.support.grid import MIXTRAL, SHARED, SIGMOID, Layout, make_state, micro_batches, name
+from tests.support.grid import MIXTRAL, SHARED, SIGMOID, Layout, name
 from tests.support.late import arrive_late
-from tests.support.runs import Bits, assert_bitwise, bits
+from tests.support.late_runs import on_time_and_late, two_steps
+from tests.support.runs import assert_bitwise
 from tests.support.sweeps import slow_but
-
-
-def two_steps(layout: Layout) -> Bits:
-    config = layout.config()
-    state = make_state(config)
-    for step in range(2):
-        train_step(state, micro_batches(config, state.ctx, step))
-    return bits(state)
-
-
-def on_time_and_late(layout: Layout) -> tuple[Bits, Bits]:
-    expected = two_steps(layout)
-    with pytest.MonkeyPatch.context() as patch:
-        arrive_late(patch)
-        return two_steps(layout), expected
-
 
 LAYOUTS = [
     Layout(SHARED, dp=2, ep=2, micro_batch_size=3),

@@ -12,33 +12,15 @@ import torch
 
 from megapar.errors import NumericError
 from megapar.expert_parallel import row_counts
-from megapar.train.step import train_step
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SIGMOID, Layout, make_state, micro_batches, name
+from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SIGMOID, Layout, name
 from tests.support.late import arrive_late, without_the_wait
-from tests.support.runs import Bits, assert_bitwise, bits
+from tests.support.late_runs import on_time_and_late, two_steps
+from tests.support.runs import assert_bitwise
 from tests.support.sweeps import slow_but
 
 TWO_LAYERS = replace(LLAMA, num_hidden_layers=2)
 SMALL_GPT = replace(GPT, num_hidden_layers=2)
-
-
-def two_steps(layout: Layout) -> Bits:
-    config = layout.config()
-    if layout.overlap:
-        config = replace(config, optimizer=replace(config.optimizer, overlap_param_gather=layout.zero_stage == 1))
-    state = make_state(config)
-    for step in range(2):
-        train_step(state, micro_batches(config, state.ctx, step))
-    state.weights.wait()
-    return bits(state)
-
-
-def on_time_and_late(layout: Layout) -> tuple[Bits, Bits]:
-    expected = two_steps(layout)
-    with pytest.MonkeyPatch.context() as patch:
-        arrive_late(patch)
-        return two_steps(layout), expected
 
 
 ZERO_1 = Layout(TWO_LAYERS, dp=2, micro_batch_size=3)

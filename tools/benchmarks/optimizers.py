@@ -15,26 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from megapar_models.build import build_stages
-from megapar_models.llama.family import LlamaModel
 from megapar_models.registry import validate
 from torch import Tensor
 
 from benchmarks.counting import cost, in_turn, ratio
 from benchmarks.ranks import BenchmarkError, run_ranks
 from benchmarks.report import Report, table
-from megapar import context
-from megapar.batch import MicroBatch
+from benchmarks.small_llama import make_batch, make_state, small_llama
 from megapar.config.options import Config, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.launch.grid import grid_of
 from megapar.optimizer import muon, owners
-from megapar.random import initialize
 from megapar.train.provenance import provenance
-from megapar.train.state import TrainState
 from megapar.train.step import train_step
-from megapar.train.trainer import assemble
 
-VOCABULARY = 4096
 OFFLOADS = (0.0, 0.5, 1.0)
 
 
@@ -58,34 +50,10 @@ class Options:
 
 def make_config(options: Options, optimizer: OptimizerConfig, ranks: int = 1) -> Config:
     """ZeRO-1 over `ranks`, fp32."""
-    width = options.hidden_size
-    model = LlamaModel(
-        hidden_size=width,
-        intermediate_size=11 * width // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 128,
-        vocab_size=VOCABULARY,
-    )
+    model = small_llama(options.hidden_size, options.layers, 128)
     samples = options.tokens // 128
     train = TrainConfig(seq_length=128, global_batch_size=samples * ranks, micro_batch_size=samples)
     return validate(Config(model=model, parallel=ParallelConfig(dp=ranks), train=train, optimizer=optimizer), ranks)
-
-
-def make_state(config: Config, device: torch.device) -> TrainState:
-    """A state of this rank."""
-    ctx = context.create(grid_of(config), device=device) if config.parallel.dp > 1 else context.single(device)
-    stages = build_stages(config, ctx)
-    initialize(stages.values(), config.train.seed)
-    return assemble(config, ctx, stages)
-
-
-def make_batch(config: Config) -> MicroBatch:
-    """A micro-batch of random tokens."""
-    samples, length = config.train.micro_batch_size, config.train.seq_length
-    tokens_bs = torch.randint(VOCABULARY, (samples, length + 1), generator=torch.Generator().manual_seed(1))
-    inputs_bs, targets_bs = tokens_bs[:, :-1].clone(), tokens_bs[:, 1:].clone()
-    return MicroBatch.of_samples(inputs_bs, targets_bs, torch.ones(samples, length), torch.arange(samples))
 
 
 def newton_schulz(config: Config, rounds: int, device: torch.device) -> dict[str, Any]:

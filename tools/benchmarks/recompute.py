@@ -10,27 +10,23 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
-from megapar_models.build import StageBuilder, build_stages
-from megapar_models.llama.family import LlamaModel
+from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
 
 from benchmarks.counting import cost, in_turn, ratio
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
-from megapar import context
+from benchmarks.small_llama import make_batch, make_state, small_llama
 from megapar.batch import MicroBatch
 from megapar.config.options import BY_LAYER, Config, KernelsConfig, ParallelConfig, TrainConfig
 from megapar.plan.memory import reports
 from megapar.plan.parts import Parts
-from megapar.random import initialize
 from megapar.recompute import Mode
 from megapar.train.kept import KeptBytes
 from megapar.train.provenance import provenance
 from megapar.train.state import TrainState
 from megapar.train.step import train_step
-from megapar.train.trainer import assemble
 
-VOCABULARY = 4096
 OFFLOAD = ", inputs on the host"
 """Added to a mode: with train.offload 1."""
 
@@ -55,16 +51,7 @@ class Options:
 
 def make_config(options: Options, length: int, mode: str) -> Config:
     """One process, fp32."""
-    width = options.hidden_size
-    model = LlamaModel(
-        hidden_size=width,
-        intermediate_size=11 * width // 4,
-        num_hidden_layers=options.layers,
-        num_attention_heads=width // 64,
-        num_key_value_heads=width // 128,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=length,
-    )
+    model = small_llama(options.hidden_size, options.layers, length)
     samples = options.tokens // length
     recompute: Any = mode.removesuffix(OFFLOAD)
     train = TrainConfig(
@@ -76,22 +63,6 @@ def make_config(options: Options, length: int, mode: str) -> Config:
     )
     config = Config(model=model, parallel=ParallelConfig(dp=1), train=train, kernels=KernelsConfig(backend="torch"))
     return validate(config, 1)
-
-
-def make_state(config: Config) -> TrainState:
-    """A state with the same weights in each mode."""
-    ctx = context.single()
-    stages = build_stages(config, ctx)
-    initialize(stages.values(), config.train.seed)
-    return assemble(config, ctx, stages)
-
-
-def make_batch(config: Config) -> MicroBatch:
-    """A micro-batch of random tokens."""
-    samples, length = config.train.micro_batch_size, config.train.seq_length
-    tokens_bs = torch.randint(VOCABULARY, (samples, length + 1), generator=torch.Generator().manual_seed(1))
-    inputs_bs, targets_bs = tokens_bs[:, :-1].clone(), tokens_bs[:, 1:].clone()
-    return MicroBatch.of_samples(inputs_bs, targets_bs, torch.ones(samples, length), torch.arange(samples))
 
 
 def kept_bytes(state: TrainState, batch: MicroBatch) -> tuple[int, int]:
