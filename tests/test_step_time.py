@@ -31,7 +31,7 @@ from megapar.plan.network import Network
 from megapar.plan.parts import Parts, meta_batch
 from megapar.plan.recorded import Recording
 from megapar.plan.space import layout_of
-from megapar.plan.step_time import step_time
+from megapar.plan.step_time import OPTIMIZER, step_time
 from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited
 from megapar.plan.work import recording as recording_of
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
@@ -265,6 +265,42 @@ def test_what_is_waited_for_at_once_is_exposed() -> None:
     assert hidden.exposed == {"tp": 0.0}
 
 
+# Muon
+
+
+MATRICES = [(2048, 2048), (512, 2048), (512, 2048), (2048, 2048), (8192, 2048), (8192, 2048), (2048, 8192)]
+"""Of a layer of Llama 3.2 1B."""
+
+
+@pytest.mark.parametrize(
+    ("flags", "plane"),
+    [
+        (("--parallel.dp", "4"), "grad"),
+        (("--parallel.tp", "4"), "tp"),
+        (("--parallel.tp", "2", "--parallel.dp", "2"), "plane"),
+        (("--parallel.dp", "4", "--optimizer.muon_per_head"), "grad"),
+    ],
+)
+def test_a_step_of_muon_has_the_products_of_newton_schulz_and_the_exchange(flags: tuple[str, ...], plane: str) -> None:
+    """A rank's share of five rounds, and elements in bf16 there and back. The embedding is AdamW's, which muon adds
+    nothing to."""
+    muon = step_time(config(4, *flags, "--optimizer.name", "muon"), PARTS, H100)
+    others = [flag for flag in flags if "muon" not in flag]
+    adamw = step_time(config(4, *others), PARTS, H100)
+    matrices = MATRICES
+    if "--optimizer.muon_per_head" in flags:
+        matrices = [(64, 2048)] * (32 + 8 + 8) + MATRICES[3:]
+    seconds = 0.0
+    for shape in matrices:
+        m, n = sorted(shape)
+        seconds += 5 * sum(H100.product_seconds(*product, "bf16") for product in ((m, m, n), (m, m, m), (m, n, m)))
+    assert muon.busy[OPTIMIZER] - adamw.busy[OPTIMIZER] == pytest.approx(16 * seconds / 4, rel=1e-6)
+    network = Network(grid_of(config(4, *flags, "--optimizer.name", "muon")), H100)
+    sent = 16 * sum(m * n for m, n in MATRICES) * 2 / 4
+    more = muon.exposed[plane] - adamw.exposed.get(plane, 0.0)
+    assert more == pytest.approx(2 * network.seconds("all_to_all", plane, sent), rel=1e-6)
+
+
 # The network
 
 
@@ -286,6 +322,7 @@ def test_spans_are_those_of_the_groups(data: st.DataObject) -> None:
         ep=ep,
         order=draw(st.sampled_from(["tp-cp-dp-pp", "dp-tp-cp-pp", "tp-cp-pp-dp"]), "order"),
         shard_ranks=draw(st.sampled_from(shards), "shards"),
+        planes=True,
     )
     per_node = draw(st.sampled_from([4, 8]), "per_node")
     network = Network(grid, replace(H100, gpus_per_node=per_node))

@@ -143,7 +143,10 @@ class Network:
             return [line[position] for position in self.grid.with_embedding]
         if axis in EXPERT_AXES:
             return self._expert_members(axis, rank)
-        axes = ("dp", "cp") if axis == "grad" else (axis,)
+        if axis == "expert_plane":
+            lines = [self._expert_members("expert_grad", member) for member in self._expert_members("etp", rank)]
+            return sorted(member for line in lines for member in line)
+        axes = {"grad": ("dp", "cp"), "plane": ("tp", "dp", "cp")}.get(axis, (axis,))
         place = coordinates(rank, self.grid.sizes, self.grid.order)
         return list(self._line(place, axes))
 

@@ -19,7 +19,7 @@ from megapar.batch import MicroBatch, PipelineStage
 from megapar.data_parallel.accumulate import MainGradView, attach
 from megapar.host_inputs import NotedInputs, kept_by
 from megapar.main_grad import WeightGradientQueue, main_grads
-from megapar.params import spec_of
+from megapar.params import Piece, spec_of
 from megapar.plan.work import META, Operations, Tape, collect
 from megapar.train.kept import BETWEEN, ENDS, KeptBytes
 
@@ -222,6 +222,17 @@ class Recording:
         for param in self._stage.parameters():
             if param.requires_grad:
                 found[spec_of(param).grad_axis.name] += param.numel()
+        return found
+
+    @cached_property
+    def matrices(self) -> Mapping[str, Sequence[Piece]]:
+        """The trained matrices that this rank has a part of, by the axis of their gradients' sum: those that an
+        optimizer of whole matrices updates."""
+        found: dict[str, list[Piece]] = {}
+        for param in self._stage.parameters():
+            spec = spec_of(param)
+            if param.requires_grad and spec.update != "element" and not spec.optimizer:
+                found.setdefault(spec.grad_axis.name, []).extend(spec.pieces)
         return found
 
     @cached_property

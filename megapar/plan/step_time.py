@@ -6,13 +6,17 @@ layouts, a formula takes its place. Both differ by at most a tenth. After the pi
 gradients, the optimizer, and the gathers of new weights.
 """
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import cycle, islice
 
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.grid import TIED_AXIS
 from megapar.launch.grid import grid_of
+from megapar.optimizer import muon, table
 from megapar.pipeline.actions import Event
 from megapar.pipeline.lowering import Message, lower
 from megapar.pipeline.refine import refine
@@ -22,7 +26,7 @@ from megapar.pipeline.simulation import simulate
 from megapar.plan.buffers import update_traffic
 from megapar.plan.durations import Duration, added, duration, scaled, total
 from megapar.plan.hardware import Hardware
-from megapar.plan.memory import memory_limit
+from megapar.plan.memory import memory_limit, planned_device
 from megapar.plan.network import Network
 from megapar.plan.parts import Parts
 from megapar.plan.recorded import Recording
@@ -413,11 +417,52 @@ class _Step:
             # Both at once; but the norm is that of all gradients, on the device.
             updated = self.hardware.memory_seconds(update_traffic(options) * (shard - on_host) + 4 * on_host)
             ends.optimizer += max(updated, self.hardware.host_update_seconds(on_host, itemsize))
+            if table.find(options.name).MATRICES_ONLY:
+                self._orthogonalize(axis, fine, ends)
         ends.expose("world", self.network.seconds("all_reduce", "world", 8.0))
         if self.config.model.tie_word_embeddings and rank in self.network.grid.with_embedding:
             tied = max((part.part.embedding_elements for part in fine), default=0)
             ends.expose(TIED_AXIS, self.network.seconds("all_reduce", TIED_AXIS, 4 * tied))
         return ends
+
+    def _orthogonalize(self, axis: str, fine: Sequence[_Fine], ends: _Ends) -> None:
+        """Muon's exchange of matrices and Newton-Schulz, on the rank with the largest share (`owners`)."""
+        options = self.config.optimizer
+        plane = self._plane(axis)
+        seconds = []
+        elements = 0
+        for part in fine:
+            for piece in part.part.matrices.get(axis, ()):
+                blocks = piece.blocks if options.muon_per_head and piece.blocks else piece.shape[:1]
+                rows = list(islice(cycle(blocks), math.ceil(piece.shape[0] * len(blocks) / sum(blocks))))
+                seconds += [self._newton_schulz(number, piece.shape[1]) for number in rows] * part.number
+                elements += math.prod(piece.shape) * part.number
+        if not seconds:
+            return
+        ranks = self.network.span(plane).ranks
+        ends.optimizer += max(sum(seconds) / ranks, max(seconds))
+        itemsize = 2 if self._sends_16_bits else 4
+        ends.expose(plane, 2 * self.network.seconds("all_to_all", plane, elements * itemsize / ranks))
+
+    @property
+    def _sends_16_bits(self) -> bool:
+        """Whether Muon computes in bf16 (`Muon.sent_dtype`)."""
+        return self.config.kernels.backend in ("triton", "apex") or planned_device(self.config) == "cuda"
+
+    def _plane(self, axis: str) -> str:
+        """The name of the axis of all ranks with parts of a matrix, as `ParallelContext.plane_of` has it."""
+        cut, plane = ("etp", "expert_plane") if axis == "expert_grad" else ("tp", "plane")
+        if self.network.span(cut).ranks == 1:
+            return axis
+        return cut if self.network.span(axis).ranks == 1 else plane
+
+    @cache  # noqa: B019 - as long as the prediction
+    def _newton_schulz(self, rows: int, columns: int) -> float:
+        """Seconds of the rounds of one matrix [m, n] with m <= n: products m x m x n, m x m x m and m x n x m."""
+        m, n = sorted((rows, columns))
+        precision = "bf16" if self._sends_16_bits else "fp32"
+        products = ((m, m, n), (m, m, m), (m, n, m))
+        return muon.ROUNDS * sum(self.hardware.product_seconds(*product, precision) for product in products)
 
     def _elements(self, fine: Sequence[_Fine]) -> dict[str, int]:
         """The elements of a rank's parameters by axis. A tied embedding counts once."""
