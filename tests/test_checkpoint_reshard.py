@@ -190,6 +190,7 @@ def test_every_layout_loads_every_other(tmp_path: Path, distance: int) -> None:
         check_load(LLAMA, path, LAYOUTS[(number + distance) % len(LAYOUTS)])
 
 
+@pytest.mark.slow
 def test_tied_embeddings_and_one_kv_head_in_every_layout(tmp_path: Path) -> None:
     """Each layout saves for the next one."""
     for model in (ONE_KV_HEAD, GPT):

@@ -169,6 +169,7 @@ def test_compiled_ops_round_once(op: str, dtype: torch.dtype) -> None:
         assert relative_error(ours, exact) < TOLERANCE[dtype]
 
 
+@pytest.mark.slow
 def test_nothing_falls_back_to_torch() -> None:
     """A function that is no graph is refused, and so is one combination of shapes too many."""
     broken = OneGraph(lambda x: 2 * x if x.sum() > 0 else 3 * x)

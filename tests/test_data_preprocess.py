@@ -346,7 +346,7 @@ from megapar.data import preprocess as preprocessing
 from megapar.data.preprocess import Recipe, preprocess
 
 def stop(counts):
-    if len(list(Path("out.parts").glob("*.json"))) >= 5:
+    if len([path for path in Path("out.parts").glob("*.json") if "draft" not in path.name]) >= 5:
         (worker,) = multiprocessing.active_children()  # the one that made the parts, so it is not just starting
         Path("worker").write_text(str(worker.pid))
         os.kill(worker.pid, signal.SIGSTOP)
