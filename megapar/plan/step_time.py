@@ -7,9 +7,9 @@ gradients, the optimizer, and the gathers of new weights.
 """
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from itertools import cycle, islice
 
 from megapar.config.derive import num_microbatches
@@ -429,18 +429,21 @@ class _Step:
         """Muon's exchange of matrices and Newton-Schulz, on the rank with the largest share (`owners`)."""
         options = self.config.optimizer
         plane = self._plane(axis)
-        seconds = []
+        shapes: Counter[tuple[int, int]] = Counter()
         elements = 0
         for part in fine:
             for piece in part.part.matrices.get(axis, ()):
                 blocks = piece.blocks if options.muon_per_head and piece.blocks else piece.shape[:1]
                 rows = list(islice(cycle(blocks), math.ceil(piece.shape[0] * len(blocks) / sum(blocks))))
-                seconds += [self._newton_schulz(number, piece.shape[1]) for number in rows] * part.number
+                for number in rows:
+                    shapes[number, piece.shape[1]] += part.number
                 elements += math.prod(piece.shape) * part.number
-        if not seconds:
+        if not shapes:
             return
         ranks = self.network.span(plane).ranks
-        ends.optimizer += max(sum(seconds) / ranks, max(seconds))
+        seconds = {shape: self._newton_schulz(*shape) for shape in shapes}
+        all_of_them = sum(seconds[shape] * number for shape, number in shapes.items())
+        ends.optimizer += max(all_of_them / ranks, max(seconds.values()))
         itemsize = 2 if self._sends_16_bits else 4
         ends.expose(plane, 2 * self.network.seconds("all_to_all", plane, elements * itemsize / ranks))
 
@@ -456,7 +459,6 @@ class _Step:
             return axis
         return cut if self.network.span(axis).ranks == 1 else plane
 
-    @cache  # noqa: B019 - as long as the prediction
     def _newton_schulz(self, rows: int, columns: int) -> float:
         """Seconds of the rounds of one matrix [m, n] with m <= n: products m x m x n, m x m x m and m x n x m."""
         m, n = sorted((rows, columns))
