@@ -1,6 +1,7 @@
 """A budget in place of knobs: train.memory_gb chooses recomputation and offload by the model of time."""
 
 import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from megapar_models.registry import presets, validate
 from megapar.config.derive import recomputed_layers
 from megapar.config.options import Config
 from megapar.errors import ConfigError
-from megapar.plan import hardware
+from megapar.plan import choose_memory, hardware
 from megapar.plan.choose_memory import check_memory, choices, in_ranges, with_choices_of
 from megapar.plan.memory import fullest_rank
 from megapar.plan.simulate import with_planned_kernels
@@ -195,6 +196,23 @@ def test_a_run_tells_the_choice_and_starts_again_with_it(tmp_path: Path) -> None
     assert chosen.train.recompute != "none"
     assert f'recompute = "none"  # default, here "{chosen.train.recompute}"' in text
     assert f"train.recompute {chosen.train.recompute}" in line
+
+
+def end_this_process(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed_while_it_plans() -> None:
+    choose_memory.check_memory = end_this_process  # type: ignore[assignment]
+
+
+def test_a_plan_that_is_killed_ends_the_start_in_a_line(tmp_path: Path) -> None:
+    flags = ("--launch.nproc", "2", "--train.memory_gb", "1", "--gpu", "h100-80g")
+    ended = program.run(*flags, cwd=tmp_path, plant=killed_while_it_plans)
+    assert ended.code == 8
+    (line,) = ended.err.splitlines()
+    assert line.startswith("OutOfMemoryError: the process that plans was ended by a signal: if nobody did it")
+    assert not (tmp_path / "run").exists()
 
 
 def no_backward_here() -> None:

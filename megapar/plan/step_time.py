@@ -434,8 +434,9 @@ class _Step:
         for part in fine:
             for piece in part.part.matrices.get(axis, ()):
                 blocks = piece.blocks if options.muon_per_head and piece.blocks else piece.shape[:1]
-                rows = list(islice(cycle(blocks), math.ceil(piece.shape[0] * len(blocks) / sum(blocks))))
-                for number in rows:
+                # Blocks repeat down to the last row (`Piece.blocks`).
+                count = math.ceil(piece.shape[0] * len(blocks) / sum(blocks))
+                for number in islice(cycle(blocks), count):
                     shapes[number, piece.shape[1]] += part.number
                 elements += math.prod(piece.shape) * part.number
         if not shapes:

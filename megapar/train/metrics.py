@@ -42,7 +42,7 @@ PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a step when it is queued. `start` is in seconds of time.perf_counter. `end` is its last work."""
+    """What is known of a queued step. `start` is in seconds of time.perf_counter. At `end` the device has computed it."""
 
     start: float
     end: device.Moment
