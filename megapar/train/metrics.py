@@ -42,7 +42,7 @@ PATIENCE_SECONDS = 10.0  # how long a run that failed waits until its last lines
 
 @dataclass(frozen=True)
 class Measured:
-    """What is known of a queued step: its `start` in seconds of time.perf_counter, and the `end` of it on the device."""
+    """What is known of a queued step: its `start` in seconds of time.perf_counter, and its `end` on the device."""
 
     start: float
     end: device.Moment
