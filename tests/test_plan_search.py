@@ -310,3 +310,11 @@ def test_what_it_refuses(
     error = capsys.readouterr().err
     assert said in error
     assert error.count("\n") == 1
+
+
+def test_what_a_budget_has_chosen_is_no_hindrance_to_a_search() -> None:
+    """train.memory_gb leaves layers to recompute and inputs on the host in config.toml. Layouts without recomputation
+    are tried beside them."""
+    config = config_of("--train.recompute", "full", "--train.recompute_layers", "0-1", "--train.offload", "1")
+    tried = {layout.recompute for grid in space_of(config, 2).grids for layout in grid.layouts()}
+    assert {"none", "full"} <= tried

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from megapar.config.derive import recomputed_layers
 from megapar.config.options import BY_LAYER, Config
 from megapar.grid import DEFAULT_ORDER, Grid
 from megapar.pipeline.lowering import lower
@@ -249,8 +248,7 @@ class Estimator:
     def _recomputed(self, layout: Layout, layer: _Layer) -> tuple[float, float, float]:
         """Seconds of forward and backward of a layer, and the bytes that it keeps."""
         if layout.recompute in BY_LAYER:
-            layers = recomputed_layers(self.config.train)
-            share = len(layers) / self.config.model.num_hidden_layers if layers else 1 / layout.recompute_every
+            share = 1 / layout.recompute_every
             again, of_recomputed = layer.forward, layer.input
             if layout.recompute == "all_but_attention":
                 again -= layer.attention

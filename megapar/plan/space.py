@@ -79,10 +79,11 @@ def searchable(config: Config, fixed: Mapping[str, Any], device: str) -> Config:
     defaults = flatten(Config())
     for_own_layout = (
         *Layout(*[None] * len(Layout._fields)).options(),  # type: ignore[arg-type]
-        # A partition is for one number of stages, chunks are refused without tp or ep, and the others meet some ZeRO
-        # stages.
-        *("parallel.partition", "parallel.schedule_memory_gb", "parallel.tp_overlap_chunks"),
-        "parallel.ep_overlap_chunks",
+        # A partition and layers to recompute are for one number of stages, chunks are refused without tp or ep, and the
+        # others meet some ZeRO stages.
+        *("parallel.partition", "train.recompute_layers", "parallel.schedule_memory_gb"),
+        *("parallel.tp_overlap_chunks", "parallel.ep_overlap_chunks"),
+        "train.offload",  # it is refused without recomputed layers
         *("optimizer.bucket_mb", "optimizer.overlap_param_gather"),
         "launch.nproc",  # it starts ranks on this machine
     )
