@@ -307,7 +307,6 @@ def test_replicas_become_fewer_and_come_back_with_the_same_global_batches(tmp_pa
         assert [line.get(key) for line in found] == [line.get(key) for line in expected]
     losses = [(line["loss"], other["loss"]) for line, other in zip(found, expected, strict=True) if "loss" in line]
     assert all(one == pytest.approx(other, rel=1e-6) for one, other in losses)
-    assert any(one != other for one, other in losses), "another number of replicas adds in another order"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
