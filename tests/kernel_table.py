@@ -247,18 +247,23 @@ def _adamw() -> Iterator[Shipped]:
 
 
 def _activations() -> Iterator[Shipped]:
-    forward, backward = activations._activation_forward_kernel, activations._activation_backward_kernel
+    forward = activations._activation_forward_kernel
     shapes = [("swiglu", "silu", True, 96), ("swiglu", "silu", True, 4096), ("geglu", "gelu", True, 4096)]
     shapes += [("reglu_squared", "relu_squared", True, 4096), ("relu_squared", "relu_squared", False, 4096)]
     for name, activation, gated, columns in [*shapes, ("bias_gelu", "gelu", False, 4096)]:
+        backward = (
+            activations._biased_backward_kernel if name == "bias_gelu" else activations._activation_backward_kernel
+        )
         row_block, column_block, warps = activations.config(columns)
         sizes = {"ACTIVATION": activation, "GATED": gated, "ROW_BLOCK": row_block, "COLUMN_BLOCK": column_block}
+        sizes["STAGES"] = activations.biased_backward_config(columns)[3]
         for direction, kernel in (("forward", forward), ("backward", backward)):
             types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in sizes}
             constants = {**sizes, "bias_ptr": None, "weights_ptr": None}
             if name == "bias_gelu":
                 constants.pop("bias_ptr")
             types = {x: kind for x, kind in types.items() if x not in constants}
+            types |= {"grad_bias_ptr": "*fp32"} if "grad_bias_ptr" in types else {}
             constants = {x: value for x, value in constants.items() if x in kernel.arg_names}
             traffic = {"forward": 6 if gated else 4, "backward": 10 if gated else 6}[direction]
             yield Shipped(
@@ -303,14 +308,18 @@ def _rope(heads: Sequence[int] = (4, 32)) -> Iterator[Shipped]:
 def _norms() -> Iterator[Shipped]:
     for layer_norm, columns in itertools.product((False, True), (64, 128, 512, 1024, 4096, 8192, 16384, 32768, 65536)):
         tiles = [
-            ("forward", norms._norm_forward_kernel, norms.forward_config(columns)),
-            ("backward", norms._norm_backward_kernel, norms.backward_config(columns, 2, layer_norm)),
+            ("forward", norms._norm_forward_kernel, norms.forward_config(columns, adds=True)),
+            ("backward", norms._norm_backward_kernel, norms.backward_config(columns, 2, 3)),
         ]
+        if columns >= LARGE:
+            tiles.append(("forward alone", norms._norm_forward_kernel, norms.forward_config(columns, adds=False)))
         for direction, kernel, config in tiles:
             if config is not None:
                 sizes = {"ROW_BLOCK": config[0], "COLUMN_BLOCK": config[1]}
+                if isinstance(config, norms.BackwardTile):
+                    sizes["STAGES"] = config.stages
                 for weight in ("bf16", "fp32") if columns in (128, 4096, 8192) else ("bf16",):
-                    traffic = 8 if columns >= LARGE else 0
+                    traffic = (4 if direction == "forward alone" else 8) if columns >= LARGE else 0
                     name = f"{direction} {columns} {weight}"
                     yield _norm(name, kernel, sizes, config[2], layer_norm, weight, traffic)
     for layer_norm in (False, True):
@@ -328,8 +337,10 @@ def _norms() -> Iterator[Shipped]:
 def _norm(
     variant: str, kernel: Any, sizes: Mapping[str, int], warps: int, layer_norm: bool, weight: str, traffic: int
 ) -> Shipped:
-    """With the residual, which takes the most registers; RMSNorm is what lacks the pointers of bias and mean."""
+    """With the residual, which takes the most registers, unless the variant is alone. RMSNorm is what lacks the
+    pointers of bias and mean."""
     absent = () if layer_norm else ("bias_ptr", "mean_ptr", "grad_bias_ptr")
+    absent += ("residual_ptr", "sum_ptr") if " alone " in variant else ()
     types = {x: "*bf16" if x.endswith("_ptr") else "i32" for x in kernel.arg_names if x not in {*sizes, *absent}}
     wide = dict.fromkeys(("mean_ptr", "rstd_ptr", "grad_weight_ptr", "grad_bias_ptr"), "*fp32")
     wide |= {"eps": "fp32", "weight_ptr": f"*{weight}", "bias_ptr": f"*{weight}"}
@@ -337,7 +348,8 @@ def _norm(
     constants = {**sizes, **{x: None for x in kernel.arg_names if x in absent}}
     name = f"{'add_layer_norm' if layer_norm else 'add_rms_norm'} {variant}"
     return Shipped(
-        "norms", name, kernel, types, constants, warps, aligned=("columns",), elements=math.prod(sizes.values()),
+        "norms", name, kernel, types, constants, warps, aligned=("columns",),
+        elements=math.prod(size for name, size in sizes.items() if name != "STAGES"),
         traffic=traffic,
     )  # fmt: skip
 
@@ -484,14 +496,16 @@ def resources(binary: Binary, code: Sequence[str]) -> Resources:
     in_use = (found["REG"] + 7) // 8 * 8 * 32
     counted = binary.architecture == COUNTED and item.traffic > 0
     text = "\n".join(code)
+    # Into registers, or asynchronously into shared memory (STS).
+    wide = len(re.findall(r"\bLDG(?:STS)?\.E(?:\.EF|\.EL|\.BYPASS)?\.(?:128|ENL2)", text))
     return Resources(
         registers=found["REG"],
         stack=found["STACK"],
         spills=len(re.findall(r"\b(?:LDL|STL)\b", text)),
         shared=binary.shared,
         warps_per_sm=min(MOST_WARPS, REGISTERS // in_use // item.num_warps * item.num_warps),
-        wide_loads=len(re.findall(r"LDG\.E(?:\.E[FL])?\.(?:128|ENL2)", text)),
-        narrow_loads=len(re.findall(r"LDG\.E(?!(?:\.E[FL])?\.(?:128|ENL2))", text)),
+        wide_loads=wide,
+        narrow_loads=len(re.findall(r"\bLDG(?:STS)?\.E\b", text)) - wide,
         wide_stores=len(re.findall(r"STG\.E\.(?:128|ENL2)", text)),
         instructions_per_element=round(instructions_per_element(item, code), 1) if counted else None,
         budget=round(INSTRUCTIONS_A_BYTE * item.traffic, 1) if counted else None,

@@ -19,7 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.dispatch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
+from megapar_kernels.dispatch import (
+    LOG2_E,
+    Implementation,
+    exp,
+    fused,
+    launches,
+    next_power_of_2,
+    programs_at_once,
+    tl,
+    triton,
+)
 from megapar_kernels.one_graph import OneGraph
 
 __all__ = [
@@ -40,23 +50,23 @@ TORCH: dict[Activation, Callable[[Tensor], Tensor]] = {
 
 
 @triton.jit
-def _sigmoids(x):  # type: ignore[no-untyped-def]
-    """sigmoid(x) and sigmoid(-x), from one exponential and one division.
+def _sigmoid_and_slope(exponent):  # type: ignore[no-untyped-def]
+    """sigmoid(x) and its derivative sigmoid(x) sigmoid(-x), of exponent = x log2(e).
 
-    With e = exp(-|x|) the larger of the two is 1 / (1 + e) and the smaller e / (1 + e).
+    With e = exp(-|x|) the larger of sigmoid(x) and sigmoid(-x) is 1 / (1 + e), and the smaller e / (1 + e).
     """
     # e is at most 1, so nothing overflows. Neither sigmoid is computed as 1 minus the other, which would cancel.
-    small = exp(-tl.abs(x))
+    small = tl.exp2(-tl.abs(exponent))
     larger = 1.0 / (1.0 + small)
     smaller = small * larger
-    return tl.where(x < 0.0, smaller, larger), tl.where(x < 0.0, larger, smaller)
+    return tl.where(exponent < 0.0, smaller, larger), smaller * larger
 
 
 @triton.jit
-def _twice_gelu_argument(x):  # type: ignore[no-untyped-def]
-    """2 t with t = sqrt(2 / pi) (x + 0.044715 x^3). GELU's 0.5 (1 + tanh(t)) equals sigmoid(2 t)."""
-    # 1.5957691216057308 is 2 sqrt(2 / pi).
-    return 1.5957691216057308 * x * (1.0 + 0.044715 * (x * x))
+def _gelu_exponent(x):  # type: ignore[no-untyped-def]
+    """2 t log2(e) with t = sqrt(2 / pi) (x + 0.044715 x^3). GELU's 0.5 (1 + tanh(t)) equals sigmoid(2 t)."""
+    # 2 sqrt(2 / pi) log2(e), and 0.044715 times that: one number in place of two factors saves an instruction.
+    return x * (2.302208198144325 + 0.1029432395800235 * (x * x))
 
 
 @triton.jit
@@ -66,7 +76,7 @@ def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     if ACTIVATION == "silu":
         return x / (1.0 + exp(-x))
     elif ACTIVATION == "gelu":
-        return x / (1.0 + exp(-_twice_gelu_argument(x)))
+        return x / (1.0 + tl.exp2(-_gelu_exponent(x)))
     elif ACTIVATION == "gelu_erf":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
     else:
@@ -80,14 +90,14 @@ def _activate(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
 def _activate_and_derive(x, ACTIVATION: tl.constexpr):  # type: ignore[no-untyped-def]
     """The activation of fp32 x, and its derivative."""
     if ACTIVATION == "silu":
-        sigmoid, opposite = _sigmoids(x)
+        sigmoid, steepness = _sigmoid_and_slope(x * LOG2_E)
         value = x * sigmoid
-        slope = sigmoid + value * opposite
+        slope = sigmoid + x * steepness
     elif ACTIVATION == "gelu":
-        # The derivative of 2 t is 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2).
-        sigmoid, opposite = _sigmoids(_twice_gelu_argument(x))
+        sigmoid, steepness = _sigmoid_and_slope(_gelu_exponent(x))
         value = x * sigmoid
-        slope = sigmoid + value * opposite * 1.5957691216057308 * (1.0 + 0.134145 * (x * x))
+        # The derivative of 2 t is 2 sqrt(2 / pi) (1 + 3 * 0.044715 x^2).
+        slope = sigmoid + x * steepness * (1.5957691216057308 + 0.2140644488178007 * (x * x))
     elif ACTIVATION == "gelu_erf":
         # The normal distribution and its density, of which 0.3989422804014327 is 1 / sqrt(2 pi).
         share = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
@@ -133,14 +143,12 @@ def _activation_forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _activation_backward_kernel(  # type: ignore[no-untyped-def]
-    grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, rows, columns,
+    grad_y_ptr, x_ptr, grad_x_ptr, rows, columns,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row, column, inside = _tile(rows, columns, ROW_BLOCK, COLUMN_BLOCK)
     offset = row * (2 * columns if GATED else columns) + column
     x = tl.load(x_ptr + offset, inside, other=0.0).to(tl.float32)
-    if bias_ptr is not None:
-        x += tl.load(bias_ptr + column, column < columns, other=0.0).to(tl.float32)
     value, slope = _activate_and_derive(x, ACTIVATION)
     grad = tl.load(grad_y_ptr + row * columns + column, inside, other=0.0).to(tl.float32)
     kind = grad_x_ptr.dtype.element_ty
@@ -149,6 +157,34 @@ def _activation_backward_kernel(  # type: ignore[no-untyped-def]
         tl.store(grad_x_ptr + offset + columns, (grad * value).to(kind), inside)
         grad *= up
     tl.store(grad_x_ptr + offset, (grad * slope).to(kind), inside)
+
+
+@triton.jit
+def _biased_backward_kernel(  # type: ignore[no-untyped-def]
+    grad_y_ptr, x_ptr, bias_ptr, grad_x_ptr, grad_bias_ptr, rows, columns,
+    ACTIVATION: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The backward of an activation of x + bias, in a block of columns of every n-th tile of rows.
+
+    n is the number of programs of axis 1. Each of them writes a row of the partial sums [n, columns] of the bias's
+    gradient. STAGES - 1 tiles are on their way into shared memory while one is computed.
+    """
+    column = tl.program_id(0).to(tl.int64) * COLUMN_BLOCK + tl.arange(0, COLUMN_BLOCK)[None, :]
+    line = tl.program_id(1).to(tl.int64)
+    in_column = column < columns
+    bias = tl.load(bias_ptr + column, in_column, other=0.0).to(tl.float32)
+    grad_bias = tl.zeros((ROW_BLOCK, COLUMN_BLOCK), tl.float32)
+    for first in tl.range(line * ROW_BLOCK, rows, tl.num_programs(1) * ROW_BLOCK, num_stages=STAGES):
+        row = first + tl.arange(0, ROW_BLOCK)[:, None]
+        inside = (row < rows) & in_column
+        offset = row * columns + column
+        x = tl.load(x_ptr + offset, inside, other=0.0).to(tl.float32) + bias
+        grad = tl.load(grad_y_ptr + offset, inside, other=0.0).to(tl.float32)
+        _, slope = _activate_and_derive(x, ACTIVATION)
+        grad *= slope
+        grad_bias += grad  # not yet rounded, unlike torch's sum
+        tl.store(grad_x_ptr + offset, grad.to(grad_x_ptr.dtype.element_ty), inside)
+    tl.store(grad_bias_ptr + line * columns + column, tl.sum(grad_bias, 0, keep_dims=True), in_column)
 
 
 @triton.jit
@@ -184,12 +220,39 @@ def config(columns: int) -> tuple[int, int, int]:
     return 2048 // column_block, column_block, 4
 
 
+def biased_backward_config(columns: int) -> tuple[int, int, int, int, int]:
+    """The rows and columns of a tile, the warps, the stages, and how many programs run on a multiprocessor at a time.
+
+    The fastest of those tried on an H200: 174 us for 8,192 x 14,336 bf16 numbers, at 96 % of the speed of a copy. Behind
+    products, which lower the clock, it took 244 us. It has had 17 % fewer instructions since.
+    """
+    row_block, column_block, warps = config(columns)
+    return row_block, column_block, warps, 3, 4
+
+
 def _launch(kernel: Any, *tensors: Tensor | None, rows: int, columns: int, activation: Activation, gated: bool) -> None:
     """Launch `kernel` on [rows, columns], if there is anything to compute."""
     if tensors[0] is not None and launches(tensors[0], *tensors[1:]):
         row_block, column_block, warps = config(columns)
         grid = triton.cdiv(rows, row_block), triton.cdiv(columns, column_block)
         kernel[grid](*tensors, rows, columns, activation, gated, row_block, column_block, num_warps=warps)
+
+
+def _launch_biased_backward(grad_y: Tensor, x: Tensor, bias: Tensor, grad_x: Tensor, activation: Activation) -> Tensor:
+    """Write the gradient of x; returns that of the bias, fp32."""
+    columns = bias.numel()
+    rows = x.numel() // max(columns, 1)
+    if not launches(grad_y, x, bias, grad_x):
+        return bias.new_zeros(columns, dtype=torch.float32)
+    row_block, column_block, warps, stages, each = biased_backward_config(columns)
+    blocks = triton.cdiv(columns, column_block)
+    lines = min(triton.cdiv(rows, row_block), max(programs_at_once(x.device, each) // blocks, 2))
+    partial = x.new_empty(lines, columns, dtype=torch.float32)
+    _biased_backward_kernel[(blocks, lines)](
+        grad_y, x, bias, grad_x, partial, rows, columns,
+        activation, row_block, column_block, stages, num_warps=warps,
+    )  # fmt: skip
+    return partial.sum(0)  # in a fixed order, so it is the same each time
 
 
 def _launch_weighted_backward(
@@ -233,11 +296,11 @@ class _Activation(torch.autograd.Function):
             activation = ctx.settings["activation"]
             _launch_weighted_backward(grad_y.contiguous(), x, weights, grad_x, grad_weights, activation)
             return grad_x, None, grad_weights, None, None
-        _launch(_activation_backward_kernel, grad_y.contiguous(), x, bias, grad_x, **ctx.settings)
-        if bias is None or not ctx.needs_input_grad[1]:
-            return grad_x, None, None, None, None
-        # grad_x is rounded before the sum, as in torch. The sum is fp32 in a fixed order, so it is the same each time.
-        return grad_x, grad_x.view(-1, bias.numel()).sum(0, dtype=torch.float32).to(bias.dtype), None, None, None
+        if bias is not None:
+            grad_bias = _launch_biased_backward(grad_y.contiguous(), x, bias, grad_x, ctx.settings["activation"])
+            return grad_x, grad_bias.to(bias.dtype), None, None, None
+        _launch(_activation_backward_kernel, grad_y.contiguous(), x, grad_x, **ctx.settings)
+        return grad_x, None, None, None, None
 
 
 def _activate_into(out: Tensor, x: Tensor, activation: Activation) -> None:

@@ -34,9 +34,9 @@ __all__ = [
     "interpreting",
     "launches",
     "main_grad_of",
-    "multiprocessors",
     "next_power_of_2",
     "on_gpu",
+    "programs_at_once",
     "tl",
     "triton",
 ]
@@ -139,11 +139,16 @@ def main_grad_of(param: Tensor | None) -> MainGrad | None:
     return getattr(param, "main_grad", None)
 
 
-def multiprocessors(device: torch.device) -> int:
-    """The number of streaming multiprocessors of a GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def next_power_of_2(n: int) -> int:
     """The least power of two >= max(n, 1). Triton's tiles need powers of two."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+def programs_at_once(device: torch.device, each: int) -> int:
+    """How many programs run at a time if a multiprocessor of the GPU runs `each`.
+
+    2 where kernels are interpreted, for tests: each program then has several tiles, as on a GPU.
+    """
+    if device.type != "cuda":
+        return 2
+    return torch.cuda.get_device_properties(device).multi_processor_count * each
