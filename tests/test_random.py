@@ -97,7 +97,7 @@ def test_threads_and_kept_elements_change_no_bit(held: tuple[Sizes, Sizes]) -> N
     piece = Piece("layers.0.mlp.up.weight", (600, 1000), Box(*held), Box(*held))
     init = Init("normal", 0.02)
     whole = initial_values(piece, init, 7)
-    with mock.patch("megapar.random._NUMBERS_PER_THREAD", 10_000):
+    with mock.patch.multiple("megapar.random", _NUMBERS_PER_THREAD=10_000, _WIDTH_PER_THREAD=100):
         assert torch.equal(initial_values(piece, init, 7, threads=3), whole)
         assert torch.equal(initial_values(piece, init, 7, rows=slice(5, 17), threads=3), whole[5:17])
     spec = ParamSpec((piece,), init, decay=True, grad_axis=context.single().grad)
