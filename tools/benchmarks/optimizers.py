@@ -1,9 +1,10 @@
 """What optimizers cost on a CPU: Muon's Newton-Schulz by rank, and steps with a share of AdamW's state on the host.
 
 Ranks of dp train a Llama with Muon. The CPU time of Newton-Schulz is that of each rank, beside the FLOPs of the
-matrices that it owns. Then one process trains with each optimizer.offload, with QK-clip and with Muon, in turns. On a
-CPU the host's memory is the device's, so offload shows the time of its pieces and copies alone. The benchmark fails if
-losses of AdamW differ in one bit.
+matrices that it owns. Then one process trains with each optimizer.offload, with QK-clip and with Muon, in turns with
+PyTorch's fused AdamW and its Muon on the same model. On a CPU the host's memory is the device's, so offload shows the
+time of its pieces and copies alone. The benchmark fails if losses of our AdamW differ in one bit, or those of PyTorch
+by more than roundings: its Muon iterates in bf16, ours on a CPU in fp32.
 """
 
 import statistics
@@ -12,13 +13,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megapar_models.registry import validate
-from torch import Tensor
+from torch import Tensor, nn
 
+from benchmarks.contenders import Megapar
 from benchmarks.counting import cost, in_turn, ratio
+from benchmarks.gpu_contenders import RandomWeights
+from benchmarks.layouts import make_batches
+from benchmarks.peers import Peer, Plain
 from benchmarks.ranks import BenchmarkError, run_ranks
 from benchmarks.report import Report, table
 from benchmarks.small_llama import make_batch, make_state, small_llama
@@ -94,28 +99,76 @@ def of_ranks(options: Options, per_head: bool) -> dict[str, Any]:
     return {"per_head": per_head, "ranks": found, "largest_over_mean": over_mean, "share_of_step": share}
 
 
-def in_turns(options: Options) -> list[dict[str, Any]]:
-    """CPU time of a step with each share on the host, and with Muon, over that of AdamW on the device."""
-    optimizers = {f"adamw, offload {share:g}": OptimizerConfig(offload=share) for share in OFFLOADS}
-    plain = next(iter(optimizers))
-    optimizers["muon"] = OptimizerConfig(name="muon")
-    optimizers["muon, per head"] = replace(optimizers["muon"], muon_per_head=True)
-    optimizers["adamw, qk_clip 100"] = OptimizerConfig(qk_clip=100.0)
+class TorchMuon(Plain):
+    """PyTorch with its own Muon for the matrices of layers, and fused AdamW for the rest."""
+
+    name = "PyTorch, Muon"
+
+    def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+        options = self.config.optimizer
+        layers = cast(nn.ModuleDict, self.model.layers)
+        matrices = {id(param): param for param in layers.parameters() if param.ndim == 2}
+        self.muon = torch.optim.Muon(
+            matrices.values(),
+            lr=options.lr,
+            weight_decay=options.weight_decay,
+            momentum=options.momentum,
+            nesterov=options.nesterov,
+            adjust_lr_fn="match_rms_adamw",
+        )
+        return super().make_optimizer([param for param in params if id(param) not in matrices])
+
+    def zero_gradients(self) -> None:
+        super().zero_gradients()
+        self.muon.zero_grad()
+
+    def update(self) -> float:
+        norm = super().update()
+        self.muon.step()
+        return norm
+
+
+def contenders_of(options: Options) -> dict[str, Peer]:
+    """megapar with each optimizer, and PyTorch with its own, all from the same weights. By name."""
     device = torch.device("cpu")
-    states = {name: make_state(make_config(options, optimizer), device) for name, optimizer in optimizers.items()}
-    batch = make_batch(states[plain].config)
-    seconds: dict[str, list[float]] = {name: [] for name in states}
+    optimizers = {f"adamw, offload {share:g}": OptimizerConfig(offload=share) for share in OFFLOADS}
+    optimizers["adamw, qk_clip 100"] = OptimizerConfig(qk_clip=100.0)
+    optimizers["muon"] = muon_options = OptimizerConfig(name="muon")
+    optimizers["muon, per head"] = replace(muon_options, muon_per_head=True)
+    weights = RandomWeights(make_config(options, muon_options).model, device)
+    found: dict[str, Peer] = {
+        name: Megapar(make_config(options, optimizer), weights, device) for name, optimizer in optimizers.items()
+    }
+    found["PyTorch, AdamW"] = Plain(make_config(options, OptimizerConfig()), weights, device)
+    found[TorchMuon.name] = TorchMuon(make_config(options, muon_options), weights, device)
+    return found
+
+
+def in_turns(options: Options) -> list[dict[str, Any]]:
+    """CPU time of a step with each optimizer, over that of our AdamW on the device, and the last loss."""
+    contenders = contenders_of(options)
+    plain = next(iter(contenders))
+    batch = make_batches(contenders[plain].config, 1)[0]
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, float] = {}
     for number in range(options.rounds + 1):
-        losses = {}
-        for name in in_turn(states, number):
-            one, result = cost(partial(train_step, states[name], [batch]))
+        for name in in_turn(contenders, number):
+            one, result = cost(partial(contenders[name].step, *batch))
             seconds[name].append(one.cpu)
             losses[name] = result.loss
-        if len({loss for name, loss in losses.items() if name.startswith("adamw")}) > 1:
+        different = len({loss for name, loss in losses.items() if name.startswith("adamw")}) > 1
+        peers = {"PyTorch, AdamW": (plain, 1e-4), TorchMuon.name: ("muon", 1e-2)}
+        far = [name for name, (ours, most) in peers.items() if abs(losses[name] / losses[ours] - 1) > most]
+        if different or far:
             raise BenchmarkError(f"losses differ: {losses}")
     return [
-        {"optimizer": name, "seconds": seconds[name][1:], "time": ratio(seconds[name][1:], seconds[plain][1:])}
-        for name in states
+        {
+            "optimizer": name,
+            "seconds": seconds[name][1:],
+            "time": ratio(seconds[name][1:], seconds[plain][1:]),
+            "loss": losses[name],
+        }
+        for name in contenders
     ]
 
 
@@ -141,11 +194,16 @@ def main(options: Options) -> None:
     steps = in_turns(options)
     columns = ["ms of Newton-Schulz by rank", "largest over mean", "by FLOPs", "of the step"]
     of_steps = [
-        (row["optimizer"], f"{row['time']['median']:.3f}x", f"{row['time']['min']:.3f}-{row['time']['max']:.3f}")
+        (
+            row["optimizer"],
+            f"{row['time']['median']:.3f}x",
+            f"{row['time']['min']:.3f}-{row['time']['max']:.3f}",
+            f"{row['loss']:.4f}",
+        )
         for row in steps
     ]
     Report(options, circumstances).finish(
         {"newton_schulz": ranks, "steps": steps},
         table(lines_of_ranks(ranks), ["muon: matrices"], columns),
-        table(of_steps, ["one process"], ["CPU time of a step", "range"]),
+        table(of_steps, ["one process"], ["CPU time of a step", "range", "last loss"]),
     )
