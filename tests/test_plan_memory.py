@@ -15,14 +15,14 @@ from megapar_models.registry import validate
 
 from megapar.batch import PipelineStage
 from megapar.config.model_options import ModelConfig
-from megapar.config.options import AdapterConfig, Config, ParallelConfig
+from megapar.config.options import AdapterConfig, Config, KernelsConfig, ParallelConfig, TrainConfig
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.plan.memory import fullest_rank, report_rank, reports
 from megapar.plan.moments import WINDOW, without_repeats
 from megapar.plan.parts import Parts
-from megapar.plan.verdict import Capacity, judge
+from megapar.plan.verdict import ALL_LAYERS, Capacity, judge
 from tests.support.built_plan import built_report
 from tests.support.grid import (
     DENSE_BETWEEN,
@@ -251,6 +251,22 @@ def test_a_verdict_says_whether_a_layout_fits_and_what_would() -> None:
     # A quarter is less than any one change needs.
     several = judge(given, validated, PARTS, replace(enough, capacity_bytes=total // 4))
     assert "would fit: optimizer.zero_stage 3, kernels.loss_chunk 1024, train.recompute full, pa" in several.text
+
+
+@pytest.mark.parametrize(
+    ("some", "words"),
+    [({"recompute_every": 4}, "train.recompute_every 1 ("), ({"recompute_layers": ("0-1",)}, f"{ALL_LAYERS} (")],
+)
+def test_where_some_layers_are_recomputed_all_may_be(some: dict[str, Any], words: str) -> None:
+    given = Config(
+        model=ModelConfig(hidden_size=64, num_hidden_layers=8, num_attention_heads=4, vocab_size=512),
+        train=TrainConfig(recompute="full", **some),
+        kernels=KernelsConfig(loss_chunk=1024),
+    )
+    total = fullest_rank(validate(given, 1), PARTS).total
+    verdict = judge(given, lambda config: validate(config, 1), PARTS, Capacity("x", total - 1, 0))
+    assert f"; would fit: train.recompute_{'every' if 'every' in words else 'layers'}" in verdict.text
+    assert words in verdict.text
 
 
 def test_uneven_experts_are_held_in_reserve() -> None:

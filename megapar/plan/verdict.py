@@ -87,6 +87,9 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f} GiB"
 
 
+ALL_LAYERS = "with no number, which are all"
+"""The words for an empty train.recompute_layers."""
+
 Change = tuple[str, str, object]
 """A section of the configuration, an option in it, and its new value."""
 
@@ -108,8 +111,8 @@ def what_fits(
             return ""  # this layout cannot run
         if report.total + for_uneven_experts(changed, report) > limit:
             return ""
-        words = ", ".join(f"{section}.{option} {value}" for section, option, value in changes)
-        return f"{words} ({_gib(report.total)})"
+        words = (f"{section}.{option} {ALL_LAYERS if value == () else value}" for section, option, value in changes)
+        return f"{', '.join(words)} ({_gib(report.total)})"
 
     of_options = list(_changes_of_options(config))
     of_axes = list(_changes_of_axes(config))
@@ -133,6 +136,10 @@ def _changes_of_options(config: Config) -> Iterator[Change]:
     while size > 1:
         size //= 2
         yield "train", "micro_batch_size", size
+    if train.recompute_every > 1:
+        yield "train", "recompute_every", 1
+    if train.recompute_layers:
+        yield "train", "recompute_layers", ()
     modes = get_args(Mode)
     for mode in modes[modes.index(train.recompute) + 1 :]:
         yield "train", "recompute", mode
