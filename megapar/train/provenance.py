@@ -19,7 +19,6 @@ _NAMED = ("torch", "triton", "numpy", "safetensors", "sentencepiece", "tokenizer
 
 def provenance(on: torch.device) -> dict[str, Any]:
     """Collect date, hardware, versions and commit, as JSON types. `on` is the device in use."""
-    installed = {distribution.name.lower(): distribution.version for distribution in metadata.distributions()}
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
     commit = ""
     # An installed package has no repository, and a machine may have no git: the commit is then unknown.
@@ -31,9 +30,16 @@ def provenance(on: torch.device) -> dict[str, Any]:
         "load_average": os.getloadavg()[0],
         "processor": platform.processor() or platform.machine(),
         "python": platform.python_version(),
-        "versions": {name: installed[name] for name in _NAMED if name in installed},
+        "versions": {name: version for name in _NAMED if (version := _version(name))},
         "commit": commit or "unknown",
     }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def in_a_line(found: Mapping[str, Any]) -> str:
