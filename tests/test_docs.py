@@ -26,6 +26,7 @@ from megapar import errors
 from megapar.config.other_frameworks.table import TABLE
 from tests.support.program import Program
 from tests.support.source_tree import ROOT, TESTS, imports, setup_argument, tree
+from tests.support.sweeps import slow_but
 from tools import docs_hooks, draw_architecture
 
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
@@ -127,7 +128,13 @@ WITH_TESTS_OF_THEIR_OWN = (ROOT / "README.md", LIBRARY_PAGE, TUTORIAL, NEW_FAMIL
 OTHERS_WITH_COMMANDS = [path for path in DOCUMENTS if path not in WITH_TESTS_OF_THEIR_OWN and fenced_commands(path)]
 
 
-@pytest.mark.parametrize("document", OTHERS_WITH_COMMANDS, ids=lambda path: path.stem)
+# Those of profile.md train with a profiler, as tests/test_profile.py does.
+WITH_COMMANDS = slow_but(
+    [number for number, path in enumerate(OTHERS_WITH_COMMANDS) if path.stem != "profile"], OTHERS_WITH_COMMANDS
+)
+
+
+@pytest.mark.parametrize("document", WITH_COMMANDS, ids=lambda path: path.stem)
 def test_commands_of_the_other_documents(document: Path, tmp_path: Path) -> None:
     run_commands(document, tmp_path, without=fenced_commands(ROOT / "README.md"))
 
@@ -341,6 +348,7 @@ def with_rooms_to_come() -> str:
 def test_nothing_on_the_architecture_picture_covers_anything_else(draw: Callable[[], str]) -> None:
     """No two boxes meet, each text is inside its box also in a wide font, and no arrow enters a box."""
     picture = draw()
+    fonts = {weight: FontProperties(family="DejaVu Sans", weight=weight) for weight in ("normal", "bold")}
     boxes = boxes_of(picture)
     rooms = {texts[0].text for texts in boxes.values()}
     assert {"programs", "train", "megapar_models.convert", "foundation"} <= rooms
@@ -348,7 +356,7 @@ def test_nothing_on_the_architecture_picture_covers_anything_else(draw: Callable
         assert left > other_right or right < other_left or top > other_bottom or bottom < other_top
     for (left, top, right, bottom), texts in boxes.items():
         for text in texts:
-            font = FontProperties(family="DejaVu Sans", weight=text.get("font-weight", "normal"))
+            font = fonts[text.get("font-weight", "normal")]
             half = TextPath((0, 0), text.text, float(text.attrib["font-size"]), prop=font).get_extents().width / 2
             x, y = float(text.attrib["x"]), float(text.attrib["y"])
             assert left < x - half < x + half < right, text.text
@@ -401,6 +409,7 @@ def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.slow
 def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     """Every page is there, the search works from a disk, and no page loads anything from elsewhere."""
     built = build(tmp_path / "site")

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.conftest import LONGEST, PROJECT
+from tests.support.sweeps import slow_but
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,7 +21,7 @@ def python(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("lane", ["gpu", "gpus"])
+@pytest.mark.parametrize("lane", slow_but([1], ["gpu", "gpus"]))
 def test_a_lane_that_needs_a_gpu_says_so(lane: str) -> None:
     run = python("-m", "pytest", "-m", lane, "tests/test_lanes.py", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == pytest.ExitCode.USAGE_ERROR

@@ -15,7 +15,7 @@ from tests.support.kernel_checks import needs_triton  # which also repairs Trito
 from tests.support.plans import PARTS
 from tools import plan, strategy_tables
 
-FAST = ("needs", "recompute", "experts")
+FAST = ("needs", "recompute")
 STALE = "run python tools/strategy_tables.py --write, and read the sentences above the tables that have changed"
 
 
