@@ -24,6 +24,7 @@ WITHOUT_WIDE_LOADS = ("adamw square sum, elements = 1",)  # it reads a single nu
 FEWEST_WARPS_OF_PRODUCTS = 4
 # Asynchronous copies keep the memory busy in place of warps.
 FEWEST_WARPS_BESIDE_COPIES = 8
+MOST_SHARED = 99 << 10  # bytes that a program may have on every GPU from sm_80 on
 COPIES_AHEAD = ("norms add_rms_norm backward", "norms add_layer_norm backward")
 # Of its budget of instructions an element (tests/kernel_table.py): beyond it a kernel no longer reaches the copy rate.
 MOST_OF_BUDGET = 0.75
@@ -98,6 +99,8 @@ def test_nothing_spills_loads_are_wide_and_warps_enough(table: Table) -> None:
                 wrong.append(f"{name}, {architecture}: no 128-bit load")
             fewest = FEWEST_WARPS_OF_PRODUCTS if name.startswith(OF_PRODUCTS) else FEWEST_WARPS
             fewest = FEWEST_WARPS_BESIDE_COPIES if name.startswith(COPIES_AHEAD) else fewest
+            if found["shared"] > MOST_SHARED and not name.startswith(OF_PRODUCTS):
+                wrong.append(f"{name}, {architecture}: {found['shared']} bytes of shared memory")
             if found["warps_per_sm"] < fewest:
                 wrong.append(f"{name}, {architecture}: {found['warps_per_sm']} warps on an SM")
     reviewed()
