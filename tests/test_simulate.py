@@ -214,6 +214,15 @@ def test_recomputed_layers_are_executed_again() -> None:
     assert again - whole == (whole - head) // 3  # a forward more of all layers
 
 
+def test_qk_clip_multiplies_queries_and_keys_once_more() -> None:
+    """In samples of one block, so without the half that causality leaves out."""
+    model = replace(PLAIN, qk_norm=False)
+    plain = Layout(model, micro_batch_size=6).config()
+    clipped = replace(plain, optimizer=replace(plain.optimizer, qk_clip=100.0))
+    more = simulated(clipped, 0).flops - simulated(plain, 0).flops
+    assert more == 12 * 2 * 24 * 24 * model.num_attention_heads * model.head_dim * model.num_hidden_layers
+
+
 # Experts
 
 
