@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models.norms import RMSNorm
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -151,6 +152,29 @@ def test_a_layer_keeps_two_norms_and_an_activation_less() -> None:
     of_experts = moe.num_experts_per_tok * (MIXTRAL.hidden_size + moe.moe_intermediate_size)
     saved = tokens * MIXTRAL.num_hidden_layers * (2 * MIXTRAL.hidden_size + of_experts) * 4
     assert kept_bytes(MIXTRAL, "none") - kept_bytes(MIXTRAL, "light") == saved
+
+
+@pytest.mark.parametrize(
+    ("mode", "every", "fused"), [("none", 1, 5), ("light", 1, 5), ("all_but_attention", 1, 3), ("full", 3, 4)]
+)
+def test_a_norm_adds_what_the_layer_before_has_left(
+    mode: str, every: int, fused: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In 3 layers, 3 norms of MLPs and those of attention. A recomputed layer keeps one input, so it is given a sum."""
+    calls = 0
+    add_and_norm = RMSNorm.add_and_norm
+
+    def counted(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        nonlocal calls
+        calls += 1
+        return add_and_norm(*args, **kwargs)
+
+    monkeypatch.setattr(RMSNorm, "add_and_norm", counted)
+    model = replace(LLAMA, num_hidden_layers=3)
+    state = make_state(Layout(model, recompute=mode, every=every).config())
+    batch = micro_batches(state.config, state.ctx, 0)[0]
+    state.stages[0](None, batch)
+    assert calls == fused
 
 
 @pytest.mark.parametrize(

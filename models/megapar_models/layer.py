@@ -1,6 +1,7 @@
 """A layer: a mixer of tokens and an MLP, each a branch of the residual stream. `LayerKind` says what both are."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -51,8 +52,18 @@ class Layer(nn.Module):
         self.mlp: nn.Module = mlp(number, kind, model, factory)
         self.mlp_output_norm = norm("mlp_output_norm", "after")
 
-    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        normed_sbh = recompute.remade(self.attention_norm, x_sbh)
+    def forward(
+        self, x_sbh: Tensor, context: ForwardContext, branch_sbh: Tensor | None = None, *, adds: bool = True
+    ) -> Any:
+        """The hidden states after the layer. Without `adds` their two summands: h, and the last branch's output.
+
+        `branch_sbh` is the second one of the layer before. One kernel adds it to x, the first, and normalizes the sum.
+        """
+        if branch_sbh is None:
+            normed_sbh = recompute.remade(self.attention_norm, x_sbh)
+        else:
+            normed_sbh, x_sbh = self.attention_norm.add_and_norm(branch_sbh, residual=x_sbh)
+            recompute.remade_as(normed_sbh, self.attention_norm, x_sbh)
         attention_sbh = self._branch(self.attention_output_norm(self.attention(normed_sbh, context)))
         if self.parallel == "no":
             del normed_sbh  # its memory is free during the MLP
@@ -64,7 +75,8 @@ class Layer(nn.Module):
                 normed_sbh = recompute.remade(self.mlp_norm, x_sbh)
             h_sbh = x_sbh + attention_sbh
         del attention_sbh
-        return h_sbh + self._branch(self.mlp_output_norm(self.mlp(normed_sbh, context)))
+        branch_sbh = self._branch(self.mlp_output_norm(self.mlp(normed_sbh, context)))
+        return h_sbh + branch_sbh if adds else (h_sbh, branch_sbh)
 
     def _branch(self, y_sbh: Tensor) -> Tensor:
         """The output of a branch, times the multiplier of both."""

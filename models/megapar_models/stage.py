@@ -171,13 +171,19 @@ class Stage(PipelineStage, Generic[M]):
         context = ForwardContext(batch, tables, self.seed, rule.attention())
         if x_sbh is None:
             x_sbh = self.embed(context)
+        branch_sbh = None  # what the layer before has not yet added to x_sbh
         with recompute.light(rule.mode == "light"):
             for number, layer in self.layers.items():
                 again, offloads = rule.layer(int(number)), rule.offloads(int(number))
+                if type(layer).forward is Layer.forward and not again:
+                    x_sbh, branch_sbh = layer(x_sbh, context, branch_sbh, adds=False)
+                    continue
+                # A recomputed layer keeps one input, not two.
+                x_sbh, branch_sbh = _added(x_sbh, branch_sbh), None
                 x_sbh = recompute.run(
                     again, layer, x_sbh, context, keeps_attention=rule.keeps_attention, offloads=offloads
                 )
-        return x_sbh
+        return _added(x_sbh, branch_sbh)
 
     def embed(self, context: ForwardContext) -> Tensor:
         """Token embeddings [s or s/tp, b, h]."""
@@ -281,6 +287,10 @@ class Stage(PipelineStage, Generic[M]):
             inplace=not self.ends.logits.cap,  # a cap keeps its logits for its own gradient
             hits_sb=hits_sb,
         )
+
+
+def _added(x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
+    return x_sbh if branch_sbh is None else x_sbh + branch_sbh
 
 
 def title(layers: Sequence[int], *, first: bool, last: bool) -> str:
