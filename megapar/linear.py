@@ -16,8 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm.pending import Pending
+from megapar.converted_weight import ConvertedWeight
 from megapar.main_grad import DeferredWeightGradient, MainGrad, is_deferred, main_grad_of
-from megapar.products import ConvertedWeight, MatrixProducts
+from megapar.products import MatrixProducts
 
 
 class InputRegion(Protocol):

@@ -33,6 +33,7 @@ FOUNDATION = {
             "params",
             "main_grad",
             "products",
+            "converted_weight",
             "linear",
         ),
         *("sharding", "random", "recompute", "precision", "batch", "stage_set", "tally", "recorder", "expert_load"),

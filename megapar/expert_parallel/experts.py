@@ -30,11 +30,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar import recompute
+from megapar.converted_weight import ConvertedWeight
 from megapar.expert_parallel.row_counts import experts_of
 from megapar.low_rank import LoraRule
 from megapar.main_grad import DeferredWeightGradient
 from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, cut, held_by_all, make_piece
-from megapar.products import TORCH_PRODUCTS, ConvertedWeight, MatrixProducts
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
 
 ALL = slice(None)

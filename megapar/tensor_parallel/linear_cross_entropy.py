@@ -15,8 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from megapar.comm.pending import Pending
 from megapar.context import Axis
+from megapar.converted_weight import ConvertedWeight
 from megapar.linear import InputRegion
-from megapar.products import TORCH_PRODUCTS, ConvertedWeight, MatrixProducts
+from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, CrossEntropy, LogitRule
 from megapar.tensor_parallel.regions import input_region
 
