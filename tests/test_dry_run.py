@@ -2,8 +2,9 @@
 preset consistent numbers."""
 
 import importlib.util
+import math
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
 
@@ -288,7 +289,8 @@ def test_every_shipped_configuration_dry_runs(
     config = load(["--config", str(path)], presets()).config
     parallel = config.parallel
     world = parallel.tp * parallel.cp * parallel.pp * max(parallel.dp, 1)
-    assert f"{WholeModel(validate(config, world).model).size_in_words()}; {counted(world, 'rank')} = " in shown
+    size = WholeModel(validate(config, world).model, config.adapter).size_in_words()
+    assert f"{size}; {counted(world, 'rank')} = " in shown
     assert "GiB on each rank" in shown
     assert not (tmp_path / "run").exists(), "a dry run writes nothing"
 
@@ -305,8 +307,14 @@ def test_every_preset_adds_up(path: Path) -> None:
     gradients of 4, main weights and moments of 12 cut over dp 2; little padding."""
     model = load(["--config", str(path)]).config.model
     # A dry run computes the shapes of each layer on each kind of rank; 13 layers do not divide by pp.
-    model = replace(model, num_hidden_layers=min(model.num_hidden_layers, 13))
-    tp = 2 if model.num_attention_heads % 2 == 0 else 5
+    layers = min(model.num_hidden_layers, 13)
+    by_layer = {
+        field.name: value[:layers]
+        for field in fields(model)
+        if isinstance(value := getattr(model, field.name), tuple) and len(value) == model.num_hidden_layers
+    }
+    model = replace(model, num_hidden_layers=layers, **by_layer)
+    tp = next(tp for tp in (2, 5, 1) if model.num_attention_heads % tp == 0 and model.intermediate_size % tp == 0)
     pp = 4
     dp = 2
     config = Config(
@@ -327,10 +335,14 @@ def test_every_preset_adds_up(path: Path) -> None:
     positions = 0
     if "positions.weight" in whole.tensors():
         positions = (tp - 1) * model.max_position_embeddings * model.hidden_size  # each tensor rank has the whole table
-    # Each tensor rank has all rows of a router. In these mixtures every layer has one.
-    routers = (tp - 1) * model.num_hidden_layers * derived.num_experts * model.hidden_size
-    least = count + copies + positions + routers
-    assert least <= held <= least + vectors
+    # Each tensor rank has all of a router, and of the biases behind the experts.
+    everywhere = [name for name in whole.tensors() if ".router." in name or ".down.bias" in name]
+    repeated = (tp - 1) * sum(math.prod(whole.tensors()[name].shape) for name in everywhere)
+    least = count + copies + positions + repeated
+    assert held >= least
+    # Fewer key heads than tensor ranks, and the projections to latents, are on each of them, too.
+    if getattr(derived, "num_key_value_heads", tp) % tp == 0 and not getattr(derived, "kv_lora_rank", 0):
+        assert held <= least + vectors
     for kind in kinds:
         check_memory(kind, dp)
 
