@@ -168,6 +168,18 @@ def test_a_rank_that_ends_or_stops_ends_the_wait(number: signal.Signals, tmp_pat
     assert "megapar-exchange" not in left
 
 
+def one_expanded_number() -> float:
+    pp = context.create(Grid(pp=2)).pp
+    arrived = torch.empty(1)
+    collectives.exchange([(torch.tensor(3.0 + pp.rank).expand(1), 1 - pp.rank)], [(arrived, 1 - pp.rank)], pp).wait()
+    return arrived.item()
+
+
+def test_a_number_with_a_stride_of_0_is_sent() -> None:
+    """torch says that it is contiguous, whatever its stride: the gradient of a sum, say."""
+    assert run_ranks(2, one_expanded_number) == [4.0, 3.0]
+
+
 def sizes_differ() -> None:
     axis = context.create(Grid(dp=2)).dp
     with pytest.raises(CommunicationError, match=r"sent \d+ bytes where this rank expects \d+"):

@@ -267,7 +267,7 @@ class Sleep(torch.autograd.Function):
             time.sleep(WEIGHTS * ctx.stage.factor)
 
         DeferredWeightGradient(ctx.stage.weight.main_grad, grad, grad, add).add_or_defer()
-        return grad.clone(), None  # that of a sum has no memory of its own, and stages send theirs
+        return grad, None
 
 
 class SleepingStage(nn.Module):

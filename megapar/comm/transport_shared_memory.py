@@ -95,8 +95,10 @@ class SharedMemory:
         if not positions:
             return
         if x.nbytes <= SMALL:
-            # A copy: memory that numpy has seen can never be resized, which ZeRO-3 does to release weights.
-            payload = x.contiguous().clone().view(-1).view(torch.uint8).numpy().tobytes() if x.nbytes else b""
+            # A copy: memory that numpy has seen can never be resized, which ZeRO-3 does to release weights. One element
+            # of stride 0, as a sum's gradient has it, is contiguous for torch, and only this copy gives it a stride.
+            copy = x.clone(memory_format=torch.contiguous_format).view(-1)
+            payload = copy.view(torch.uint8).numpy().tobytes() if x.nbytes else b""
             for position in positions:
                 self.host.send_small(self.ranks[position], channel, payload)
             return
