@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -122,7 +123,8 @@ class Scene:
         assert session(running.pid) == [], f"processes are left\n{ended.err}"
         assert os.listdir(self.tmp) == []
         names = os.listdir("/dev/shm") if os.path.isdir("/dev/shm") else []
-        assert [name for name in names if any(f"-{pid}" in name or f"_{pid}_" in name for pid in pids)] == []
+        # With the whole number: another test's process may have one that begins with it.
+        assert [name for name in names if any(re.search(rf"[-_]{pid}(?!\d)", name) for pid in pids)] == []
         assert traces in (None, "Traceback" in ended.err), ended.err
         assert "Error in " not in ended.err, ended.err
         return ended
