@@ -25,7 +25,8 @@ FEWEST_WARPS_OF_PRODUCTS = 4
 # Asynchronous copies keep the memory busy in place of warps.
 FEWEST_WARPS_BESIDE_COPIES = 8
 MOST_SHARED = 99 << 10  # bytes that a program may have on every GPU from sm_80 on
-COPIES_AHEAD = ("norms add_rms_norm backward", "norms add_layer_norm backward")
+# Their names go on with a number of columns. Those of wide rows, which go on with "wide", have no copies.
+COPIES_AHEAD = tuple(f"norms add_{name}_norm backward {digit}" for name in ("rms", "layer") for digit in range(1, 10))
 # Of its budget of instructions an element (tests/kernel_table.py): beyond it a kernel no longer reaches the copy rate.
 MOST_OF_BUDGET = 0.75
 # Kernels that take more, by the start of their names, and why they may.

@@ -122,11 +122,17 @@ def test_a_plan_from_parts_is_that_of_the_whole_rank_in_random_layouts(seed: int
             options |= {"ep": generator.choice([1, 2, 4]), "etp": generator.choice([0, 1])}
         if model.family.endswith("OWN_LOSS"):
             options["sequence_parallel"] = False  # its loss multiplies whole positions
-        precision, device = generator.choice(["fp32", "bf16"]), generator.choice(["cpu", "cuda"])
+        layout = Layout(model, **options)
         try:
-            same_as_built(Layout(model, **options), precision, device)
+            layout.config()
         except ConfigError:
-            continue  # this layout cannot run, or trains nothing of some rank
+            continue  # this layout cannot run
+        try:
+            same_as_built(layout, generator.choice(["fp32", "bf16"]), generator.choice(["cpu", "cuda"]))
+        except ConfigError as error:
+            if "matches no parameter of the model" not in str(error):
+                raise
+            continue  # train.trainable names parameters of another model
         planned += 1
 
 

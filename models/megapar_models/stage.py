@@ -175,10 +175,10 @@ class Stage(PipelineStage, Generic[M]):
         with recompute.light(rule.mode == "light"):
             for number, layer in self.layers.items():
                 again, offloads = rule.layer(int(number)), rule.offloads(int(number))
+                # Layers of a family's own class take one input, and so does one that is recomputed: it keeps its input.
                 if type(layer).forward is Layer.forward and not again:
                     x_sbh, branch_sbh = layer(x_sbh, context, branch_sbh, adds=False)
                     continue
-                # A recomputed layer keeps one input, not two.
                 x_sbh, branch_sbh = _added(x_sbh, branch_sbh), None
                 x_sbh = recompute.run(
                     again, layer, x_sbh, context, keeps_attention=rule.keeps_attention, offloads=offloads
