@@ -141,4 +141,7 @@ def measure(bench: Stopwatch, case: Case, op: peers.Op, contender: Contender) ->
 
 
 def brief(error: Exception) -> str:
-    return f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')[:150]}"
+    """The error in one line. Of several lines torch.compile tells the cause in a later one."""
+    lines = str(error).strip().splitlines() or [""]
+    causes = [cause for line in lines if (cause := line.partition("Developer debug context: ")[2])]
+    return f"{type(error).__name__}: {(causes or lines)[0][:150]}"

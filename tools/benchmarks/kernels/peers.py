@@ -4,11 +4,14 @@ torch.compile, and Liger-Kernel's, if installed (pip install liger-kernel)."""
 import importlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from megapar_kernels.grouped import RowGroups
 from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+from torch.utils.checkpoint import checkpoint
 
 Op = Callable[..., Any]
 EPS = 1e-5
@@ -120,6 +123,105 @@ def adamw_formula(
 
 def square_sum(x: Tensor) -> Tensor:
     return torch.linalg.vector_norm(x, dtype=torch.float32).square()
+
+
+class Masks(NamedTuple):
+    """Which keys a query attends, as each contender takes it. They are made once, before the time is taken."""
+
+    documents_bs: Tensor | None
+    seen: Tensor
+    """bool [s, s]"""
+    blocks: BlockMask
+
+
+def masks(positions_s: Tensor, window: int, documents_s: Tensor | None) -> Masks:
+    """Of one sample. A query attends `window` keys of its document at most, its own among them."""
+
+    def seen(sample: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
+        near = (key <= query) & (query - key < window)
+        return near if documents_s is None else near & (documents_s[query] == documents_s[key])
+
+    length = len(positions_s)
+    blocks = create_block_mask(seen, None, None, length, length, device=positions_s.device)
+    documents_bs = None if documents_s is None else documents_s[None]
+    return Masks(documents_bs, seen(None, None, positions_s[:, None], positions_s), blocks)
+
+
+def _heads_first(*tensors_sbnd: Tensor) -> list[Tensor]:
+    return [x.permute(1, 2, 0, 3) for x in tensors_sbnd]
+
+
+def _joined(y_bnsd: Tensor) -> Tensor:
+    return y_bnsd.permute(2, 0, 1, 3).flatten(2)
+
+
+def masked_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, sinks_n: None, masks: Masks) -> Tensor:
+    """By SDPA. Heads of k and v are repeated: its fused kernels take no mask together with fewer key/value heads."""
+    run = q_sbnd.shape[2] // k_sbnd.shape[2]
+    q, k, v = _heads_first(q_sbnd, k_sbnd.repeat_interleave(run, 2), v_sbnd.repeat_interleave(run, 2))
+    return _joined(F.scaled_dot_product_attention(q, k, v, attn_mask=masks.seen))
+
+
+def attention_by_scores(
+    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, sinks_n: Tensor | None, masks: Masks, cap: float
+) -> Tensor:
+    """As Hugging Face's eager_attention_forward of Gemma 2 and gpt-oss: all scores are in memory."""
+    q, k, v = _heads_first(q_sbnd, k_sbnd, v_sbnd)
+    run = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(run, 1).transpose(2, 3) * q.shape[-1] ** -0.5
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~masks.seen, -math.inf)
+    if sinks_n is not None:
+        scores = torch.cat([scores, sinks_n[:, None, None].expand(*scores.shape[:3], 1)], -1)
+    return _joined(scores.softmax(-1)[..., : k.shape[2]] @ v.repeat_interleave(run, 1))
+
+
+def attention_by_kv_head(
+    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, sinks_n: Tensor | None, masks: Masks, cap: float
+) -> Tensor:
+    """`attention_by_scores` with the scores of one key/value head in memory at a time. Backward computes them again."""
+    kv_heads = k_sbnd.shape[2]
+    sinks = [None] * kv_heads if sinks_n is None else sinks_n.chunk(kv_heads)
+    parts = zip(*(x.chunk(kv_heads, 2) for x in (q_sbnd, k_sbnd, v_sbnd)), sinks, strict=True)
+    found = [checkpoint(attention_by_scores, *part, masks, cap, use_reentrant=False) for part in parts]
+    return torch.cat(found, -1)
+
+
+def flexible_attention(
+    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, sinks_n: Tensor | None, masks: Masks, cap: float
+) -> Tensor:
+    """FlexAttention (arXiv 2412.05496), for torch.compile. Sinks are multiplied in by its logsumexp."""
+
+    def capped(score: Tensor, sample: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return cap * torch.tanh(score / cap)
+
+    q, k, v = _heads_first(q_sbnd, k_sbnd, v_sbnd)
+    rule = capped if cap else None
+    wanted = AuxRequest(lse=sinks_n is not None)
+    y, aux = flex_attention(q, k, v, rule, masks.blocks, enable_gqa=True, return_aux=wanted)
+    if sinks_n is not None and aux.lse is not None:
+        y = (y * torch.sigmoid(aux.lse - sinks_n[:, None])[..., None]).to(y.dtype)
+    return _joined(y)
+
+
+def rows_of_tokens(x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
+    return x_th.index_select(0, token_of_row)
+
+
+def sums_of_rows(rows: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
+    """The mirror of `rows_of_tokens`, in the dtype of the rows."""
+    return rows.new_zeros(len(row_of_choice), rows.shape[1]).index_add(0, token_of_row, rows)
+
+
+def sums_of_gathered_rows(rows: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
+    """The same in two steps, for torch.compile to fuse."""
+    return rows.index_select(0, row_of_choice.flatten()).view(*row_of_choice.shape, -1).sum(1)
+
+
+def grouped_weight_gradients(totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, groups: RowGroups) -> Tensor:
+    grad_2d, x_2d = grad_2d.bfloat16(), x_2d.bfloat16()  # fp32 in a dry run, which grouped_mm does not take
+    return totals_goi.add_(F.grouped_mm(grad_2d.t(), x_2d, offs=groups.ends))
 
 
 def liger() -> dict[str, Op]:

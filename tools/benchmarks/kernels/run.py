@@ -1,9 +1,11 @@
 """Measures every fused kernel on one GPU against torch, torch.compile and Liger-Kernel, in less than eight minutes.
 
 First the limits of the machine, torch's copy and an 8192^3 bf16 GEMM; then each op, forward and backward, at the shapes
-of Llama 8B and 70B with 8192 tokens. Each is compared with torch in fp32 before it is timed; a wrong one ends the run
-with exit code 70, after all others. GB/s count the fewest possible bytes of the op, also as a share of the measured
-copy; a contender's speed is the ratio of its time to ours.
+of Llama 8B and 70B with 8192 tokens. Last come attention with sinks, caps of scores, windows and documents, for which
+the column of torch.compile is FlexAttention with its block mask made before, and rows and weight gradients of experts.
+Each op is compared with torch in fp32 before it is timed; a wrong one ends the run with exit code 70, after all others.
+GB/s count the fewest possible bytes of the op, also as a share of the measured copy; a contender's speed is the ratio
+of its time to ours.
 
 Three rounds: our kernels and eager torch for all ops, then Liger-Kernel, then torch.compile with its long compilation.
 After every op of every round all results so far are written to the JSON file. --dry_run does all of it once on the CPU,
@@ -23,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.kernels import measuring, peers
+from benchmarks.kernels import attention, experts, measuring, peers
 from benchmarks.kernels.measuring import Contender, brief, evaluate
 from benchmarks.kernels.ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, cases
 from benchmarks.kernels.timing import Stopwatch
@@ -184,7 +186,10 @@ def choose_cases(options: Options, kernels: Kernels) -> list[Case]:
     """Each op and shape of --only once. Raises ConfigError if there is none."""
     models: tuple[Model, ...] = (TINY,) if options.dry_run else (LLAMA_8B, LLAMA_70B)
     todo: dict[tuple[str, str], Case] = {}
-    for case in (case for model in models for case in cases(model, kernels)):
+    found = [case for model in models for case in cases(model, kernels)]
+    found += attention.cases(attention.TINY if options.dry_run else attention.MODELS, kernels.masked_attention)
+    found += experts.cases(experts.TINY if options.dry_run else experts.QWEN3_30B, kernels)
+    for case in found:
         if not options.only or any(word in case.op for word in options.only):
             todo.setdefault((case.op, case.shape), case)  # models share a vocabulary
     if not todo:

@@ -1,0 +1,86 @@
+"""Attention by our own kernels: sinks, caps of scores, windows and documents, at the shapes of models."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megapar_kernels.block_attention import ScoreRule
+from megapar_kernels.dispatch import Implementation
+from megapar_kernels.ruled_attention import ruled_attention
+from torch import Tensor
+
+from benchmarks.kernels import peers
+from benchmarks.kernels.ops import Case, Maker
+
+
+class Model(NamedTuple):
+    """Sizes of attention, and its rules, of one sample."""
+
+    op: str
+    name: str
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    window: int
+    cap: float = 0.0
+    sinks: bool = False
+    documents: tuple[int, ...] = ()  # their lengths
+
+    @property
+    def pairs(self) -> int:
+        """Of a query and a key that it attends."""
+        windows = [(length, min(length, self.window)) for length in self.documents or (self.tokens,)]
+        return sum(length * window - window * (window - 1) // 2 for length, window in windows)
+
+
+SINKS, CAP, WINDOW, DOCUMENTS = (f"attention with {what}" for what in ("sinks", "a cap", "a window", "documents"))
+LENGTHS = (3000, 120, 700, 64, 2400, 31, 1100, 777)
+MODELS = (
+    Model(SINKS, "gpt-oss", 8192, 64, 8, 64, window=128, sinks=True),
+    Model(CAP, "Gemma 2 9B", 8192, 16, 8, 256, window=4096, cap=50.0),
+    Model(WINDOW, "Mistral 7B", 8192, 32, 8, 128, window=4096),
+    Model(DOCUMENTS, "8B", 8192, 32, 8, 128, window=2048, documents=LENGTHS),
+)
+TINY = (
+    Model(SINKS, "tiny", 8, 4, 2, 16, window=3, sinks=True),
+    Model(CAP, "tiny", 8, 4, 2, 16, window=5, cap=1.0),
+    Model(WINDOW, "tiny", 8, 4, 2, 16, window=5),
+    Model(DOCUMENTS, "tiny", 8, 4, 2, 16, window=3, documents=(5, 1, 2)),
+)
+
+
+def cases(models: tuple[Model, ...], impl: Implementation) -> Iterator[Case]:
+    return (_case(model, impl) for model in models)
+
+
+def _case(model: Model, impl: Implementation) -> Case:
+    _, name, tokens, heads, kv_heads, d, window, cap, sinks, documents = model
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        qkv = (m.floats(tokens, 1, n, d) for n in (heads, kv_heads, kv_heads))
+        documents_s = None
+        if documents:
+            documents_s = torch.arange(len(documents)).repeat_interleave(torch.tensor(documents)).to(m.target)
+        positions = torch.arange(tokens, device=m.target)
+        return *qkv, m.floats(heads) if sinks else None, peers.masks(positions, window, documents_s)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, masks: peers.Masks) -> Tensor:
+        return ruled_attention(
+            q, k, v, ScoreRule(cap=cap), sinks_n=sinks_n, documents_bs=masks.documents_bs, window=window, impl=impl
+        )
+
+    def flexible(q: Tensor, k: Tensor, v: Tensor, sinks_n: Tensor | None, masks: peers.Masks) -> Tensor:
+        return peers.flexible_attention(q, k, v, sinks_n, masks, cap)
+
+    by_scores = partial(peers.attention_by_scores, cap=cap)
+    shape = f"{tokens}x{heads}/{kv_heads}x{d}, window {window}"
+    if documents:
+        shape += f", {len(documents)} documents"
+    forward = 4 * model.pairs * heads * d
+    return Case(
+        model.op, name, shape, make, ours, by_scores if cap or sinks else peers.masked_attention,
+        (forward, 2.5 * forward), "flops", exact=partial(peers.attention_by_kv_head, cap=cap), to_compile=flexible,
+        tolerance=None if model in TINY else 1e-2,
+    )  # fmt: skip
