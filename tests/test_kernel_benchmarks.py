@@ -305,6 +305,7 @@ attention: cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64
 attention: void cudnn::fusion::compute_dot_do_o_specialized<true, __nv_bfloat16, float, 128, 64>(Params)
 attention: void cudnn::fusion::convert_dq_to_16bits<true, __nv_bfloat16, float, 128, 64>(Params)
 attention: void pytorch_flash::flash_fwd_kernel<pytorch_flash::Flash_fwd_kernel_traits<128, cutlass::bfloat16_t>>()
+products of experts: _ZN7cutlass13device_kernelIN2at4cuda6detail25enable_3x_kernel_for_sm9xINS_17GroupProblemShapeIN4cu
 attention: fmha_cutlassF_bf16_aligned_64x128_rf_sm80(PyTorchMemEffAttention::AttentionKernel<>::Params)
 other kernels: void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, true>()
 other kernels: void at::native::(anonymous namespace)::cunn_SoftMaxForward<8, float, float, float>(float*)
@@ -313,7 +314,10 @@ other kernels: void at::native::vectorized_elementwise_kernel<4, at::native::CUD
 other kernels: void at::native::(anonymous namespace)::CatArrayBatchedCopy_contig<OpaqueType<2u>, unsigned int, 3>()
 other kernels: Memset (Device)
 """
-FILES = {"adamw": "optimizer and norm", "softmax": "attention"}  # of the other files: other kernels
+FILES = {  # of the other files: other kernels
+    **{"adamw": "optimizer and norm", "grouped": "products of experts"},
+    **dict.fromkeys(("softmax", "tiled_attention"), "attention"),
+}
 
 
 def test_kernels_are_told_apart_by_their_names() -> None:

@@ -1,10 +1,12 @@
-"""Trains Llamas of 1B to 8B in bf16 on one GPU: megapar beside the same model in plain PyTorch, eager and compiled.
+"""Trains Llamas of 1B to 8B and mixtures of experts in bf16 on one GPU: megapar beside the same Llama in plain
+PyTorch, or the same mixture of Hugging Face, eager and compiled.
 
 All start from the same weights and see the same batches. The peer does the same as megapar in torch's own ops: bf16
 weights and activations, gradients of every micro-batch added to fp32 buffers, clipped by their global norm, fused AdamW
 on fp32 main weights with fp32 moments, rounded into the bf16 weights: 18 bytes a parameter in both. Its cross entropy
 is taken of fp32 logits of all tokens, attention is SDPA as it comes, and torch.compile compiles model and loss as one
-graph. With full recompute it recomputes its layers as well.
+graph. With full recompute it recomputes its layers as well. Mixtures are cut to a few layers that fit into a GPU, so
+their embedding and head weigh more than in the whole model. Experts of Hugging Face are torch's grouped_mm.
 
 MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). megapar_models.counts has
 the FLOPs of a token: causal attention counted half, no recomputation. The first steps compile and are not counted.
@@ -37,7 +39,13 @@ from rich.table import Table
 
 from benchmarks.contenders import Megapar
 from benchmarks.counting import cost
-from benchmarks.gpu_contenders import Compiled, MixedPrecision, RandomWeights
+from benchmarks.gpu_contenders import (
+    Compiled,
+    CompiledMixture,
+    MixedPrecision,
+    MixedPrecisionMixture,
+    RandomWeights,
+)
 from benchmarks.layouts import largest_error, make_batches, whole_step
 from benchmarks.peers import Peer, Result
 from benchmarks.profiling import Kernel, kind_of, record
@@ -45,11 +53,11 @@ from benchmarks.ranks import BenchmarkError, run_ranks
 from benchmarks.report import Session, number, table
 from megapar import device
 from megapar.config.derive import num_microbatches
-from megapar.config.model_options import ModelConfig
+from megapar.config.model_options import MixtureModel, ModelConfig, MoEConfig
 from megapar.config.options import Config, KernelsConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.errors import ConfigError
 from megapar.plan import hardware
-from megapar.plan.durations import BACKWARD_ATTENTION, FORWARD_ATTENTION, KERNELS, PRODUCTS
+from megapar.plan.durations import BACKWARD_ATTENTION, EXPERTS, FORWARD_ATTENTION, KERNELS, PRODUCTS
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import report_rank
 from megapar.plan.parts import Parts
@@ -64,7 +72,7 @@ CONTENDER_SECONDS = 180.0  # a contender that takes longer hangs, or would leave
 GRACE_MINUTES = 1.0  # for what runs when --minutes are over
 NO_MEMORY = "out of memory"  # a contender's status
 
-WorkloadName = Literal["1b", "3b", "8b-16-layers", "8b"]
+WorkloadName = Literal["1b", "3b", "8b-16-layers", "8b", "mixtral-2-layers", "qwen3-4-layers"]
 ContenderName = Literal["megapar", "torch", "compiled"]
 
 
@@ -88,14 +96,23 @@ WORKLOADS: dict[WorkloadName, Workload] = {
     "3b": Workload("llama3.2-3b", 4096, 2),
     "8b-16-layers": Workload("llama3-8b", 8192, 1, layers=16),
     "8b": Workload("llama3-8b", 8192, 1, recompute="full", loss_chunk=4096),
+    "mixtral-2-layers": Workload("mixtral-8x7b", 4096, 2, layers=2),
+    "qwen3-4-layers": Workload("qwen3-30b-a3b", 4096, 2, layers=4),
 }
 
 CONTENDERS: dict[ContenderName, type[Peer]] = {"megapar": Megapar, "torch": MixedPrecision, "compiled": Compiled}
+OF_MIXTURES: dict[ContenderName, type[Peer]] = CONTENDERS | {
+    "torch": MixedPrecisionMixture,
+    "compiled": CompiledMixture,
+}
+
+NO_BALANCE = {"balance": "none", "router_aux_loss_coef": MoEConfig.router_aux_loss_coef}
 
 # The parts of the time, by what the kernels that take it are called in a profile.
 OTHERS = "other kernels"
 CATEGORIES: dict[str, tuple[str, ...]] = {
     "matrix products": (PRODUCTS,),
+    "products of experts": (EXPERTS,),
     "attention": (FORWARD_ATTENTION, BACKWARD_ATTENTION),
     OTHERS: (KERNELS,),
     "optimizer and norm": (OPTIMIZER,),
@@ -104,10 +121,12 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 # Kinds of kernels by their names in lower case, tried in this order. Attention comes before the matrix products,
 # because attention's kernels are built from CUTLASS too and have it in their names.
 PATTERNS = {
-    "attention": r"flash|fmha|sdpa|attention|\b_softmax_|softmax_warp|cudnn::fusion::(compute_dot_do_o|convert_dq)",
+    "attention": r"flash|fmha|sdpa|attention|\b_softmax_|softmax_warp|cudnn::fusion::(compute_dot_do_o|convert_dq)"
+    r"|fmha_reduce_head|\b_(forward|queries|keys_values)_kernel",
     OTHERS: r"\b_norm_|rms_?norm|layer_norm|rowwisemoments|gammabeta|\b_activation_|\b_rotate"
     r"|\b_statistics_kernel|\b_gradient_kernel|cunn_softmax|nll_loss",
     "optimizer and norm": r"\b_adamw_|\b_square_sum|fusedadam|lpnorm",
+    "products of experts": r"groupproblemshape|grouped|\b_weight_gradient_kernel",
     "matrix products": r"nvjet|cutlass|xmma|gemm|gemv|splitk|cublas|matmul",
 }
 
@@ -119,7 +138,8 @@ class Options:
     workloads: tuple[WorkloadName, ...] = ()
     """What is trained; empty: all."""
     contenders: tuple[ContenderName, ...] = ("megapar", "torch", "compiled")
-    """Who trains it: megapar, plain PyTorch, torch.compile. They run in this order, whatever order is given."""
+    """Who trains it: megapar, plain PyTorch or Hugging Face, torch.compile. They run in this order, whatever order is
+    given."""
     micro_batch_size: int = 0
     """Samples of a forward pass; 0: the workload's own."""
     micro_batches: int = 8
@@ -137,13 +157,18 @@ class Options:
 
 
 def model_of(workload: Workload, *, dry_run: bool) -> ModelConfig:
-    """The preset with the workload's layers, without stretched wavelengths: they cost nothing, and the peer lacks
-    them."""
+    """The preset with the workload's layers, without what the peer lacks and costs nothing: stretched wavelengths, a
+    loss of balance."""
     preset = tomllib.loads(presets()[workload.preset].read_text())["model"]
+    mixture = preset.pop("moe", None)
     model = find(preset["family"]).options(**{key: value for key, value in preset.items() if key != "rope_scaling"})
     model = replace(model, num_hidden_layers=workload.layers or model.num_hidden_layers)
+    if isinstance(model, MixtureModel):
+        model = replace(model, moe=replace(model.moe, **mixture | NO_BALANCE))
     if not dry_run:
         return model
+    if isinstance(model, MixtureModel):
+        model = replace(model, moe=replace(model.moe, num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64))
     model = replace(model, hidden_size=128, num_hidden_layers=2, intermediate_size=256, vocab_size=512)
     return replace(model, num_attention_heads=4, num_key_value_heads=2, head_dim=32)
 
@@ -254,7 +279,8 @@ def by_category(kernels: Sequence[Kernel], config: Config, predicted_of: Mapping
     for name, predicted in predicted_of.items():
         of_kind = [kernel for kernel in kernels if categorize(kernel.name) == name]
         row = {"category": name, "ms": sum(k.ms for k in of_kind), "calls": sum(k.calls for k in of_kind)}
-        rows.append(row | {"predicted_ms": predicted * num_microbatches(config)})
+        if predicted or of_kind:  # a Llama has no products of experts
+            rows.append(row | {"predicted_ms": predicted * num_microbatches(config)})
     return rows
 
 
@@ -329,7 +355,7 @@ class Training(Session):
     def take(self, kind: ContenderName, name: WorkloadName) -> None:
         """Measure one contender of one workload, and say what was found."""
         config = make_config(self.options, name)
-        contender = CONTENDERS[kind]
+        contender = (OF_MIXTURES if isinstance(config.model, MixtureModel) else CONTENDERS)[kind]
         found = self.apart(partial(measure, config, contender, self.options.steps))
         run = self.run_of(name, config)
         row = {"name": contender.name, "contender": kind} | found | self.figures(found, run)
@@ -401,7 +427,7 @@ def planned_bytes(run: dict[str, Any]) -> int | None:
 
 def over(measured: float | None, predicted: float | None) -> str:
     """A figure over its prediction, marked if they differ by more than OFF."""
-    if measured is None or predicted is None:
+    if measured is None or not predicted:
         return "-"
     ratio = measured / predicted
     return f"{ratio:.2f} <-- off" if abs(ratio - 1) > OFF else f"{ratio:.2f}"

@@ -1,7 +1,7 @@
 """What benchmarks/gpu.py compares megapar with, and the first weights of all."""
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.peers import Llama, Plain, Weights, loss_sum, make_optimizer
+from benchmarks.peers_huggingface import HuggingFaceMixture
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config
 
@@ -105,16 +106,44 @@ class MixedPrecision(Plain):
         return norm
 
 
+Loss = Callable[[Tensor, Tensor], Tensor]
+
+
+def compiled(loss: Loss, device: torch.device) -> Loss:
+    """`loss` by torch.compile. On a CPU, where code generation takes a minute, it is a dry run: traced and
+    differentiated as a graph."""
+    backend = "aot_eager" if device.type == "cpu" else "inductor"
+    return torch.compile(loss, backend=backend, dynamic=False)
+
+
 class Compiled(MixedPrecision):
-    """Model and loss as one graph of torch.compile. On a CPU, where code generation takes a minute, it is a dry run:
-    traced and differentiated as a graph."""
+    """Model and loss as one graph of torch.compile."""
 
     name = "PyTorch, compiled"
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
-        backend = "aot_eager" if device.type == "cpu" else "inductor"
-        self.compiled = torch.compile(super().loss, backend=backend, dynamic=False)
+        self.compiled = compiled(super().loss, device)
+
+    def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
+        return self.compiled(tokens_bs, targets_bs)
+
+
+class MixedPrecisionMixture(HuggingFaceMixture, MixedPrecision):
+    """Hugging Face's mixture of experts in bf16 with fp32 main weights, gradients and moments."""
+
+    name = "Hugging Face"
+    dtype = torch.bfloat16
+
+
+class CompiledMixture(MixedPrecisionMixture):
+    """The same by torch.compile, which breaks the graph where it must."""
+
+    name = "Hugging Face, compiled"
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        super().__init__(config, weights, device)
+        self.compiled = compiled(super().loss, device)
 
     def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
         return self.compiled(tokens_bs, targets_bs)

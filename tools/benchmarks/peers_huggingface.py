@@ -1,5 +1,5 @@
 """Hugging Face's own models, in one process and with DistributedDataParallel: LlamaForCausalLM of transformers, and
-MixtralForCausalLM for mixtures of experts."""
+MixtralForCausalLM or Qwen3MoeForCausalLM for mixtures of experts."""
 
 import importlib
 from typing import ClassVar
@@ -13,21 +13,22 @@ from benchmarks.peers import DDP, Plain, Weights
 
 
 class HuggingFace(Plain):
-    """LlamaForCausalLM in one process, with its own loss."""
+    """The model of config.json's model_type in one process, with its own loss."""
 
     name = "Hugging Face"
     package: ClassVar[str] = "transformers"
     modules: ClassVar[tuple[str, ...]] = ("transformers", "transformers.models.llama.modeling_llama")
-    family: ClassVar[str] = "Llama"
+    dtype: ClassVar[torch.dtype] = torch.float32
+    """Of the weights."""
 
     def build(self, weights: Weights) -> nn.Module:
         """The model, with `weights` under Hugging Face's names."""
         transformers = importlib.import_module("transformers")
         # Experts are computed by torch's grouped_mm, its default, which is faster than its loop ("eager") on a CPU too.
         values = to_hugging_face(self.config.model) | {"attn_implementation": "sdpa", "use_cache": False}
-        config = getattr(transformers, f"{self.family}Config")(**values)
+        config = transformers.AutoConfig.for_model(**values)
         with self.device:
-            model: nn.Module = getattr(transformers, f"{self.family}ForCausalLM")(config)
+            model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=self.dtype)
         model.load_state_dict(self.named(weights))
         return model.train()
 
@@ -52,27 +53,28 @@ class HuggingFaceDDP(HuggingFace, DDP):
 
 
 class HuggingFaceMixture(HuggingFace):
-    """MixtralForCausalLM in one process, without its loss of balance."""
+    """MixtralForCausalLM or Qwen3MoeForCausalLM in one process, without its loss of balance."""
 
-    name = "Hugging Face, Mixtral"
+    name = "Hugging Face, mixture"
     modules: ClassVar[tuple[str, ...]] = ("transformers", "transformers.models.mixtral.modeling_mixtral")
-    family: ClassVar[str] = "Mixtral"
 
     def named(self, weights: Weights) -> dict[str, Tensor]:
         """The weights under the names of transformers 5, with all experts of a layer stacked."""
         named = super().named(weights)
         for layer in range(self.config.model.num_hidden_layers):
-            theirs = f"model.layers.{layer}.block_sparse_moe"
             stacked = f"model.layers.{layer}.mlp"
+            theirs, gate, up, down = stacked, "gate_proj", "up_proj", "down_proj"
+            if f"model.layers.{layer}.block_sparse_moe.gate.weight" in named:  # Mixtral's names
+                theirs, gate, up, down = f"model.layers.{layer}.block_sparse_moe", "w1", "w3", "w2"
             experts = [f"{theirs}.experts.{number}" for number in range(self.config.model.num_experts)]
-            gate_up = [torch.cat([named.pop(f"{expert}.{x}.weight") for x in ("w1", "w3")]) for expert in experts]
+            gate_up = [torch.cat([named.pop(f"{expert}.{x}.weight") for x in (gate, up)]) for expert in experts]
             named[f"{stacked}.experts.gate_up_proj"] = torch.stack(gate_up)
-            named[f"{stacked}.experts.down_proj"] = torch.stack([named.pop(f"{x}.w2.weight") for x in experts])
+            named[f"{stacked}.experts.down_proj"] = torch.stack([named.pop(f"{x}.{down}.weight") for x in experts])
             named[f"{stacked}.gate.weight"] = named.pop(f"{theirs}.gate.weight")
         return named
 
 
 class HuggingFaceMixtureDDP(HuggingFaceMixture, DDP):
-    """MixtralForCausalLM with DistributedDataParallel."""
+    """A mixture of Hugging Face with DistributedDataParallel."""
 
-    name = "Hugging Face, Mixtral on DDP"
+    name = "Hugging Face, mixture on DDP"
