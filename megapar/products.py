@@ -132,8 +132,7 @@ class MatrixProducts:
 
         A group without rows adds nothing. With `overwrite` its total becomes zero.
         """
-        # A plan counts the products of the loop, and would not see those within a kernel.
-        if self._in_one_launch(grad_2d, totals_goi) and x_2d.dtype == grad_2d.dtype and not x_2d.is_meta:
+        if self._in_one_launch(grad_2d, totals_goi) and x_2d.dtype == grad_2d.dtype:
             grouped.add_weight_gradients(totals_goi, grad_2d, x_2d, groups.ends, overwrite=overwrite)
             return
         for total, grad, x in zip(totals_goi, grad_2d.split(groups.sizes), x_2d.split(groups.sizes), strict=True):

@@ -18,7 +18,7 @@ from megapar.checkpoint.load import fill
 from megapar.checkpoint.save import publish, share, write_part
 from megapar.config.options import OptimizerConfig
 from megapar.context import ParallelContext, single
-from megapar.expert_parallel import dispatch, route
+from megapar.expert_parallel import balance, dispatch, route
 from megapar.expert_parallel.balance import Float32Products
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
@@ -560,3 +560,27 @@ def test_logits_of_a_router_are_not_rounded_to_the_dtype_of_its_input(dtype: tor
     assert (y - expected).norm() < 2e-6 * expected.norm()
     on_meta = Float32Products().forward(*(tensor.to("meta") for tensor in (x, weight, bias)))
     assert (on_meta.dtype, on_meta.shape) == (torch.float32, y.shape)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_gradients_of_a_router_take_the_gradient_of_logits_in_fp32(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a GPU multiplies it: with bf16 in two halves. The gradient of x is rounded once, to its dtype."""
+    monkeypatch.setattr(balance, "_by_halves", lambda other: other.dtype == torch.bfloat16)
+    generator = torch.Generator().manual_seed(2)
+    x, weight = (torch.randn(shape, generator=generator).to(dtype) for shape in ((21, 96), (10, 96)))
+    grad = torch.randn(21, 10, generator=generator)
+    products = Float32Products()
+    grad_x = products.input_gradient(grad.to(DEVICE), weight.to(DEVICE)).cpu()
+    expected = grad.double() @ weight.double()
+    assert grad_x.dtype == dtype
+    limits = {torch.bfloat16: 2.5e-3, torch.float16: 3e-4, torch.float32: 1e-6}
+    assert (grad_x - expected).norm() < limits[dtype] * expected.norm()
+    total = torch.full((10, 96), torch.nan).to(DEVICE)
+    expected = grad.double().t() @ x.double()
+    for overwrite in (True, False):
+        products.add_weight_gradient(total, grad.to(DEVICE), x.to(DEVICE), overwrite=overwrite)
+        assert (total.cpu() - expected).norm() < 5e-6 * expected.norm()
+        expected = 2 * expected

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_kernels import grouped
 from megapar_models import moe
 from megapar_models.build import build_stages
 from megapar_models.registry import validate
@@ -27,6 +28,7 @@ from megapar.config.options import Config, LogConfig, OptimizerConfig, ParallelC
 from megapar.expert_parallel import dispatch, row_counts
 from megapar.grid import Grid
 from megapar.precision import Precision
+from megapar.products import MatrixProducts
 from megapar.random import initialize
 from megapar.train import trainer
 from megapar.train.data import open_loaders
@@ -323,6 +325,24 @@ def waits_once_a_layer(layout: Layout) -> bool:
 def test_a_layer_with_experts_waits_once_behind_the_copies_of_rows(layout: Layout) -> None:
     """A GPU has work while the host waits. Backward never waits, nor does a recomputed forward pass."""
     assert all(run_ranks(layout.world, waits_once_a_layer, layout))
+
+
+def test_without_ep_and_with_experts_in_one_launch_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows are whose is read on the device alone. A loop stands for the launch of the weight gradients."""
+
+    def add(totals: Tensor, grad: Tensor, x: Tensor, ends: Tensor, *, overwrite: bool = False) -> None:
+        for total, stop, start in zip(totals, ends.tolist(), [0, *ends.tolist()], strict=False):
+            total.mul_(0.0 if overwrite else 1.0).addmm_(grad[start:stop].t(), x[start:stop])
+
+    layout = WITH_EXPERTS[0]
+    rows = LENGTH * layout.micro_batch_size * SHARED.moe.num_experts_per_tok
+    events = []
+    for in_one_launch in (False, True):
+        monkeypatch.setattr(MatrixProducts, "_in_one_launch", lambda *_, found=in_one_launch: found)
+        monkeypatch.setattr(grouped, "add_weight_gradients", add)
+        events.append(events_of_mixture(layout.config(), rows))
+    assert events[0].count("copied rows") == events[1].count("copied rows") >= SHARED.num_hidden_layers
+    assert [found.count("host waits") for found in events] == [SHARED.num_hidden_layers, 0]
 
 
 def counts_are_waited_for_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -47,10 +47,12 @@ Implementation = Literal["torch", "triton", "apex", "inductor"]
 # norm of 1024 columns takes four times as long as torch's.
 SMALL = 1 << 20
 
-# The op of `launches`. Without the object torch would forget the op.
+# What a plan sees of kernels: ops that do nothing. Without the object torch would forget them.
 _LIBRARY = torch.library.Library("megapar", "DEF")
-_LIBRARY.define("kernel(Tensor[] tensors) -> ()")
+_LIBRARY.define("kernel(Tensor[] tensors) -> ()")  # of `launches`
 _LIBRARY.impl("kernel", lambda tensors: None, "Meta")
+_LIBRARY.define("grouped_weight_gradients(Tensor totals_goi, Tensor grad_2d, Tensor x_2d) -> ()")
+_LIBRARY.impl("grouped_weight_gradients", lambda *tensors: None, "Meta")
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # log2(e)
 

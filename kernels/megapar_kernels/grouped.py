@@ -6,13 +6,13 @@ of a main gradient is read and written once. An expert without rows adds nothing
 Shapes: g groups (experts), o outputs and i inputs of a matrix. Rows are sorted by group.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from megapar_kernels.dispatch import launches, tl, triton
+from megapar_kernels.dispatch import tl, triton
 
 __all__ = ["CAPABILITIES", "RowGroups", "add_weight_gradients"]
 
@@ -25,16 +25,23 @@ CAPABILITIES = ((9, 0),)
 class RowGroups:
     """Rows sorted by group, such as those of experts: first the rows of group 0, then those of group 1, and so on."""
 
-    sizes: tuple[int, ...]
-    """The number of rows of each group, on the host."""
+    number: int
+    """Of groups."""
     ends: Tensor
     """int32 [groups], on the device of the rows: the end of each group among the rows."""
+    on_host: Callable[[], Sequence[int]]
+    """The number of rows of each group. A GPU may have to be waited for."""
 
     @classmethod
     def of(cls, sizes: Sequence[int], device: torch.device | None = None) -> "RowGroups":
         """Groups of these sizes. To a GPU they are copied."""
         ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(tuple(sizes), ends.to(device))
+        return cls(len(sizes), ends.to(device), lambda: sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """The number of rows of each group, on the host."""
+        return list(self.on_host())
 
 
 @triton.jit
@@ -115,7 +122,10 @@ def add_weight_gradients(
     group among the rows. With `overwrite` the values of `totals_goi` count as zero, even if they are NaN.
     """
     groups, outputs, inputs = totals_goi.shape
-    if not launches(totals_goi, grad_2d, x_2d, ends_g):
+    if totals_goi.is_meta:
+        torch.ops.megapar.grouped_weight_gradients(totals_goi, grad_2d, x_2d)
+        return
+    if not totals_goi.numel():
         return
     out_block, in_block, row_block, warps, stages = config()
     grid = triton.cdiv(outputs, out_block) * triton.cdiv(inputs, in_block), groups

@@ -101,7 +101,8 @@ def plan_dispatch(
     """Plan where the rows of this rank's tokens go. `indices_tk` are their experts. A collective over ep and over etp.
 
     Only numbers of rows are communicated: int64 [E] over ep, and int64 [p, e] over etp. One copy brings them to the
-    host, because the sizes of messages must be known there. On the meta device they have no values: `load` says them
+    host, because the sizes of messages must be known there. Without ep and etp no rows travel, and where all experts
+    are multiplied in one launch nobody waits for the copy. On the meta device they have no values: `load` says them
     for the `layer`. `place_e` is what `place_of_expert` says for this number of chunks.
     """
     top_k = indices_tk.shape[1]
@@ -115,7 +116,7 @@ def plan_dispatch(
     else:
         # Begun here and waited for behind the copies of rows: a GPU would be idle while the host gets it.
         numbers = device.HostCopy(torch.cat([sent_e, arriving_qpe.reshape(-1)])).wait
-    row_counts = RowCounts(ep, etp, num_experts, arriving_qpe, numbers)
+    row_counts = RowCounts(ep, etp, num_experts, chosen.numel(), arriving_qpe, numbers)
     choice_of_weight = torch.argsort(chosen, stable=True)
     weight_of_choice = inverse_of(choice_of_weight).view(indices_tk.shape)
     choice_of_row, row_of_choice = choice_of_weight, weight_of_choice

@@ -189,7 +189,7 @@ class Experts(nn.Module):
 
         The bias of a row is multiplied by its weight if there are `weights`.
         """
-        if bias is None or not groups.sizes:
+        if bias is None or not groups.number:
             return y
         of_experts = bias.view(len(self.expert_numbers), -1)[experts].flatten()
         return _GroupedBias.apply(y, of_experts, weights, groups.sizes, adds)
@@ -323,7 +323,7 @@ def _add_products(
 ) -> None:
     """Add the gradients of the matrices [out, in] of `experts` to `total`, those of all experts of `shape`."""
     totals = total.view(shape)
-    if overwrite and len(groups.sizes) < len(totals):
+    if overwrite and groups.number < len(totals):
         # The other experts' gradients are added later, to zeros.
         totals.zero_()
         overwrite = False

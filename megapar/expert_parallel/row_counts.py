@@ -53,6 +53,8 @@ class RowCounts:
     ep: Axis
     etp: Axis
     num_experts: int
+    sent: int
+    """The rows sent by this rank to all experts."""
     arriving_qpe: Tensor
     """int64 [q, p, e], on the device: the rows for this rank's e-th expert received by position q of etp from position
     p of ep."""
@@ -80,10 +82,17 @@ class Chunk:
         of_rank = _in_chunk(range(self.counts.arriving_qpe.shape[2]), self.number, self.chunks)
         return slice(of_rank.start, of_rank.stop)
 
+    @property
+    def _is_known(self) -> bool:
+        """Whether all rows of this rank stay on it. Their number is known then without waiting for a GPU."""
+        return self.counts.ep.size == self.chunks == 1
+
     @cached_property
     def sent_rows(self) -> tuple[int, ...]:
         """The number of rows sent by this rank to each position of ep."""
         counts = self.counts
+        if self._is_known:
+            return (counts.sent,)
         sent_e = counts.on_host[0]
         of_ranks = [experts_of(counts.num_experts, replace(counts.ep, rank=rank)) for rank in range(counts.ep.size)]
         in_chunk = [_in_chunk(experts, self.number, self.chunks) for experts in of_ranks]
@@ -97,11 +106,15 @@ class Chunk:
     @cached_property
     def received_rows(self) -> tuple[int, ...]:
         """The number of rows received by this rank from each position of ep."""
+        if self._is_known:
+            return (self.counts.sent,)
         return tuple(self._arriving[self.counts.etp.rank].sum(1).tolist())
 
     @cached_property
     def brought_rows(self) -> tuple[int, ...]:
         """The number of rows received over ep by each position of etp."""
+        if self._is_known and self.counts.etp.size == 1:
+            return (self.counts.sent,)
         return tuple(self._arriving.sum((1, 2)).tolist())
 
     @cached_property
@@ -112,13 +125,13 @@ class Chunk:
     @property
     def rows(self) -> int:
         """The number of rows for this rank's experts to work on."""
-        return sum(self.rows_of_expert)
+        return sum(self.brought_rows)
 
     @cached_property
     def groups(self) -> RowGroups:
-        """The rows of each expert of the chunk, on the host and on the device."""
-        arriving_qpe = self.counts.arriving_qpe[..., self.experts]
-        return RowGroups(self.rows_of_expert, arriving_qpe.sum((0, 1)).cumsum(0, dtype=torch.int32))
+        """The rows of each expert of the chunk. Their numbers on the host are waited for where they are used."""
+        of_experts = self.counts.arriving_qpe[..., self.experts].sum((0, 1))
+        return RowGroups(len(of_experts), of_experts.cumsum(0, dtype=torch.int32), lambda: self.rows_of_expert)
 
     @cached_property
     def expert_order(self) -> Tensor | None:

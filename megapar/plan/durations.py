@@ -74,9 +74,10 @@ def kernel_seconds(operation: Product | Attention | Kernel, hardware: Hardware) 
     overhead = hardware.kernel_us * 1e-6
     match operation:
         case Product(m, n, k, number, precision):
+            overhead *= operation.launches
             computed = number * hardware.product_seconds(m, n, k, precision)
             if operation.grouped:
-                return EXPERTS, max(computed / hardware.matrix.grouped_share, moved) + number * overhead
+                return EXPERTS, max(computed / hardware.matrix.grouped_share, moved) + overhead
             return PRODUCTS, max(computed, moved) + overhead
         case Attention(flops, width, backward):
             rate = hardware.attention_rate(width)

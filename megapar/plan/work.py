@@ -28,7 +28,8 @@ META = torch.device("meta")
 class Product(NamedTuple):
     """`number` products of matrices [m, k] x [k, n], one after the other. `moved_bytes` are those of all of them.
 
-    `grouped` are those of several experts. Their sizes may differ; m, n and k then are means.
+    `grouped` are those of several experts. Their sizes may differ; m, n and k then are means. `launches` is how many
+    kernels compute them.
     """
 
     m: float
@@ -38,6 +39,7 @@ class Product(NamedTuple):
     precision: str
     moved_bytes: int
     grouped: bool = False
+    launches: int = 1
 
 
 class Attention(NamedTuple):
@@ -174,6 +176,7 @@ _READ_BY_INDEX = ("embedding", "index_select", "gather", "index")
 _WRITE_BY_INDEX = ("index_add_", "index_put_", "index_copy_", "scatter_add_", "scatter_")
 _FILLS = ("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros", "arange")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
+_WEIGHT_GRADIENTS = "grouped_weight_gradients"  # of experts, by our kernel
 
 
 class _Watch(TorchDispatchMode):
@@ -205,7 +208,7 @@ class _Watch(TorchDispatchMode):
         last = operations[-1] if operations else None
         written = self._written
         self._written = None
-        if isinstance(found, Product):
+        if isinstance(found, Product) and isinstance(result, Tensor):
             self._written = result.untyped_storage()._cdata
             if isinstance(last, Product) and written == self._written and _are_alike(last, found):
                 operations[-1] = _joined(last, found)
@@ -235,6 +238,11 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | No
         return None
     if name in _PRODUCTS:
         return _product(name, args, inputs, outputs)
+    if name == _WEIGHT_GRADIENTS:
+        totals, grad, x = args
+        groups, outputs_of, inputs_of = totals.shape
+        moved = 2 * _nbytes(totals) + _nbytes(grad) + _nbytes(x)  # totals are read and written
+        return Product(outputs_of, inputs_of, len(x) / groups, groups, _PRECISIONS[x.dtype], moved, grouped=True)
     if name.startswith("_scaled_dot_product") or name.startswith("_flash_attention"):
         return _attention(name, args, inputs, outputs)
     written = sum(map(_nbytes, outputs))
@@ -300,6 +308,7 @@ def _joined(one: Product, other: Product) -> Product:
         one.precision,
         one.moved_bytes + other.moved_bytes,
         grouped=True,
+        launches=one.launches + other.launches,
     )
 
 
