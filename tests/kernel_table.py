@@ -86,6 +86,7 @@ class Shipped:
     traffic: int = 0
     has_tail: bool = False
     architectures: Sequence[int] = ARCHITECTURES
+    of_ampere: "Shipped | None" = None  # what is launched on sm_80 in its place
 
     @property
     def name(self) -> str:
@@ -321,7 +322,9 @@ def _norms() -> Iterator[Shipped]:
                 for weight in ("bf16", "fp32") if columns in (128, 4096, 8192) else ("bf16",):
                     traffic = (4 if direction == "forward alone" else 8) if columns >= LARGE else 0
                     name = f"{direction} {columns} {weight}"
-                    yield _norm(name, kernel, sizes, config[2], layer_norm, weight, traffic)
+                    yield _norm(name, kernel, {**sizes, "run": 1}, config[2], layer_norm, weight, traffic)
+                if columns == 128:  # the heads of a fused projection
+                    yield _norm(f"{direction} {columns} in runs", kernel, sizes, config[2], layer_norm, "bf16", 0)
     for layer_norm in (False, True):
         for direction, kernel in (
             ("forward", norms._norm_forward_wide_kernel),
@@ -348,8 +351,8 @@ def _norm(
     constants = {**sizes, **{x: None for x in kernel.arg_names if x in absent}}
     name = f"{'add_layer_norm' if layer_norm else 'add_rms_norm'} {variant}"
     return Shipped(
-        "norms", name, kernel, types, constants, warps, aligned=("columns",),
-        elements=math.prod(size for name, size in sizes.items() if name != "STAGES"),
+        "norms", name, kernel, types, constants, warps, aligned=[x for x in types if x in ("columns", "run_stride")],
+        elements=math.prod(size for name, size in sizes.items() if name not in ("STAGES", "run")),
         traffic=traffic,
     )  # fmt: skip
 
@@ -383,7 +386,7 @@ def _softmax() -> Iterator[Shipped]:
 def _tiled_attention() -> Iterator[Shipped]:
     """With all that takes registers: documents, a window, a cap and sinks. And with none of these."""
     kernels = [
-        ("forward", tiled_attention._forward_kernel, tiled_attention.forward_config),
+        ("forward", tiled_attention._forward_kernel, lambda *widths, **_: tiled_attention.forward_config(*widths)),
         ("queries", tiled_attention._queries_kernel, tiled_attention.queries_config),
         ("keys and values", tiled_attention._keys_values_kernel, tiled_attention.keys_values_config),
     ]
@@ -391,24 +394,38 @@ def _tiled_attention() -> Iterator[Shipped]:
     special |= dict.fromkeys(("starts_ptr", "stops_ptr"), "i32")
     for width, v_width in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256)):
         for direction, kernel, config in kernels:
-            tiles = config(width, v_width)
             main, rest, v_columns = tiled_attention.columns(width, v_width)
-            constants = {"WIDTH": width, "MAIN": main, "REST": rest, "V_WIDTH": v_width, "V_COLUMNS": v_columns}
-            constants |= {"CAUSAL": True, "CAPPED": True, "QUERIES": tiles.queries, "KEYS": tiles.keys}
+            constants: dict[str, Any] = {"WIDTH": width, "MAIN": main, "REST": rest, "V_WIDTH": v_width}
+            constants |= {"V_COLUMNS": v_columns, "CAUSAL": True, "CAPPED": True}
+            if direction == "keys and values":  # of two passes the first is the larger
+                of_keys, of_values = tiled_attention.keys_values_passes(width, v_width)[0]
+                constants |= {"OF_KEYS": of_keys, "OF_VALUES": of_values}
             types = {}
             for name in kernel.arg_names:
-                if name not in constants:
+                if name not in {*constants, "QUERIES", "KEYS"}:
                     kind = special.get(name, "bf16" if name.endswith("_ptr") else "i32")
                     types[name] = f"*{kind}" if name.endswith("_ptr") else kind
-            full = Shipped(
-                "tiled_attention", f"{direction} {width}/{v_width}", kernel, types, constants, tiles.warps,
-                tiles.stages, aligned=[name for name in types if "stride" in name],
-            )  # fmt: skip
-            yield full
+            of_generation = []
+            for capability in ((8, 0), (9, 0)):
+                tiles = config(width, v_width, capability=capability)
+                of_generation.append(
+                    Shipped(
+                        "tiled_attention", f"{direction} {width}/{v_width}", kernel, types,
+                        {**constants, "QUERIES": tiles.queries, "KEYS": tiles.keys}, tiles.warps, tiles.stages,
+                        aligned=[name for name in types if "stride" in name],
+                    )
+                )  # fmt: skip
             absent = {name: None for name in types if name in ("starts_ptr", "stops_ptr", "sinks_ptr")}
             plain = {name: kind for name, kind in types.items() if name not in absent}
-            constants = {**constants, **absent, "CAPPED": False}
-            yield replace(full, variant=f"{full.variant}, plain", types=plain, constants=constants)
+            yield replace(of_generation[1], of_ampere=of_generation[0])
+            ampere, hopper = (
+                replace(
+                    full, variant=f"{full.variant}, plain", types=plain,
+                    constants={**full.constants, **absent, "CAPPED": False},
+                )
+                for full in of_generation
+            )  # fmt: skip
+            yield replace(hopper, of_ampere=ampere)
 
 
 def _size_one() -> Iterator[Shipped]:
@@ -474,6 +491,8 @@ class Binary:
 
 
 def compile_one(item: Shipped, architecture: int) -> Binary:
+    if architecture == 80:
+        item = item.of_ampere or item
     names = item.kernel.arg_names
     pointers = [name for name in names if item.types.get(name, "").startswith("*")]
     divisible = {*pointers, *item.aligned}

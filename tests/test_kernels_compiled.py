@@ -25,6 +25,13 @@ FEWEST_WARPS_OF_PRODUCTS = 4
 # Asynchronous copies keep the memory busy in place of warps.
 FEWEST_WARPS_BESIDE_COPIES = 8
 MOST_SHARED = 99 << 10  # bytes that a program may have on every GPU from sm_80 on
+OF_PROGRAM = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # and on these
+# They spill on Hopper, and were timed on an H200: tiles without spills are slower.
+FASTER_WITH_SPILLS = (
+    "tiled_attention keys and values",
+    *(f"tiled_attention forward {widths}" for widths in ("128/128", "192/128", "256/256")),
+    *("tiled_attention queries 128/128", "tiled_attention queries 192/128", "tiled_attention queries 256/256"),
+)
 # Their names go on with a number of columns. Those of wide rows, which go on with "wide", have no copies.
 COPIES_AHEAD = tuple(f"norms add_{name}_norm backward {digit}" for name in ("rms", "layer") for digit in range(1, 10))
 # Of its budget of instructions an element (tests/kernel_table.py): beyond it a kernel no longer reaches the copy rate.
@@ -94,13 +101,15 @@ def test_nothing_spills_loads_are_wide_and_warps_enough(table: Table) -> None:
         assert set(by_architecture) == ({"sm_90"} if " = 1" in name else architectures)
         for architecture, found in by_architecture.items():
             # The tiles of products are those of Hopper. The tables say what others spill.
-            if (found["spills"] or found["stack"]) and not (name.startswith(OF_PRODUCTS) and architecture != "sm_90"):
+            may_spill = FASTER_WITH_SPILLS if architecture == "sm_90" else OF_PRODUCTS
+            if (found["spills"] or found["stack"]) and not name.startswith(may_spill):
                 wrong.append(f"{name}, {architecture}: {found['spills']} spills, {found['stack']} bytes of stack")
             if not found["wide_loads"] and name not in WITHOUT_WIDE_LOADS:
                 wrong.append(f"{name}, {architecture}: no 128-bit load")
             fewest = FEWEST_WARPS_OF_PRODUCTS if name.startswith(OF_PRODUCTS) else FEWEST_WARPS
             fewest = FEWEST_WARPS_BESIDE_COPIES if name.startswith(COPIES_AHEAD) else fewest
-            if found["shared"] > MOST_SHARED and not name.startswith(OF_PRODUCTS):
+            most_shared = OF_PROGRAM[architecture] if name.startswith(OF_PRODUCTS) else MOST_SHARED
+            if found["shared"] > most_shared:
                 wrong.append(f"{name}, {architecture}: {found['shared']} bytes of shared memory")
             if found["warps_per_sm"] < fewest:
                 wrong.append(f"{name}, {architecture}: {found['warps_per_sm']} warps on an SM")
@@ -122,7 +131,7 @@ def test_kernels_wait_for_the_memory_and_not_for_their_instructions(table: Table
 
 
 def test_tensor_cores_multiply_matrices(table: Table) -> None:
-    """By the instructions of their generation, but for the widest heads: there the registers do not suffice."""
+    """By the instructions of their generation."""
     of_generation = {"sm_80": "mma", "sm_90": "wgmma", "sm_100": "tcgen05"}
     seen = 0
     for name, by_architecture in table.items():
@@ -130,9 +139,7 @@ def test_tensor_cores_multiply_matrices(table: Table) -> None:
             wanted = None
             if name.startswith(OF_PRODUCTS):
                 seen += 1
-                wanted = (
-                    "mma" if name.startswith("tiled_attention keys and values 256/256") else of_generation[architecture]
-                )
+                wanted = of_generation[architecture]
             assert found.get("matrix_products") == wanted, (name, architecture)
     assert seen > 1
 

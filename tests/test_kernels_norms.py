@@ -172,6 +172,32 @@ def test_inputs_may_have_any_strides_and_leading_dimensions(name: str) -> None:
     compare(op, arguments(name, (), 96), torch.float32)
 
 
+def heads_of_a_projection(positions: int, samples: int, apart: bool) -> Tensor:
+    """Three heads of 20 columns in rows of 100. With `apart` the samples are not evenly apart."""
+    rows = torch.randn(positions, 2 * samples, 100, generator=torch.Generator().manual_seed(3)).to(DEVICE)
+    return rows[:, : samples if apart else None, 20:80].unflatten(-1, (3, 20)).requires_grad_()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("name", NORMS)
+def test_heads_of_a_projection_are_read_where_they_lie(name: str, apart: bool) -> None:
+    """They are what is kept for the backward. Those that are not evenly apart are copied first. No bit changes."""
+    x = heads_of_a_projection(5, 4, apart)
+    parameters = [p.detach().float().to(DEVICE) for p in arguments(name, 1, 20)[1:-1]]  # type: ignore[union-attr]
+    kept: list[int] = []
+    found = []
+    for source in (x, x.detach().contiguous().requires_grad_()):
+        kept.clear()
+        with (
+            poisoned(),
+            torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.data_ptr()) or t, lambda t: t),
+        ):
+            y = NORMS[name](source, *parameters, EPS, "triton")
+        found.append([y, *torch.autograd.grad(y, source, torch.ones_like(y).cumsum(-1))])
+        assert (source.data_ptr() in kept) == (source is not x or not apart)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
 @pytest.mark.parametrize("name", [*NORMS, *FUSED])
 def test_rows_may_be_none(name: str) -> None:
     x, *rest = (t.detach().float().to(DEVICE) if isinstance(t, Tensor) else t for t in arguments(name, 0, 64))

@@ -1,5 +1,6 @@
 """Attention in tiles by our kernels, interpreted: beside explicit scores in fp64, by relative norm."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -107,10 +108,16 @@ def documents(length: int, samples: list[list[int]]) -> Attended:
 
 PACKED = [[0, 1, 4, 17, 40], [0, 30]]
 WITH_WINDOW = Attended(window=7)
+# Tiles lie in the middle of them, at the edge of a window, and over their ends.
+LONG_DOCUMENTS = replace(documents(170, [[0, 75], [0, 5, 20, 110]]), window=60)
 CASES: dict[str, dict[str, Any]] = {
     "one position": {"sizes": (1, 1)},
     "odd": {"sizes": (17, 17), "dtype": torch.float16},
     "long": {"sizes": (130, 130), "heads": (1, 1), "b": 1},
+    "whole tiles in a window": {"sizes": (170, 170), "heads": (2, 1), "b": 1, "attended": Attended(window=100)},
+    "whole tiles in documents": {"sizes": (170, 170), "heads": (2, 1), "attended": LONG_DOCUMENTS},
+    "whole tiles, more keys": {"sizes": (60, 170), "b": 1, "attended": Attended(window=130)},
+    "whole tiles, not causal": {"sizes": (70, 100), "b": 1, "attended": Attended(causal=False)},
     "window": {"attended": WITH_WINDOW, "dtype": torch.float32},
     "window of two": {"attended": Attended(window=2)},
     "window beyond": {"attended": Attended(window=500)},
@@ -139,7 +146,7 @@ CASES: dict[str, dict[str, Any]] = {
         "layout": "sbnd",
     },
 }
-QUICK = ["odd", "more queries", "all"]
+QUICK = ["odd", "whole tiles in documents", "more queries", "all"]
 names = list(CASES)
 
 

@@ -29,12 +29,15 @@ def _reference(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> Tensor:
 
 
 @triton.jit
-def _rotate_rows(  # type: ignore[no-untyped-def]
+def _rotate_tile(  # type: ignore[no-untyped-def]
     x_ptr, y_ptr, cos, sin, valid, WIDTH: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate the heads that begin at the pointers x_ptr [rows, 1] by cos and sin [rows, PAIRS]; store them at y_ptr."""
+    """Rotate the heads that begin at the pointers x_ptr [positions, heads, 1]; store them at y_ptr.
+
+    cos and sin [positions, 1, PAIRS] are those of all heads.
+    """
     kind = y_ptr.dtype.element_ty
-    pair = tl.arange(0, PAIRS)[None, :]
+    pair = tl.arange(0, PAIRS)[None, None, :]
     inside = valid & (pair < WIDTH // 2)
     first = tl.load(x_ptr + pair, inside, other=0.0).to(tl.float32)
     second = tl.load(x_ptr + WIDTH // 2 + pair, inside, other=0.0).to(tl.float32)
@@ -50,36 +53,39 @@ def _rotate_kernel(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr, INVERSE: tl.constexpr,
     POSITIONS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Rotate a tile. The program is (block of positions, sample, block of heads), with q's heads before k's."""
-    row = tl.arange(0, POSITIONS * HEADS)[:, None]
-    pair = tl.arange(0, PAIRS)[None, :]
-    s = tl.program_id(0).to(tl.int64) * POSITIONS + row // HEADS
+    """Rotate a tile. The program is (block of heads and of positions, sample), with q's heads before k's.
+
+    All heads of some positions follow one another, as they do in memory.
+    """
+    program = tl.program_id(0).to(tl.int64)
     b = tl.program_id(1).to(tl.int64)
-    block = tl.program_id(2).to(tl.int64)
+    q_blocks = tl.cdiv(q_heads, HEADS)
+    blocks = q_blocks + tl.cdiv(k_heads, HEADS)
+    block = program % blocks
+    s = program // blocks * POSITIONS + tl.arange(0, POSITIONS)[:, None, None]
+    pair = tl.arange(0, PAIRS)[None, None, :]
     inside = (s < positions) & (pair < WIDTH // 2)
     cos = tl.load(cos_ptr + s * WIDTH + pair, inside, other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + s * WIDTH + pair, inside, other=0.0).to(tl.float32)
     if INVERSE:  # the backward: the transpose of a rotation is its inverse
         sin = -sin
-    q_blocks = tl.cdiv(q_heads, HEADS)
+    of_block = tl.arange(0, HEADS)[None, :, None]
     if block < q_blocks:
-        head = block * HEADS + row % HEADS
+        head = block * HEADS + of_block
         x_ptr = q_ptr + s * q_stride_s + b * q_stride_b + head * q_stride_n
         y_ptr = q_out_ptr + s * q_out_stride_s + b * q_out_stride_b + head * q_out_stride_n
-        valid = (s < positions) & (head < q_heads)
-        _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, PAIRS)
+        _rotate_tile(x_ptr, y_ptr, cos, sin, (s < positions) & (head < q_heads), WIDTH, PAIRS)
     else:
-        head = (block - q_blocks) * HEADS + row % HEADS
+        head = (block - q_blocks) * HEADS + of_block
         x_ptr = k_ptr + s * k_stride_s + b * k_stride_b + head * k_stride_n
         y_ptr = k_out_ptr + s * k_out_stride_s + b * k_out_stride_b + head * k_out_stride_n
-        valid = (s < positions) & (head < k_heads)
-        _rotate_rows(x_ptr, y_ptr, cos, sin, valid, WIDTH, PAIRS)
+        _rotate_tile(x_ptr, y_ptr, cos, sin, (s < positions) & (head < k_heads), WIDTH, PAIRS)
 
 
 def config(heads: int, width: int) -> tuple[int, int, int, int]:
     """The positions, heads and pairs of a program's tile, and its warps. A thread has 8 pairs.
 
-    `heads` is the larger number of q's and k's heads.
+    `heads` is the larger number of q's and k's heads. The fastest of 90 tried on an H200, within 1 %.
     """
     pairs = next_power_of_2(width // 2)
     heads = min(next_power_of_2(heads), max(1, 1024 // pairs))
@@ -107,8 +113,8 @@ def _launch(
     written = (q_out, k_out) if q_out.numel() else (k_out, q_out)
     if launches(*written, q, k, cos_sd, sin_sd):
         positions, heads, pairs, warps = config(max(q_heads, k_heads), width)
-        grid = triton.cdiv(s, positions), b, triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
-        _rotate_kernel[grid](
+        blocks = triton.cdiv(q_heads, heads) + triton.cdiv(k_heads, heads)
+        _rotate_kernel[triton.cdiv(s, positions) * blocks, b](
             *(q, k, cos_sd, sin_sd, q_out, k_out, s, q_heads, k_heads),
             *(stride for x in (q, k, q_out, k_out) for stride in x.stride()[:3]),
             *(width, inverse, positions, heads, pairs),

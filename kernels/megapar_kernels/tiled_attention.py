@@ -1,9 +1,10 @@
 """Attention by Triton kernels, for what torch's fused operations do not have: windows, caps of scores, sinks.
 
 Scores exist for a tile of queries and keys at a time (FlashAttention 2, Dao, arXiv 2307.08691). Tiles that nothing
-attends are not computed. Two 16-bit factors are multiplied with sums in fp32. Forward reads q, k and v and keeps the
-result and the logsumexp of each row. Backward has one kernel for the gradient of queries and one for keys and values.
-Nobody adds to a number of another program, so gradients are the same each time.
+attends are not computed. Those at an edge are masked, and whole ones are not. Two 16-bit factors are multiplied with
+sums in fp32. Forward reads q, k and v and keeps the result and the logsumexp of each row. Backward has one kernel for
+the gradient of queries and one for keys and values. Nobody adds to a number of another program, so gradients are the
+same each time.
 
 Shapes: b samples, n query heads, h key/value heads, q queries, k keys, d width of a query and a key, e width of a
 value.
@@ -60,22 +61,34 @@ def serves(impl: Implementation, q: Tensor, v: Tensor) -> bool:
 
 
 @triton.jit
-def _tile(ptr, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
-    """Rows of a head, [rows, COLUMNS], from column FIRST on. Zeros stand for rows from `limit` on, and past WIDTH."""
+def _tile(  # type: ignore[no-untyped-def]
+    ptr, rows, stride, limit,
+    FIRST: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """Rows of a head, [rows, COLUMNS], from column FIRST on. Zeros stand for rows from `limit` on, and past WIDTH.
+
+    With WHOLE all rows are before `limit`.
+    """
     column = FIRST + tl.arange(0, COLUMNS)[None, :]
-    inside = rows[:, None] < limit
+    pointers = ptr + rows[:, None] * stride + column
     if FIRST + COLUMNS > WIDTH:
-        inside = inside & (column < WIDTH)
-    return tl.load(ptr + rows[:, None] * stride + column, inside, other=0.0)
+        inside = column < WIDTH
+        if not WHOLE:
+            inside = inside & (rows[:, None] < limit)
+        return tl.load(pointers, inside, other=0.0)
+    elif WHOLE:
+        return tl.load(pointers)
+    else:
+        return tl.load(pointers, rows[:, None] < limit, other=0.0)
 
 
 @triton.jit
-def _parts(ptr, rows, stride, limit, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+def _parts(ptr, rows, stride, limit, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
     """Rows of a head in two parts, [rows, MAIN] and [rows, REST]; the first twice if REST is 0."""
-    main = _tile(ptr, rows, stride, limit, 0, WIDTH, MAIN)
+    main = _tile(ptr, rows, stride, limit, 0, WIDTH, MAIN, WHOLE)
     rest = main
     if REST > 0:
-        rest = _tile(ptr, rows, stride, limit, MAIN, WIDTH, REST)
+        rest = _tile(ptr, rows, stride, limit, MAIN, WIDTH, REST, WHOLE)
     return main, rest
 
 
@@ -167,6 +180,91 @@ def _queries_of(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _between(start, first, stop):  # type: ignore[no-untyped-def]
+    """The whole tiles [first, stop) of those from `start` on; [start, start) if there are none."""
+    some = first < stop
+    return tl.where(some, first, start), tl.where(some, stop, start)
+
+
+@triton.jit
+def _whole_keys_of(  # type: ignore[no-untyped-def]
+    block, start, starts_ptr, sample, queries, keys, window,
+    CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The keys [first, stop), tiles from `start` on, that all queries of a block attend. They need no mask."""
+    last = tl.minimum(block * QUERIES + QUERIES, queries) - 1
+    earlier = keys - queries
+    first = start
+    stop = keys
+    if starts_ptr is not None:
+        first = tl.maximum(first, tl.load(starts_ptr + sample * queries + last))
+    if CAUSAL:
+        stop = tl.minimum(keys, tl.maximum(block * QUERIES + earlier + 1, 0))
+        if window > 0:
+            first = tl.maximum(first, last + earlier - window + 1)
+    return _between(start, tl.cdiv(first, KEYS) * KEYS, stop // KEYS * KEYS)
+
+
+@triton.jit
+def _whole_queries_of(  # type: ignore[no-untyped-def]
+    block, start, stops_ptr, sample, queries, keys, window,
+    CAUSAL: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """The queries [first, stop), tiles from `start` on, that attend all keys of a block. They need no mask."""
+    first_key = block * KEYS
+    last_key = tl.minimum(first_key + KEYS, keys) - 1
+    earlier = keys - queries
+    first = start
+    stop = queries
+    if CAUSAL:
+        first = tl.maximum(first, last_key - earlier)
+        if window > 0:
+            stop = tl.minimum(stop, tl.maximum(first_key - earlier + window, 0))
+    if stops_ptr is not None:
+        stop = tl.minimum(stop, tl.load(stops_ptr + sample * keys + first_key))
+    return _between(start, tl.cdiv(first, QUERIES) * QUERIES, stop // QUERIES * QUERIES)
+
+
+@triton.jit
+def _edge_tile(number, start, whole_start, whole_stop, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where edge tile `number` begins. Edge tiles are those from `start` on, without the whole ones."""
+    before = start + number * TILE
+    return tl.where(before < whole_start, before, before + (whole_stop - whole_start))
+
+
+@triton.jit
+def _attend(  # type: ignore[no-untyped-def]
+    out, most, total, q, q_rest, k_ptr, v_ptr, k_stride, v_stride, query, first, first_key, queries, keys, window,
+    scale, cap,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The result of a block of queries, its greatest scores and totals, with a tile of keys more."""
+    column = tl.arange(0, KEYS)
+    keys_left = keys - first_key
+    k_ptr += tl.cast(first_key, tl.int64) * k_stride
+    v_ptr += tl.cast(first_key, tl.int64) * v_stride
+    k, k_rest = _parts(k_ptr, column, k_stride, keys_left, WIDTH, MAIN, REST, WHOLE)
+    scores, _ = _scores(_products(q, q_rest, k, k_rest, REST), scale, cap, CAPPED)
+    if WHOLE:
+        most_now = tl.maximum(most, tl.max(scores, 1))
+        shift = most_now
+    else:
+        key = first_key + column
+        seen = _seen(query[:, None], key[None, :], first[:, None], queries, keys, window, CAUSAL)
+        scores = tl.where(seen, scores, float("-inf"))
+        most_now = tl.maximum(most, tl.max(scores, 1))
+        # A row that has seen nothing has no greatest score.
+        shift = tl.where(most_now == float("-inf"), 0.0, most_now)
+    probabilities = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(most - shift)
+    total = total * decay + tl.sum(probabilities, 1)
+    v = _tile(v_ptr, column, v_stride, keys_left, 0, V_WIDTH, V_COLUMNS, WHOLE)
+    out = tl.dot(probabilities.to(v.dtype), v, out * decay[:, None], input_precision="ieee")
+    return out, most_now, total
+
+
+@triton.jit
 def _forward_kernel(  # type: ignore[no-untyped-def]
     q_ptr, k_ptr, v_ptr, sinks_ptr, starts_ptr, out_ptr, lse_ptr, heads, run, queries, keys, window, scale, cap,
     q_stride_b, q_stride_n, q_stride_s, k_stride_b, k_stride_n, k_stride_s, v_stride_b, v_stride_n, v_stride_s,
@@ -188,31 +286,24 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     rows_left = queries - block * QUERIES
     first = _firsts(starts_ptr, sample, query, queries)
     start, stop = _keys_of(block, starts_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS)
-    q, q_rest = _parts(q_ptr, row, q_stride_s, rows_left, WIDTH, MAIN, REST)
+    whole_start, whole_stop = _whole_keys_of(
+        block, start, starts_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS
+    )
+    q, q_rest = _parts(q_ptr, row, q_stride_s, rows_left, WIDTH, MAIN, REST, False)
     most = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     out = tl.zeros((QUERIES, V_COLUMNS), tl.float32)
-    column = tl.arange(0, KEYS)
-    for first_key in range(start, stop, KEYS):
-        keys_left = keys - first_key
-        k_here = k_ptr + tl.cast(first_key, tl.int64) * k_stride_s
-        k, k_rest = _parts(k_here, column, k_stride_s, keys_left, WIDTH, MAIN, REST)
-        products = _products(q, q_rest, k, k_rest, REST)
-        scores, _ = _scores(products, scale, cap, CAPPED)
-        key = first_key + column
-        seen = _seen(query[:, None], key[None, :], first[:, None], queries, keys, window, CAUSAL)
-        scores = tl.where(seen, scores, float("-inf"))
-        most_now = tl.maximum(most, tl.max(scores, 1))
-        # A row that has seen nothing has no greatest score.
-        shift = tl.where(most_now == float("-inf"), 0.0, most_now)
-        probabilities = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(most - shift)
-        total = total * decay + tl.sum(probabilities, 1)
-        v = _tile(
-            v_ptr + tl.cast(first_key, tl.int64) * v_stride_s, column, v_stride_s, keys_left, 0, V_WIDTH, V_COLUMNS
-        )
-        out = tl.dot(probabilities.to(v.dtype), v, out * decay[:, None], input_precision="ieee")
-        most = most_now
+    for first_key in range(whole_start, whole_stop, KEYS):
+        out, most, total = _attend(
+            out, most, total, q, q_rest, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first, first_key, queries, keys,
+            window, scale, cap, WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, KEYS, True,
+        )  # fmt: skip
+    for number in range(0, tl.cdiv(stop - start - (whole_stop - whole_start), KEYS)):
+        first_key = _edge_tile(number, start, whole_start, whole_stop, KEYS)
+        out, most, total = _attend(
+            out, most, total, q, q_rest, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first, first_key, queries, keys,
+            window, scale, cap, WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, KEYS, False,
+        )  # fmt: skip
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         most_now = tl.maximum(most, sink)
@@ -225,6 +316,34 @@ def _forward_kernel(  # type: ignore[no-untyped-def]
     lse = tl.where(attends, (most + tl.log2(tl.where(attends, total, 1.0))) * LN_2, float("-inf"))
     _write(out_ptr, out, row, out_stride_s, rows_left, 0, V_WIDTH, V_COLUMNS)
     tl.store(lse_ptr + (sample * heads + head) * queries + query, lse, query < queries)
+
+
+@triton.jit
+def _add_to_queries(  # type: ignore[no-untyped-def]
+    grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride, v_stride, query, first, first_key,
+    queries, keys, window, scale, cap,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The gradient of a block of queries, with a tile of keys more."""
+    column = tl.arange(0, KEYS)
+    keys_left = keys - first_key
+    k_ptr += tl.cast(first_key, tl.int64) * k_stride
+    v_ptr += tl.cast(first_key, tl.int64) * v_stride
+    k, k_rest = _parts(k_ptr, column, k_stride, keys_left, WIDTH, MAIN, REST, WHOLE)
+    v = _tile(v_ptr, column, v_stride, keys_left, 0, V_WIDTH, V_COLUMNS, WHOLE)
+    scores, slope = _scores(_products(q, q_rest, k, k_rest, REST), scale, cap, CAPPED)
+    probabilities = tl.exp2(scores - lse[:, None])
+    if not WHOLE:
+        key = first_key + column
+        seen = _seen(query[:, None], key[None, :], first[:, None], queries, keys, window, CAUSAL)
+        probabilities = tl.where(seen, probabilities, 0.0)
+    grad_probabilities = tl.dot(grad_out, tl.trans(v), input_precision="ieee")
+    grad_scores = (probabilities * (grad_probabilities - delta[:, None]) * slope).to(k.dtype)
+    grad = tl.dot(grad_scores, k, grad, input_precision="ieee")
+    if REST > 0:
+        grad_rest = tl.dot(grad_scores, k_rest, grad_rest, input_precision="ieee")
+    return grad, grad_rest
 
 
 @triton.jit
@@ -253,37 +372,69 @@ def _queries_kernel(  # type: ignore[no-untyped-def]
     rows_left = queries - block * QUERIES
     first = _firsts(starts_ptr, sample, query, queries)
     start, stop = _keys_of(block, starts_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS)
-    grad_out = _tile(grad_out_ptr, row, grad_out_stride_s, rows_left, 0, V_WIDTH, V_COLUMNS)
-    out = _tile(out_ptr, row, out_stride_s, rows_left, 0, V_WIDTH, V_COLUMNS)
+    whole_start, whole_stop = _whole_keys_of(
+        block, start, starts_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS
+    )
+    grad_out = _tile(grad_out_ptr, row, grad_out_stride_s, rows_left, 0, V_WIDTH, V_COLUMNS, False)
+    out = _tile(out_ptr, row, out_stride_s, rows_left, 0, V_WIDTH, V_COLUMNS, False)
     delta = tl.sum(grad_out.to(tl.float32) * out.to(tl.float32), 1)
     row_of_all = (sample * heads + head) * queries + query
     tl.store(delta_ptr + row_of_all, delta, query < queries)
     lse = tl.load(lse_ptr + row_of_all, query < queries, other=0.0) * LOG2_E
-    q, q_rest = _parts(q_ptr, row, q_stride_s, rows_left, WIDTH, MAIN, REST)
+    q, q_rest = _parts(q_ptr, row, q_stride_s, rows_left, WIDTH, MAIN, REST, False)
     grad = tl.zeros((QUERIES, MAIN), tl.float32)
-    if REST > 0:
-        grad_rest = tl.zeros((QUERIES, REST), tl.float32)
-    column = tl.arange(0, KEYS)
-    for first_key in range(start, stop, KEYS):
-        keys_left = keys - first_key
-        k_here = k_ptr + tl.cast(first_key, tl.int64) * k_stride_s
-        k, k_rest = _parts(k_here, column, k_stride_s, keys_left, WIDTH, MAIN, REST)
-        products = _products(q, q_rest, k, k_rest, REST)
-        scores, slope = _scores(products, scale, cap, CAPPED)
-        key = first_key + column
-        seen = _seen(query[:, None], key[None, :], first[:, None], queries, keys, window, CAUSAL)
-        probabilities = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)
-        v = _tile(
-            v_ptr + tl.cast(first_key, tl.int64) * v_stride_s, column, v_stride_s, keys_left, 0, V_WIDTH, V_COLUMNS
-        )
-        grad_probabilities = tl.dot(grad_out, tl.trans(v), input_precision="ieee")
-        grad_scores = (probabilities * (grad_probabilities - delta[:, None]) * slope).to(k.dtype)
-        grad = tl.dot(grad_scores, k, grad, input_precision="ieee")
-        if REST > 0:
-            grad_rest = tl.dot(grad_scores, k_rest, grad_rest, input_precision="ieee")
+    grad_rest = tl.zeros((QUERIES, REST if REST > 0 else 16), tl.float32)
+    for first_key in range(whole_start, whole_stop, KEYS):
+        grad, grad_rest = _add_to_queries(
+            grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first,
+            first_key, queries, keys, window, scale, cap,
+            WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, KEYS, True,
+        )  # fmt: skip
+    for number in range(0, tl.cdiv(stop - start - (whole_stop - whole_start), KEYS)):
+        first_key = _edge_tile(number, start, whole_start, whole_stop, KEYS)
+        grad, grad_rest = _add_to_queries(
+            grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first,
+            first_key, queries, keys, window, scale, cap,
+            WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, KEYS, False,
+        )  # fmt: skip
     _write(grad_q_ptr, grad * scale, row, grad_q_stride_s, rows_left, 0, WIDTH, MAIN)
     if REST > 0:
         _write(grad_q_ptr, grad_rest * scale, row, grad_q_stride_s, rows_left, MAIN, WIDTH, REST)
+
+
+@triton.jit
+def _add_to_keys(  # type: ignore[no-untyped-def]
+    grad_k, grad_k_rest, grad_v, k, k_rest, v, q_ptr, grad_out_ptr, lse_ptr, delta_ptr, q_stride, grad_out_stride,
+    starts_ptr, sample, key, first_query, queries, keys, window, scale, cap,
+    WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,
+    WHOLE: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a block of keys and values, with a tile of a head's queries more."""
+    column = tl.arange(0, QUERIES)
+    query = first_query + column
+    rows_left = queries - first_query
+    q_ptr += tl.cast(first_query, tl.int64) * q_stride
+    grad_out_ptr += tl.cast(first_query, tl.int64) * grad_out_stride
+    q, q_rest = _parts(q_ptr, column, q_stride, rows_left, WIDTH, MAIN, REST, WHOLE)
+    scores, slope = _scores(_products(k, k_rest, q, q_rest, REST), scale, cap, CAPPED)
+    lse = tl.load(lse_ptr + query, query < queries, other=0.0) * LOG2_E
+    probabilities = tl.exp2(scores - lse[None, :])
+    if not WHOLE:
+        first = _firsts(starts_ptr, sample, query, queries)
+        seen = _seen(query[None, :], key[:, None], first[None, :], queries, keys, window, CAUSAL)
+        probabilities = tl.where(seen, probabilities, 0.0)
+    grad_out = _tile(grad_out_ptr, column, grad_out_stride, rows_left, 0, V_WIDTH, V_COLUMNS, WHOLE)
+    if OF_VALUES:
+        grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
+    if OF_KEYS:
+        grad_probabilities = tl.dot(v, tl.trans(grad_out), input_precision="ieee")
+        delta = tl.load(delta_ptr + query, query < queries, other=0.0)
+        grad_scores = (probabilities * (grad_probabilities - delta[None, :]) * slope).to(q.dtype)
+        grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
+        if REST > 0:
+            grad_k_rest = tl.dot(grad_scores, q_rest, grad_k_rest, input_precision="ieee")
+    return grad_k, grad_k_rest, grad_v
 
 
 @triton.jit
@@ -295,55 +446,56 @@ def _keys_values_kernel(  # type: ignore[no-untyped-def]
     grad_k_stride_b, grad_k_stride_n, grad_k_stride_s, grad_v_stride_b, grad_v_stride_n, grad_v_stride_s,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, CAPPED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys and values of a head, from all query heads that read it, one after another."""
+    """The gradients of a block of keys and values of a head, from all query heads that read it, one after another.
+
+    OF_KEYS and OF_VALUES say which of the two.
+    """
     block = tl.program_id(0).to(tl.int64).to(tl.int32)
     kv_head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2).to(tl.int64)
     first_row = block.to(tl.int64) * KEYS
     k_ptr += sample * k_stride_b + kv_head * k_stride_n + first_row * k_stride_s
     v_ptr += sample * v_stride_b + kv_head * v_stride_n + first_row * v_stride_s
-    grad_k_ptr += sample * grad_k_stride_b + kv_head * grad_k_stride_n + first_row * grad_k_stride_s
-    grad_v_ptr += sample * grad_v_stride_b + kv_head * grad_v_stride_n + first_row * grad_v_stride_s
     row = tl.arange(0, KEYS)
     key = block * KEYS + row
     keys_left = keys - block * KEYS
     start, stop = _queries_of(block, stops_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS)
-    k, k_rest = _parts(k_ptr, row, k_stride_s, keys_left, WIDTH, MAIN, REST)
-    v = _tile(v_ptr, row, v_stride_s, keys_left, 0, V_WIDTH, V_COLUMNS)
+    whole_start, whole_stop = _whole_queries_of(
+        block, start, stops_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS
+    )
+    k, k_rest = _parts(k_ptr, row, k_stride_s, keys_left, WIDTH, MAIN, REST, False)
+    v = _tile(v_ptr, row, v_stride_s, keys_left, 0, V_WIDTH, V_COLUMNS, False)
     grad_k = tl.zeros((KEYS, MAIN), tl.float32)
+    grad_k_rest = tl.zeros((KEYS, REST if REST > 0 else 16), tl.float32)
     grad_v = tl.zeros((KEYS, V_COLUMNS), tl.float32)
-    if REST > 0:
-        grad_k_rest = tl.zeros((KEYS, REST), tl.float32)
-    column = tl.arange(0, QUERIES)
     for head in range(kv_head * run, kv_head * run + run):
         q_head = q_ptr + sample * q_stride_b + head * q_stride_n
         grad_out_head = grad_out_ptr + sample * grad_out_stride_b + head * grad_out_stride_n
-        rows_of_head = (sample * heads + head) * queries
-        for first_query in range(start, stop, QUERIES):
-            rows_left = queries - first_query
-            query = first_query + column
-            q_here = q_head + tl.cast(first_query, tl.int64) * q_stride_s
-            q, q_rest = _parts(q_here, column, q_stride_s, rows_left, WIDTH, MAIN, REST)
-            products = _products(k, k_rest, q, q_rest, REST)
-            scores, slope = _scores(products, scale, cap, CAPPED)
-            first = _firsts(starts_ptr, sample, query, queries)
-            seen = _seen(query[None, :], key[:, None], first[None, :], queries, keys, window, CAUSAL)
-            lse = tl.load(lse_ptr + rows_of_head + query, query < queries, other=0.0) * LOG2_E
-            probabilities = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-            grad_out_here = grad_out_head + tl.cast(first_query, tl.int64) * grad_out_stride_s
-            grad_out = _tile(grad_out_here, column, grad_out_stride_s, rows_left, 0, V_WIDTH, V_COLUMNS)
-            grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
-            grad_probabilities = tl.dot(v, tl.trans(grad_out), input_precision="ieee")
-            delta = tl.load(delta_ptr + rows_of_head + query, query < queries, other=0.0)
-            grad_scores = (probabilities * (grad_probabilities - delta[None, :]) * slope).to(q.dtype)
-            grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
-            if REST > 0:
-                grad_k_rest = tl.dot(grad_scores, q_rest, grad_k_rest, input_precision="ieee")
-    _write(grad_v_ptr, grad_v, row, grad_v_stride_s, keys_left, 0, V_WIDTH, V_COLUMNS)
-    _write(grad_k_ptr, grad_k * scale, row, grad_k_stride_s, keys_left, 0, WIDTH, MAIN)
-    if REST > 0:
-        _write(grad_k_ptr, grad_k_rest * scale, row, grad_k_stride_s, keys_left, MAIN, WIDTH, REST)
+        lse_head = lse_ptr + (sample * heads + head) * queries
+        delta_head = delta_ptr + (sample * heads + head) * queries
+        for first_query in range(whole_start, whole_stop, QUERIES):
+            grad_k, grad_k_rest, grad_v = _add_to_keys(
+                grad_k, grad_k_rest, grad_v, k, k_rest, v, q_head, grad_out_head, lse_head, delta_head, q_stride_s,
+                grad_out_stride_s, starts_ptr, sample, key, first_query, queries, keys, window, scale, cap,
+                WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, QUERIES, OF_KEYS, OF_VALUES, True,
+            )  # fmt: skip
+        for number in range(0, tl.cdiv(stop - start - (whole_stop - whole_start), QUERIES)):
+            first_query = _edge_tile(number, start, whole_start, whole_stop, QUERIES)
+            grad_k, grad_k_rest, grad_v = _add_to_keys(
+                grad_k, grad_k_rest, grad_v, k, k_rest, v, q_head, grad_out_head, lse_head, delta_head, q_stride_s,
+                grad_out_stride_s, starts_ptr, sample, key, first_query, queries, keys, window, scale, cap,
+                WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, QUERIES, OF_KEYS, OF_VALUES, False,
+            )  # fmt: skip
+    if OF_VALUES:
+        grad_v_ptr += sample * grad_v_stride_b + kv_head * grad_v_stride_n + first_row * grad_v_stride_s
+        _write(grad_v_ptr, grad_v, row, grad_v_stride_s, keys_left, 0, V_WIDTH, V_COLUMNS)
+    if OF_KEYS:
+        grad_k_ptr += sample * grad_k_stride_b + kv_head * grad_k_stride_n + first_row * grad_k_stride_s
+        _write(grad_k_ptr, grad_k * scale, row, grad_k_stride_s, keys_left, 0, WIDTH, MAIN)
+        if REST > 0:
+            _write(grad_k_ptr, grad_k_rest * scale, row, grad_k_stride_s, keys_left, MAIN, WIDTH, REST)
 
 
 @dataclass(frozen=True)
@@ -366,37 +518,45 @@ def columns(width: int, v_width: int) -> tuple[int, int, int]:
     return main, rest, max(16, next_power_of_2(v_width))
 
 
-# Chosen by what the compiler makes of them: nothing spills on sm_90 (tests/kernel_table.py).
+# By the widest head. The fastest of four to nine tried on an H200 with sinks, caps, windows and documents.
+FORWARD = {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 192: Tiles(64, 64, 4, 2), 256: Tiles(128, 64, 8, 2)}
+QUERIES = {64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 192: Tiles(64, 32, 4, 2), 256: Tiles(128, 32, 8, 2)}
+KEYS_VALUES = {64: Tiles(64, 64, 4, 3), 128: Tiles(32, 64, 4, 3), 192: Tiles(32, 64, 4, 2), 256: Tiles(32, 128, 8, 2)}
+# What the shared memory and registers of Ampere do not suffice for, there. No GPU has timed these.
+QUERIES_OF_AMPERE = QUERIES | {256: Tiles(128, 32, 8, 1)}
+KEYS_VALUES_OF_AMPERE = KEYS_VALUES | {192: Tiles(16, 64, 4, 1), 256: Tiles(32, 64, 8, 1)}
+
+
+def _widest(width: int, v_width: int) -> int:
+    """The entry of the tables above for heads of these widths."""
+    return next(widest for widest in FORWARD if max(width, v_width) <= widest)
 
 
 def forward_config(width: int, v_width: int) -> Tiles:
     """The tiles of the forward. The result is held in registers."""
-    if max(width, v_width) <= 64:
-        return Tiles(128, 128, 8, 2)
-    return Tiles(128, 64 if max(width, v_width) <= 128 else 32, 8, 2)
+    return FORWARD[_widest(width, v_width)]
 
 
-def queries_config(width: int, v_width: int) -> Tiles:
-    """The tiles of the gradient of queries."""
-    if max(width, v_width) <= 64:
-        return Tiles(64, 64, 4, 2)
-    if max(width, v_width) <= 128:
-        return Tiles(128, 64, 8, 2)
-    return Tiles(128, 32, 8, 1)
+def queries_config(width: int, v_width: int, capability: tuple[int, int]) -> Tiles:
+    """The tiles of the gradient of queries on a GPU of this capability."""
+    return (QUERIES if capability >= (9, 0) else QUERIES_OF_AMPERE)[_widest(width, v_width)]
 
 
-def keys_values_config(width: int, v_width: int) -> Tiles:
-    """The tiles of the gradients of keys and values. Both are held in registers.
+def keys_values_config(width: int, v_width: int, capability: tuple[int, int]) -> Tiles:
+    """The tiles of the gradients of keys and values on a GPU of this capability.
 
-    For heads of 256 a tile has 32 keys. That is too few for the matrix products of Hopper, and those of Ampere run.
+    Both are held in registers, and those of the widest heads in turn (`keys_values_passes`). Some registers spill.
+    Tiles without spills are slower.
     """
-    if max(width, v_width) <= 64:
-        return Tiles(32, 128, 8, 2)
-    if max(width, v_width) <= 128:
-        return Tiles(32, 64, 8, 2)
-    if width <= 192 and v_width <= 128:
-        return Tiles(16, 64, 4, 1)
-    return Tiles(32, 32, 8, 1)
+    return (KEYS_VALUES if capability >= (9, 0) else KEYS_VALUES_OF_AMPERE)[_widest(width, v_width)]
+
+
+def keys_values_passes(width: int, v_width: int) -> tuple[tuple[bool, bool], ...]:
+    """Of which gradients each launch is: keys, values. For heads of 256 the registers hold one of the two at a time.
+
+    Scores are then computed twice, and still a quarter of the time is saved.
+    """
+    return ((True, True),) if max(width, v_width) <= 192 else ((True, False), (False, True))
 
 
 def _strides(*tensors: Tensor) -> list[int]:
@@ -458,8 +618,9 @@ def backward(
     main, rest, v_columns = columns(width, v_width)
     sizes = n, n // k.shape[1], queries, keys, attended.window, scale, cap or 1.0
     constants = width, main, rest, v_width, v_columns, attended.causal, cap > 0.0
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)  # a CPU interprets
     if queries and b:
-        tiles = queries_config(width, v_width)
+        tiles = queries_config(width, v_width, capability)
         _queries_kernel[triton.cdiv(queries, tiles.queries), n, b](
             *(grad_out, q, k, v, attended.starts, out, lse, delta, grad_q, *sizes),
             *(*_strides(grad_out, q, k, v, out, grad_q), *constants, tiles.queries, tiles.keys),
@@ -467,11 +628,13 @@ def backward(
             num_stages=tiles.stages,
         )
     if keys and b:
-        tiles = keys_values_config(width, v_width)
-        _keys_values_kernel[triton.cdiv(keys, tiles.keys), k.shape[1], b](
-            *(grad_out, q, k, v, attended.starts, attended.stops, lse, delta, grad_k, grad_v, *sizes),
-            *(*_strides(grad_out, q, k, v, grad_k, grad_v), *constants, tiles.queries, tiles.keys),
-            num_warps=tiles.warps,
-            num_stages=tiles.stages,
-        )
+        tiles = keys_values_config(width, v_width, capability)
+        for of_keys, of_values in keys_values_passes(width, v_width):
+            _keys_values_kernel[triton.cdiv(keys, tiles.keys), k.shape[1], b](
+                *(grad_out, q, k, v, attended.starts, attended.stops, lse, delta, grad_k, grad_v, *sizes),
+                *(*_strides(grad_out, q, k, v, grad_k, grad_v), *constants, tiles.queries, tiles.keys),
+                *(of_keys, of_values),
+                num_warps=tiles.warps,
+                num_stages=tiles.stages,
+            )
     return grad_q, grad_k, grad_v
