@@ -84,13 +84,14 @@ def check(
     expected = [out, *reference_backward(grad.double(), *exact, out, lse, causal=False, rule=rule, seen=seen)]
     with poisoned():
         found, found_lse = tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, attended, sinks_n)
-        gradients = tiled_attention.backward(grad, q, k, v, found, found_lse, rule.factor(q), rule.cap, attended)
+        *gradients, rows = tiled_attention.backward(grad, q, k, v, found, found_lse, rule.factor(q), rule.cap, attended)
     attends = seen.any(-1).expand_as(lse)
     if sinks_n is None:
         assert torch.equal(found_lse == -torch.inf, ~attends)
         assert not found[~attends].any()
         found_lse, lse = found_lse[attends], lse[attends]
     assert relative_error(found_lse, lse) < 1e-5
+    assert relative_error(rows, (grad.double() * found.double()).sum(-1)) < 1e-5
     for number, (mine, right) in enumerate(zip((found, *gradients), expected, strict=True)):
         assert mine.dtype == dtype
         error = relative_error(mine, right)

@@ -417,9 +417,15 @@ def add_sinks(out: Tensor, lse: Tensor, sinks_n: Tensor) -> None:
     torch.logaddexp(lse, sink, out=lse)
 
 
-def sink_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks_n: Tensor) -> Tensor:
-    """The gradient of the sinks, [n]: minus the sum over queries of exp(sink - lse) * rowsum(grad_out * out)."""
-    dtype = lse.dtype
-    probability = (sinks_n.to(dtype)[None, :, None] - lse).exp()
-    rows = (grad_out.to(dtype) * out.to(dtype)).sum(-1)
+def rowsums(grad_out: Tensor, out: Tensor, dtype: torch.dtype) -> Tensor:
+    """rowsum(grad_out * out), [b, n, q], computed in `dtype`."""
+    return (grad_out.to(dtype) * out.to(dtype)).sum(-1)
+
+
+def sink_gradient(rows: Tensor, lse: Tensor, sinks_n: Tensor) -> Tensor:
+    """The gradient of the sinks, [n]: minus the sum over queries of exp(sink - lse) * rowsum(grad_out * out).
+
+    `rows` are these `rowsums` in the dtype of `lse`.
+    """
+    probability = (sinks_n.to(lse.dtype)[None, :, None] - lse).exp()
     return (probability * rows).sum((0, 2)).neg().to(sinks_n.dtype)

@@ -51,6 +51,8 @@ SMALL = 1 << 20
 _LIBRARY = torch.library.Library("megapar", "DEF")
 _LIBRARY.define("kernel(Tensor[] tensors) -> ()")  # of `launches`
 _LIBRARY.impl("kernel", lambda tensors: None, "Meta")
+_LIBRARY.define("tiled_attention(Tensor[] tensors, int pairs, bool backward) -> ()")
+_LIBRARY.impl("tiled_attention", lambda *_: None, "Meta")
 _LIBRARY.define("grouped_weight_gradients(Tensor totals_goi, Tensor grad_2d, Tensor x_2d) -> ()")
 _LIBRARY.impl("grouped_weight_gradients", lambda *tensors: None, "Meta")
 

@@ -21,6 +21,7 @@ from megapar_kernels.block_attention import (
     add_sinks,
     reference,
     reference_backward,
+    rowsums,
     sink_gradient,
     wide,
 )
@@ -98,7 +99,7 @@ class _RuledAttention(torch.autograd.Function):
             grad_v[:, :, keys] += part_v
         grad_sinks = None
         if sinks_n is not None:
-            grad_sinks = sink_gradient(grad_out, out, lse, sinks_n)
+            grad_sinks = sink_gradient(rowsums(grad_out, out, lse.dtype), lse, sinks_n)
         return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, None
 
 
@@ -129,10 +130,12 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks_n, starts, stops, out, lse = ctx.saved_tensors
         attended = Attended(window=ctx.window, starts=starts, stops=stops)
-        gradients = tiled_attention.backward(grad_out, q, k, v, out, lse, ctx.rule.factor(q), ctx.rule.cap, attended)
+        *gradients, rows = tiled_attention.backward(
+            grad_out, q, k, v, out, lse, ctx.rule.factor(q), ctx.rule.cap, attended
+        )
         grad_sinks = None
         if sinks_n is not None:
-            grad_sinks = sink_gradient(grad_out, out, lse, sinks_n)
+            grad_sinks = sink_gradient(rows, lse, sinks_n)
         return *gradients, grad_sinks, None, None, None
 
 

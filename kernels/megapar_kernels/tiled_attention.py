@@ -18,10 +18,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapar_kernels.dispatch import LOG2_E, Implementation, interpreting, next_power_of_2, tl, triton
+from megapar_kernels.dispatch import LOG2_E, Implementation, interpreting, next_power_of_2, on_gpu, tl, triton
 
 LN_2 = tl.constexpr(0.6931471805599453)
 WIDEST = 256  # head
+EDGE = 64  # a query's keys in tiles beyond those that it attends, about
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Of the GPUs that give a program the shared memory of these tiles, 163 KB."""
 
@@ -39,6 +40,16 @@ class Attended:
     starts: Tensor | None = None
     stops: Tensor | None = None
 
+    def pairs(self, queries: int, keys: int) -> int:
+        """The pairs of a query and a key in the tiles of a head, about. A plan knows no documents, so none are counted."""
+        if not self.causal:
+            return queries * keys
+        window = min(self.window or keys, keys)
+        first = max(keys - queries, 0) + 1  # keys of the first query
+        growing = range(first, window + 1)  # keys of each query that has fewer than the window
+        attended = (first + window) * len(growing) // 2 + max(min(queries, keys) - len(growing), 0) * window
+        return attended + EDGE * queries
+
 
 def of_documents(documents_bs: Tensor) -> tuple[Tensor, Tensor]:
     """The `starts` and `stops` of `Attended`, [b, s], from the index of each position's document."""
@@ -53,11 +64,11 @@ def serves(impl: Implementation, q: Tensor, v: Tensor) -> bool:
 
     On a GPU for 16-bit numbers and heads of 256 at most. On a CPU the kernels are interpreted.
     """
-    if impl != "triton" or max(q.shape[-1], v.shape[-1]) > WIDEST or q.dtype == torch.float64:
+    if impl != "triton" or max(q.shape[-1], v.shape[-1]) > WIDEST:
         return False
-    if not q.is_cuda:
-        return q.device.type == "cpu" and interpreting()
-    return q.dtype.itemsize == 2
+    if on_gpu(q, impl):
+        return q.dtype.itemsize == 2
+    return q.device.type == "cpu" and interpreting() and q.dtype != torch.float64
 
 
 @triton.jit
@@ -583,7 +594,9 @@ def forward(
     out = q.new_empty(queries, b, n, v_width).permute(1, 2, 0, 3)
     lse = q.new_empty(b, n, queries, dtype=torch.float32)
     tiles = forward_config(width, v_width)
-    if out.numel():
+    if q.is_meta:
+        torch.ops.megapar.tiled_attention([q, k, v, out, lse], attended.pairs(queries, k.shape[2]), False)
+    elif out.numel():
         _forward_kernel[triton.cdiv(queries, tiles.queries), n, b](
             *(q, k, v, sinks_n, attended.starts, out, lse, n, n // k.shape[1], queries, k.shape[2], attended.window),
             *(scale, cap or 1.0, *_strides(q, k, v, out), width, *columns(width, v_width)[:2], v_width),
@@ -604,10 +617,11 @@ def backward(
     scale: float,
     cap: float,
     attended: Attended,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v in their dtypes. `out` and `lse` may be those of several blocks, merged.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v in their dtypes, and rowsum(grad_out * out), [b, n, q] in fp32.
 
-    With sinks `lse` has them among the scores. `block_attention.sink_gradient` gives their gradient.
+    `out` and `lse` may be those of several blocks, merged. With sinks `lse` has them among the scores.
+    `block_attention.sink_gradient` gives their gradient.
     """
     grad_out, q, k, v, out = map(_rows, (grad_out, q, k, v, out))
     lse = lse.contiguous()
@@ -615,6 +629,10 @@ def backward(
     keys, v_width = v.shape[-2:]
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    if q.is_meta:
+        tensors = [grad_out, q, k, v, out, lse, delta, grad_q, grad_k, grad_v]
+        torch.ops.megapar.tiled_attention(tensors, attended.pairs(queries, keys), True)
+        return grad_q, grad_k, grad_v, delta
     main, rest, v_columns = columns(width, v_width)
     sizes = n, n // k.shape[1], queries, keys, attended.window, scale, cap or 1.0
     constants = width, main, rest, v_width, v_columns, attended.causal, cap > 0.0
@@ -637,4 +655,4 @@ def backward(
                 num_warps=tiles.warps,
                 num_stages=tiles.stages,
             )
-    return grad_q, grad_k, grad_v
+    return grad_q, grad_k, grad_v, delta

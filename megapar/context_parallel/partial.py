@@ -22,6 +22,7 @@ from megapar_kernels.block_attention import (
     attention_documents_backward,
     largest_scores,
     merge_block,
+    rowsums,
     sink_gradient,
     takes_documents,
     takes_earlier_keys,
@@ -176,4 +177,4 @@ class Gradient:
         """The gradient of the sinks, [n], from this rank's queries. None without sinks."""
         if sinks_n is None:
             return None
-        return sink_gradient(self._grad_out, self._out, self._lse, sinks_n)
+        return sink_gradient(rowsums(self._grad_out, self._out, self._lse.dtype), self._lse, sinks_n)

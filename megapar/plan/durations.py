@@ -14,6 +14,10 @@ BACKWARD_ATTENTION = "attention backward"
 KERNELS = "other kernels"
 KINDS = (PRODUCTS, EXPERTS, FORWARD_ATTENTION, BACKWARD_ATTENTION, KERNELS)
 
+# The time of our attention kernels over that of the machine's rates, forward and backward, by the widest head: measured
+# on an H200 (docs/kernels.md) at 8,192 positions.
+TILED = {64: (1.16, 0.96), 128: (1.27, 1.42), 256: (1.80, 2.19)}
+
 Seconds = Mapping[str, float]
 """Seconds by the kind of work, or by axis."""
 
@@ -81,6 +85,8 @@ def kernel_seconds(operation: Product | Attention | Kernel, hardware: Hardware) 
             return PRODUCTS, max(computed, moved) + overhead
         case Attention(flops, width, backward):
             rate = hardware.attention_rate(width)
+            if operation.tiled:
+                flops *= TILED[next(most for most in TILED if width <= most)][backward]
             if backward:
                 # Five products instead of two: the scores are computed again (arXiv 2307.08691, section 3.1.2).
                 return BACKWARD_ATTENTION, max(2.5 * flops / rate.backward / 1e12, moved) + overhead

@@ -43,12 +43,16 @@ class Product(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """Fused attention. `flops` are those of one forward pass, without masked scores."""
+    """Fused attention. `flops` are those of one forward pass, without masked scores.
+
+    `tiled` is that of our kernels (`megapar_kernels.tiled_attention`).
+    """
 
     flops: float
     width: int
     backward: bool
     moved_bytes: int
+    tiled: bool = False
 
 
 class Kernel(NamedTuple):
@@ -238,6 +242,11 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | No
         return None
     if name in _PRODUCTS:
         return _product(name, args, inputs, outputs)
+    if name == "tiled_attention":
+        tensors, pairs, backward = args
+        q, _, v = tensors[backward:][:3]
+        flops = 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
+        return Attention(flops, q.shape[3], backward, sum(map(_nbytes, tensors)), tiled=True)
     if name == _WEIGHT_GRADIENTS:
         totals, grad, x = args
         groups, outputs_of, inputs_of = totals.shape
