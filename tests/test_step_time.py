@@ -5,6 +5,7 @@ import math
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from megapar_kernels import backend, dispatch
 from megapar_kernels.attention import masked_causal_attention
 from megapar_models.registry import presets, validate
 
-from megapar import context
+from megapar import context, recompute
 from megapar.config.options import Config
 from megapar.errors import ConfigError
 from megapar.grid import Grid
@@ -173,7 +174,9 @@ def sent(operations: Operations) -> Counter[tuple[str, str]]:
     return found
 
 
-def test_attention_with_a_window_is_one_operation_too() -> None:
+@pytest.mark.parametrize(("recomputes", "again"), [(False, ["B"]), (True, ["F", "B"])])
+def test_attention_with_a_window_is_one_operation_too(recomputes: bool, again: list[str]) -> None:
+    """Also where backward repeats it."""
     q, k, v = (torch.empty(64, 1, 4, 32, device=META, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
     class Windowed(torch.nn.Module):
@@ -183,11 +186,12 @@ def test_attention_with_a_window_is_one_operation_too() -> None:
             return ()
 
         def forward(self, x: object, batch: object) -> torch.Tensor:
-            return masked_causal_attention(q, k, v, None, window=8)
+            return recompute.run(recomputes, partial(masked_causal_attention, starts=None, window=8), q, k, v)
 
     work = Recording(Windowed(), None, Tape())  # type: ignore[arg-type]
-    for operations in (work.forward, work.backward):
-        assert [x.flops for x in operations if isinstance(x, Attention)] == [4 * 64 * 64 * 32 * 4]
+    for operations, passes in ((work.forward, ["F"]), (work.backward, again), (work.inputs, again)):
+        found = [("B" if x.backward else "F", x.flops) for x in operations if isinstance(x, Attention)]
+        assert found == [(name, 4 * 64 * 64 * 32 * 4) for name in passes]
         assert not any(isinstance(x, Product) for x in operations)
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from megapar.batch import MicroBatch, PipelineStage
 from megapar.data_parallel.accumulate import MainGradView, attach
@@ -294,7 +295,9 @@ class Recording:
 
 def _run_backward(output: Tensor, grad: Tensor) -> None:
     if output.requires_grad:
-        output.backward(grad)
+        # From an edge, not from the tensor: torch takes function modes off within a function of a tensor, and layers
+        # that are recomputed need `FusedAttention` in backward too.
+        torch.autograd.backward(get_gradient_edge(output), grad)
 
 
 def _nothing() -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 from megapar_models.build import build_stages
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, Targets
@@ -102,7 +103,8 @@ def deferred_by(stage: PipelineStage, batch: MicroBatch) -> int:
         main_grad._on_added = lambda: None  # type: ignore[attr-defined]
     output = forward(stage, batch)
     queue = WeightGradientQueue()
-    with queue.open(main_grads(stage)):
+    with queue.open(main_grads(stage)), FusedAttention():
         if output.requires_grad:
-            output.backward(torch.empty_like(output))
+            # From an edge: within a function of a tensor torch takes the mode off.
+            torch.autograd.backward(get_gradient_edge(output), torch.empty_like(output))
     return queue.nbytes
