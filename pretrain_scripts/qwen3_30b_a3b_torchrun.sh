@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Qwen3-30B-A3B on 8 nodes of 8 GPUs, dp 16 x tp 2 x cp 2, under torchrun. On every node:
+# Qwen3-30B-A3B on 8 nodes of 8 GPUs, dp 64 with ZeRO-3, under torchrun. On every node:
 #   MASTER_ADDR=first-node NODE_RANK=0..7 pretrain_scripts/qwen3_30b_a3b_torchrun.sh [--section.key value ...]
 # The rendezvous listens on every interface of the first node, without a password: keep the nodes on a private network.
 set -euo pipefail

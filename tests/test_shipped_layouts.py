@@ -58,16 +58,17 @@ NEIGHBORS: dict[str, list[dict[str, Any]]] = {
     ],
     "qwen3_30b_a3b": [
         {"ep": 8},
-        {"cp_attention": "gather"},
         {"recompute": "full"},
-        {"dp": 8, "tp": 1, "pp": 4, "ep": 16, "sequence_parallel": False, "zero_stage": 1, "recompute": "full"},
-        {"dp": 8, "cp": 4, "sequence_parallel": True, "micro_batch_size": 2},
+        {"dp": 16, "tp": 2, "cp": 2, "cp_attention": "ring", "sequence_parallel": True, "recompute": "none"},
+        {"dp": 32, "cp": 2, "cp_attention": "ring", "recompute_every": 2},
+        {"dp": 8, "cp": 2, "cp_attention": "ring", "pp": 4, "ep": 16, "zero_stage": 1, "recompute": "full"},
     ],
     "qwen3_30b_a3b_chat": [
-        {"dp": 32, "cp": 2, "cp_attention": "ring", "micro_batch_size": 2},
+        {"micro_batch_size": 1, "recompute": "selective"},
+        {"dp": 32, "cp": 2, "cp_attention": "ring"},
         {"ep": 8},
         {"recompute": "full"},
-        {"dp": 16, "tp": 4, "sequence_parallel": True, "micro_batch_size": 2, "zero_stage": 2},
+        {"dp": 16, "tp": 4, "sequence_parallel": True, "zero_stage": 2},
     ],
 }
 WITHIN = 1.05
