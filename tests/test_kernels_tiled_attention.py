@@ -151,6 +151,23 @@ QUICK = ["odd", "whole tiles in documents", "more queries", "all"]
 names = list(CASES)
 
 
+def test_pairs_of_a_plan_are_those_of_the_mask() -> None:
+    for queries, keys, window in (
+        (9, 9, 0),
+        (9, 9, 4),
+        (9, 9, 1),
+        (4, 9, 3),
+        (4, 9, 7),
+        (9, 4, 0),
+        (9, 4, 3),
+        (5, 5, 8),
+    ):
+        attended = Attended(window=window)
+        seen = mask(attended, 1, queries, keys)
+        assert attended.pairs(queries, keys) == int(seen.sum()) + tiled_attention.EDGE * queries
+    assert Attended(causal=False).pairs(3, 5) == 15
+
+
 @pytest.mark.parametrize("name", slow_but([names.index(name) for name in QUICK], names))
 def test_it_is_attention_with_explicit_scores(name: str) -> None:
     check(**CASES[name])

@@ -35,6 +35,7 @@ from megapar.plan.space import layout_of
 from megapar.plan.step_time import OPTIMIZER, step_time
 from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited
 from megapar.plan.work import recording as recording_of
+from megapar.products import MatrixProducts
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 from tests.support.options import load
 from tests.support.plans import PARTS
@@ -193,6 +194,40 @@ def test_attention_with_a_window_is_one_operation_too(recomputes: bool, again: l
         found = [("B" if x.backward else "F", x.flops) for x in operations if isinstance(x, Attention)]
         assert found == [(name, 4 * 64 * 64 * 32 * 4) for name in passes]
         assert not any(isinstance(x, Product) for x in operations)
+
+
+@needs_triton
+def test_attention_with_sinks_and_windows_is_that_of_our_kernels() -> None:
+    """No scores are in memory: products are those of matrices and experts. A window of 128 takes few FLOPs."""
+    of = config(1, "--train.micro_batch_size", "1", preset="gpt-oss-20b")
+    found = []
+    for number in (0, 1):
+        ctx, tape = recording_of(context.planned(grid_of(of), 0, device=META))
+        stage = BUILDER.maker(of, ctx)(range(number, number + 1), first=False, last=False)
+        work = Recording(stage, meta_batch(1, of.train.seq_length, 1, 1), tape)
+        matrices = [x for x in work.forward if isinstance(x, Product) and not x.grouped]
+        assert len(matrices) == 3  # qkv, out and router
+        found += [x for x in work.forward if isinstance(x, Attention)]
+        assert [x.tiled for x in work.backward if isinstance(x, Attention) and x.backward] == [True]
+    a_pair = 4.0 * 64 * 64
+    assert [x.flops / a_pair for x in found] == [2048 * 128 - 128 * 127 / 2 + 2048 * 64, 2048 * 2049 / 2 + 2048 * 64]
+
+
+@needs_triton
+@pytest.mark.parametrize("in_one_launch", [True, False])
+def test_experts_are_multiplied_in_as_many_launches_as_on_the_gpu(
+    in_one_launch: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for all of them on Hopper, and elsewhere one for each. Their FLOPs are the same."""
+    if not in_one_launch:
+        monkeypatch.setattr(MatrixProducts, "_in_one_launch", lambda *_: False)
+    of = config(1, "--train.micro_batch_size", "1", preset="qwen3-30b-a3b")
+    _, work = layer_work(of)
+    flops = 2.0 * 8 * 2048 * 768 * 2048  # of a matrix, with 8 experts a token
+    for operations, passes in ((work.forward, 1), (work.backward, 2)):
+        found = [x for x in operations if isinstance(x, Product) and x.grouped]
+        assert [x.launches for x in found] == [1 if in_one_launch else 128] * 2 * passes
+        assert product_flops(found) == pytest.approx(3 * passes * flops)
 
 
 @needs_triton

@@ -41,7 +41,10 @@ class Attended:
     stops: Tensor | None = None
 
     def pairs(self, queries: int, keys: int) -> int:
-        """The pairs of a query and a key in the tiles of a head, about. A plan knows no documents, so none are counted."""
+        """The pairs of a query and a key in the tiles of a head, about.
+
+        They are those attended and EDGE keys a query more. A plan knows no documents, so none are counted.
+        """
         if not self.causal:
             return queries * keys
         window = min(self.window or keys, keys)

@@ -189,7 +189,7 @@ class _Watch(TorchDispatchMode):
     def __init__(self, tape: Tape):
         super().__init__()
         self._tape = tape
-        self._written: object = None  # the memory that the product before has written
+        self._written: tuple[int, int] | None = None  # the memory that the product before has written, and where in it
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -213,8 +213,9 @@ class _Watch(TorchDispatchMode):
         written = self._written
         self._written = None
         if isinstance(found, Product) and isinstance(result, Tensor):
-            self._written = result.untyped_storage()._cdata
-            if isinstance(last, Product) and written == self._written and _are_alike(last, found):
+            self._written = memory, place = result.untyped_storage()._cdata, result.storage_offset()
+            beside = written is not None and written[0] == memory and written[1] != place
+            if beside and isinstance(last, Product) and _are_alike(last, found):
                 operations[-1] = _joined(last, found)
                 return
         operations.append(found)
