@@ -143,8 +143,9 @@ class MatrixProducts:
 
     def _in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
         """Whether one launch computes the products of all groups, by the grouped kernels."""
-        # 8 numbers are 16 bytes. Without rows nothing is multiplied, and the loop fills what has to be zero.
-        fits = matrices_goi.shape[1] % 8 == 0 and matrices_goi.shape[2] % 8 == 0
+        # 8 numbers are 16 bytes. Without rows nothing is multiplied, and the loop fills what has to be zero. One group
+        # is one product, which cuBLAS computes faster.
+        fits = matrices_goi.shape[1] % 8 == 0 and matrices_goi.shape[2] % 8 == 0 and len(matrices_goi) > 1
         return self.grouped == "triton" and x_2d.dtype == torch.bfloat16 and fits and len(x_2d) > 0
 
 

@@ -208,3 +208,16 @@ def test_offsets_beyond_2_31() -> None:
     assert totals.numel() > 2**31
     assert relative_error(totals[-1], grad[-3:].double().t() @ x[-3:].double()) < 1e-5
     assert not totals[0].any()
+
+
+def test_one_group_is_a_product_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a rank with one expert: cuBLAS is faster than a launch for groups."""
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", None)
+    monkeypatch.setattr(grouped, "add_weight_gradients", None)
+    x, grad, weight = (torch.randn(shape).bfloat16() for shape in ((5, 16), (5, 24), (1, 24, 16)))
+    totals = torch.full((1, 24, 16), torch.nan)
+    groups = RowGroups.of((5,))
+    assert torch.equal(ONE_LAUNCH.grouped_forward(x, weight, groups), x @ weight[0].t())
+    assert torch.equal(ONE_LAUNCH.grouped_input_gradient(grad, weight, groups), grad @ weight[0])
+    ONE_LAUNCH.add_grouped_weight_gradient(totals, grad, x, groups, overwrite=True)
+    assert relative_error(totals[0], grad.double().t() @ x.double()) < 1e-6
