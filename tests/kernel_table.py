@@ -16,9 +16,10 @@ to compile:
 
 This file and tests/test_kernels_compiled.py need torch and pytest alone. tests/test_kernels_*.py need the others, too.
 
-Instructions an element: an H200 issues 132 x 128 x 1.98e9 instructions of one thread a second and copies 4.3e12 bytes
-a second. In the time in which B bytes are copied it issues 7.78 B instructions: the budget of an element that takes B
-bytes of memory traffic. A kernel that comes near it waits for the instructions and not for the memory.
+Instructions an element: between matrix products an H200 runs at 1.4 GHz of its 1.98, because it is hot. It then issues
+132 x 128 x 1.4e9 instructions of one thread a second, and copies 4.3e12 bytes. In the time in which B bytes are copied
+it issues 5.50 B instructions: the budget of an element that takes B bytes of memory traffic. A kernel that takes more
+waits for its instructions and not for the memory. So did the backward of bias and GELU with 35.6 of 33.
 """
 
 import argparse
@@ -59,7 +60,7 @@ BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 ARCHITECTURES = (80, 90, 100)
 REGISTERS, MOST_WARPS = 65536, 64  # of one SM
 COUNTED = 90  # the architecture whose instructions are counted: an H200's
-INSTRUCTIONS_A_BYTE = 132 * 128 * 1.98e9 / 4.3e12  # that an H200 issues while it copies a byte
+INSTRUCTIONS_A_BYTE = 132 * 128 * 1.4e9 / 4.3e12  # that an H200 issues while it copies a byte
 LARGE = 4096  # columns from which on instructions are counted: in short rows a kernel's first instructions dominate
 PRODUCTS = {"HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma"}  # by the name of the instruction
 BATCH = 8  # kernels whose machine code one call of nvdisasm takes: its start takes longer than they do
