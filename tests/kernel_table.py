@@ -43,6 +43,7 @@ import triton
 from megapar_kernels import (
     activations,
     adamw,
+    attention_tiles,
     cross_entropy,
     dropout,
     grouped,
@@ -387,9 +388,9 @@ def _softmax() -> Iterator[Shipped]:
 def _tiled_attention() -> Iterator[Shipped]:
     """With all that takes registers: documents, a window, a cap and sinks. And with none of these."""
     kernels = [
-        ("forward", tiled_attention._forward_kernel, lambda *widths, **_: tiled_attention.forward_config(*widths)),
-        ("queries", tiled_attention._queries_kernel, tiled_attention.queries_config),
-        ("keys and values", tiled_attention._keys_values_kernel, tiled_attention.keys_values_config),
+        ("forward", attention_tiles.forward_kernel, lambda *widths, **_: tiled_attention.forward_config(*widths)),
+        ("queries", attention_tiles.queries_kernel, tiled_attention.queries_config),
+        ("keys and values", attention_tiles.keys_values_kernel, tiled_attention.keys_values_config),
     ]
     special = {**dict.fromkeys(("lse_ptr", "delta_ptr", "scale", "cap"), "fp32")}
     special |= dict.fromkeys(("starts_ptr", "stops_ptr"), "i32")

@@ -316,7 +316,7 @@ other kernels: Memset (Device)
 """
 FILES = {  # of the other files: other kernels
     **{"adamw": "optimizer and norm", "grouped": "products of experts"},
-    **dict.fromkeys(("softmax", "tiled_attention"), "attention"),
+    **dict.fromkeys(("softmax", "attention_tiles"), "attention"),
 }
 
 

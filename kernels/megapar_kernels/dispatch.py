@@ -148,6 +148,11 @@ def next_power_of_2(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Of the GPU; that of Hopper where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
 def programs_at_once(device: torch.device, each: int) -> int:
     """How many programs run at a time if a multiprocessor of the GPU runs `each`.
 

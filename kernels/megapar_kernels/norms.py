@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -27,12 +26,18 @@ from megapar_kernels.dispatch import (
     launches,
     main_grad_of,
     next_power_of_2,
-    on_gpu,
     programs_at_once,
     tl,
     triton,
 )
-from megapar_kernels.one_graph import OneGraph
+from megapar_kernels.norm_formulas import (
+    backward_in_one_graph,
+    closed_form,
+    compiled_forward,
+    torch_backward,
+    torch_forward,
+    torch_norm,
+)
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -45,109 +50,6 @@ MOST_BACKWARD_COLUMNS = 8192
 BACKWARD_BYTES = 3 << 15  # of shared memory for the tiles in flight: what every GPU from sm_80 on has for a program
 GRADIENT_TILE = 8, 512  # rows and columns of a tile in the pass for the gradient of a wide row's weight
 GRADIENT_WARPS = 8
-
-
-def _closed_form(x: Tensor, weight: Tensor, impl: Implementation) -> bool:
-    """Whether `_Norm` computes the norm by torch's ops one by one. Else autograd differentiates torch's own norm.
-
-    On a CPU F.rms_norm is a chain of elementwise ops. autograd keeps one more tensor of x's size for them, and their
-    backward takes three times as long as `_torch_backward`.
-    """
-    # 16-bit inputs are left to torch, which computes their norm in fp32.
-    return not on_gpu(x, impl) and x.dtype == weight.dtype and x.dtype in (torch.float32, torch.float64)
-
-
-def _torch_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """As `_forward`, by torch's ops."""
-    total = x if residual is None else x + residual
-    if bias is not None:
-        y, mean, rstd = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
-        return y, total, mean, rstd
-    rstd = torch.linalg.vector_norm(total, dim=-1, keepdim=True).square_().div_(weight.numel()).add_(eps).rsqrt_()
-    return (total * rstd).mul_(weight), total, None, rstd
-
-
-def _torch_backward(
-    grad_y: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """As `_backward`, by torch's ops."""
-    grad_x, *grads = torch.ops.aten.native_layer_norm_backward(
-        grad_y,
-        x,
-        weight.shape,
-        torch.zeros_like(rstd) if mean is None else mean,
-        rstd,
-        weight,
-        None if mean is None else weight,  # stands for the bias, whose values are not used
-        [True, True, mean is not None],
-    )
-    if mean is None:
-        # With means of 0, LayerNorm's gradient is that of RMSNorm, except that the mean of each row of
-        # grad_y * weight * rstd has been subtracted. Add it again. torch has no fused backward of RMSNorm for a CPU.
-        shift = (grad_y @ weight)[..., None].mul_(rstd).div_(weight.numel())
-        grad_x += shift
-    if grad_total is not None:
-        grad_x += grad_total
-    return grad_x, grads
-
-
-def _formula(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """As `_forward`, to be compiled. The sum is None if there is no residual."""
-    total = None if residual is None else (x + residual).to(x.dtype)
-    wide = (x if total is None else total).to(torch.promote_types(x.dtype, torch.float32))
-    if bias is None:
-        mean = None
-        rstd = (wide.square().mean(-1, keepdim=True) + eps).rsqrt()
-        return (wide * rstd * weight).to(x.dtype), total, mean, rstd
-    variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
-    rstd = (variance + eps).rsqrt()
-    return ((wide - mean) * rstd * weight + bias).to(x.dtype), total, mean, rstd
-
-
-def _backward_formula(
-    grad_y: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
-) -> tuple[Tensor, list[Tensor]]:
-    """As `_backward`, to be compiled."""
-    wide = x.to(rstd.dtype)
-    normed = (wide if mean is None else wide - mean) * rstd
-    grad_wide = grad_y.to(rstd.dtype)
-    product = grad_wide * weight
-    grad_x = product - normed * (product * normed).mean(-1, keepdim=True)
-    if mean is not None:
-        grad_x = grad_x - product.mean(-1, keepdim=True)
-    grad_x = grad_x * rstd
-    if grad_total is not None:
-        grad_x = grad_x + grad_total
-    grads = [(grad_wide * normed).flatten(0, -2).sum(0)]
-    if mean is not None:
-        grads.append(grad_wide.flatten(0, -2).sum(0))
-    return grad_x.to(x.dtype), grads
-
-
-_formula_in_one_graph = OneGraph(_formula)
-
-
-def _compiled_forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """As `_forward`, by one graph."""
-    y, total, mean, rstd = _formula_in_one_graph(x, residual, weight, bias, eps)
-    return y, x if total is None else total, mean, rstd
-
-
-def _torch_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """RMSNorm without a bias, LayerNorm with one, by torch's ops."""
-    # In the wider of the dtypes, because torch's fused norms take only equal dtypes.
-    wide = torch.promote_types(x.dtype, weight.dtype)
-    x_wide = x.to(wide)
-    weight = weight.to(wide)
-    if bias is None:
-        return F.rms_norm(x_wide, weight.shape, weight, eps).to(x.dtype)
-    return F.layer_norm(x_wide, weight.shape, weight, bias.to(wide), eps).to(x.dtype)
 
 
 @triton.jit
@@ -493,8 +395,8 @@ class _Passes(NamedTuple):
 
 
 _KERNELS = _Passes(_forward, _backward)
-_TORCH = _Passes(_torch_forward, _torch_backward)
-_COMPILED = _Passes(_compiled_forward, OneGraph(_backward_formula))
+_TORCH = _Passes(torch_forward, torch_backward)
+_COMPILED = _Passes(compiled_forward, backward_in_one_graph)
 
 
 class _Norm(torch.autograd.Function):
@@ -563,7 +465,7 @@ def _add_norm(
     _check(x, residual, weight, bias)
     if passes := _fused_passes(impl, x):
         return _Norm.apply(x, residual, weight, bias, eps, passes)
-    if impl == "torch" and x.dtype == residual.dtype and _closed_form(x, weight, impl):
+    if impl == "torch" and x.dtype == residual.dtype and closed_form(x, weight, impl):
         return _Norm.apply(x, residual, weight, bias, eps, _TORCH)
     total = (x + residual).to(x.dtype)
     return _unfused_norm(total, weight, bias, eps, impl), total
@@ -571,9 +473,9 @@ def _add_norm(
 
 def _unfused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     if impl != "apex":
-        if _closed_form(x, weight, impl):
+        if closed_form(x, weight, impl):
             return _Norm.apply(x, None, weight, bias, eps, _TORCH)
-        return _torch_norm(x, weight, bias, eps)
+        return torch_norm(x, weight, bias, eps)
     if bias is None:
         return apex.rms_norm(x, weight, eps)
     return apex.layer_norm(x, weight, bias, eps)

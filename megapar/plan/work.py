@@ -213,7 +213,8 @@ class _Watch(TorchDispatchMode):
         written = self._written
         self._written = None
         if isinstance(found, Product) and isinstance(result, Tensor):
-            self._written = memory, place = result.untyped_storage()._cdata, result.storage_offset()
+            memory, place = result.untyped_storage()._cdata, int(result.storage_offset())
+            self._written = memory, place
             beside = written is not None and written[0] == memory and written[1] != place
             if beside and isinstance(last, Product) and _are_alike(last, found):
                 operations[-1] = _joined(last, found)
