@@ -9,10 +9,13 @@ They need processes of their own: CUDA cannot be used in a fork of a process tha
 and compiler cannot share a process. The deciding variables must be set before torch and triton are imported.
 """
 
+import gc
 import os
 from pathlib import Path
 
 import pytest
+
+from tests.support import garbage
 
 # Files that prove nothing about training: documents, benchmarks, rules of the code, tools, the tests' own support.
 PROJECT = (
@@ -48,6 +51,7 @@ LONGEST = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    gc.disable()  # while all is imported
     lane = config.option.markexpr
     # torch.cuda.is_available() then asks the driver's library, not CUDA, so that this process can still fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
@@ -59,6 +63,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if lane in ("gpu", "gpus") and not torch.cuda.is_available():
         raise pytest.UsageError(f"-m {lane} needs a GPU, and torch {torch.__version__} sees none here")
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
+    garbage.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Collection
 from contextlib import redirect_stdout
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 from xml.etree import ElementTree
@@ -344,11 +345,17 @@ def with_rooms_to_come() -> str:
     return draw_architecture.draw(may_import, modules | names)
 
 
+@cache
+def width_of(text: str, size: float, weight: str) -> float:
+    """In a wide font. Most texts are on both pictures."""
+    font = FontProperties(family="DejaVu Sans", weight=weight)
+    return float(TextPath((0, 0), text, size, prop=font).get_extents().width)
+
+
 @pytest.mark.parametrize("draw", [draw_architecture.picture, with_rooms_to_come], ids=["ours", "more-rooms"])
 def test_nothing_on_the_architecture_picture_covers_anything_else(draw: Callable[[], str]) -> None:
     """No two boxes meet, each text is inside its box also in a wide font, and no arrow enters a box."""
     picture = draw()
-    fonts = {weight: FontProperties(family="DejaVu Sans", weight=weight) for weight in ("normal", "bold")}
     boxes = boxes_of(picture)
     rooms = {texts[0].text for texts in boxes.values()}
     assert {"programs", "train", "megapar_models.convert", "foundation"} <= rooms
@@ -356,8 +363,8 @@ def test_nothing_on_the_architecture_picture_covers_anything_else(draw: Callable
         assert left > other_right or right < other_left or top > other_bottom or bottom < other_top
     for (left, top, right, bottom), texts in boxes.items():
         for text in texts:
-            font = fonts[text.get("font-weight", "normal")]
-            half = TextPath((0, 0), text.text, float(text.attrib["font-size"]), prop=font).get_extents().width / 2
+            assert text.text is not None
+            half = width_of(text.text, float(text.attrib["font-size"]), text.get("font-weight", "normal")) / 2
             x, y = float(text.attrib["x"]), float(text.attrib["y"])
             assert left < x - half < x + half < right, text.text
             assert top < y < bottom - 4, text.text

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,7 @@ def module_name(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
+@cache
 def names_used(path: Path) -> set[str]:
     """Everything imported by a file or reached through attributes, as dotted names."""
     return {*imports(path), *(name for node in ast.walk(tree(path)) if (name := dotted(node)))}
@@ -132,6 +134,7 @@ def within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(f"{package}.") for package in packages)
 
 
+@cache
 def room(module: str) -> str:
     """Raises KeyError for a module of megapar outside all rooms: a new room needs a line in MAY_IMPORT."""
     if module.partition(".")[0] in PROGRAMS or within(module, "megapar.__main__"):

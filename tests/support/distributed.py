@@ -5,7 +5,6 @@ NCCL refuses two ranks of one host on one GPU, so each says that it is a host of
 sockets of this machine. That is slow, and everything else is as on many GPUs: kernels, streams, what a wait waits for.
 """
 
-import gc
 import multiprocessing
 import os
 import tempfile
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from megapar import device
 from megapar.comm import collectives
+from tests.support import garbage
 from tests.support.progress import Watch
 
 ON_GPUS = os.environ.get("MEGAPAR_TEST_LANE") == "gpus"  # set by tests/conftest.py
@@ -111,14 +111,9 @@ def _start(world: int, body: Callable[..., Any], folder: str, args: tuple[Any, .
     torch.set_num_threads(1)  # a fork among the threads of OpenMP hangs at its first parallel region
     fork = multiprocessing.get_context("fork")
     ranks = [fork.Process(target=_rank_main, args=(body, rank, world, folder, args)) for rank in range(world)]
-    # A rank that collects garbage would write to, and so copy, every page of objects that it shares with this process.
-    # With this a start takes 0.1 s, so that keeping ranks for the next test would save next to nothing.
-    gc.freeze()
-    try:
-        for process in ranks:
-            process.start()
-    finally:
-        gc.unfreeze()
+    garbage.freeze()  # a start takes 0.1 s then, so that keeping ranks for the next test would save next to nothing
+    for process in ranks:
+        process.start()
     return ranks
 
 

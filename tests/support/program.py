@@ -5,7 +5,6 @@ error go to files, so a test can read them while the program runs. Tests of the 
 subprocess instead (tests/test_program.py).
 """
 
-import gc
 import logging
 import multiprocessing
 import os
@@ -21,6 +20,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # checkpoint() imports it when first used: once here rather than in every fork
 
+from tests.support import garbage
 from tests.support.progress import CAP_SECONDS, Watch, processes_of_session
 
 ROOT = Path(__file__).parents[2]
@@ -58,11 +58,8 @@ class Program:
         fork = multiprocessing.get_context("fork")
         torch.set_num_threads(1)  # a fork among the threads of OpenMP hangs at its first parallel region
         self.process = fork.Process(target=_main, args=(script, flags, cwd, env, self.folder, plant))
-        gc.freeze()  # a fork that collects garbage would copy all pages that it shares with this process
-        try:
-            self.process.start()
-        finally:
-            gc.unfreeze()
+        garbage.freeze()
+        self.process.start()
 
     @property
     def pid(self) -> int:

@@ -1,7 +1,7 @@
 """The files of the project, and what their syntax trees say. Tests of the house and of documents read them."""
 
 import ast
-from collections.abc import Iterator
+import gc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,11 @@ TESTS = sorted((ROOT / "tests").rglob("*.py"))
 
 @cache
 def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(), str(path))
+    gc.disable()  # all that is made stays
+    parsed = ast.parse(path.read_text(), str(path))
+    gc.enable()
+    gc.freeze()
+    return parsed
 
 
 def relative(path: Path) -> str:
@@ -43,11 +47,14 @@ def setup_argument(name: str) -> Any:
     return ast.literal_eval(next(keyword.value for keyword in call.keywords if keyword.arg == name))
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> tuple[str, ...]:
     """Dotted names of all that a file imports, at its top or inside functions: `from a import b` is a.b."""
+    names: list[str] = []
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            names += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert not node.level, f"{relative(path)}:{node.lineno}: imports are absolute"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            names += (f"{node.module}.{alias.name}" for alias in node.names)
+    return tuple(names)
