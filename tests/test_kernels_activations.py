@@ -12,6 +12,7 @@ from megapar_kernels.activations import bias_gelu, clamped_swiglu, geglu, gelu, 
 from torch import Tensor
 
 from tests.support.kernel_checks import DEVICE, Guarded, compare, needs_triton, poisoned, relative_error, strided
+from tests.support.sweeps import slow_but
 
 pytestmark = pytest.mark.gpu
 
@@ -87,7 +88,7 @@ def test_gated_activation_keeps_its_input_alone(op: Op) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", slow_but([0, 1], DTYPES))
 @pytest.mark.parametrize("op", GATED + PLAIN)
 def test_kernels_equal_torch(op: Op, dtype: torch.dtype) -> None:
     for shape in [(1, 1), (3, 7), (2, 5, 127), (4, 129), (3, 1000), (129,), (2, 4096)]:
@@ -225,8 +226,9 @@ def test_weights_multiply_rows(op: Op) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", ["guarded", "strided"])
+@pytest.mark.parametrize(
+    ("layout", "dtype"), slow_but([0, 4], [(layout, dtype) for layout in ("guarded", "strided") for dtype in DTYPES])
+)
 @pytest.mark.parametrize("op", GATED)
 def test_kernels_with_weights_equal_torch(op: Op, layout: str, dtype: torch.dtype) -> None:
     """fp32 weights, as routers give them: one row, odd sizes, rows of several blocks, many rows in a program."""

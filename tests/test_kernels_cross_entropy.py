@@ -56,8 +56,14 @@ OPTIONS = [{}, {"inplace": True}, {"z_loss": 0.01}, {"z_loss": 0.01, "inplace": 
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", slow_but([0, 1], [torch.float32, torch.bfloat16, torch.float16]))
-@pytest.mark.parametrize("size", SIZES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "dtype"),
+    slow_but(
+        [0, 3, 6, 7, 9, 15, 18],  # both types in one block and in several
+        [(size, dtype) for size in SIZES for dtype in (torch.float32, torch.bfloat16, torch.float16)],
+    ),
+    ids=str,
+)
 def test_kernels_equal_fp64(size: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Loss and gradient, with columns of padding and without, ending inside and at the end of a block (fault
     fused-cross-entropy-odd-sizes)."""
@@ -318,7 +324,7 @@ def entropy_on_ranks(size: int) -> list[tuple[Tensor, Tensor]]:
 
 @needs_triton
 @pytest.mark.gpus
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", slow_but([1], [2, 4]))
 def test_vocabulary_cut_over_ranks(tp: int) -> None:
     """Faults cross-entropy-extremes, vocabulary-padding, with and without z-loss; at tp 4 the last rank has
     nothing but padding."""

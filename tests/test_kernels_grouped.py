@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from megapar.random import initialize
 from megapar.sharding import Sharding
 from tests.support.flat import flatten
 from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, relative_error, strided
+from tests.support.sweeps import slow_but
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
@@ -38,9 +40,14 @@ def exact(totals: Tensor, grad: Tensor, x: Tensor, sizes: Sequence[int]) -> Tens
     return totals.double() + torch.stack([g.t() @ part for g, part in parts])
 
 
-@pytest.mark.parametrize("overwrite", [False, True])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize(("outputs", "inputs"), [(24, 16), (136, 264), (5, 7), (128, 128)])
+# Every size once, into tiles of a part, of several and of one, and both ways of writing.
+CASES = list(product([(24, 16), (136, 264), (5, 7), (128, 128)], SIZES, [False, True]))
+FEW = [*range(0, 12, 2), 5, 20, 21, 23, 25, 32, 46]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "sizes", "overwrite"), slow_but(FEW, [(*shape, *case) for shape, *case in CASES]), ids=str
+)
 def test_weight_gradients(outputs: int, inputs: int, sizes: tuple[int, ...], overwrite: bool) -> None:
     """Between guard bands. What is overwritten is NaN before; a group without rows adds nothing, and becomes zero."""
     grad, x = (Guarded(draw(sum(sizes), width, seed=width)) for width in (outputs, inputs))

@@ -9,10 +9,12 @@ from megapar_kernels.token_rows import permuted_rows, rows_of_tokens, sums_of_ro
 from torch import Tensor
 
 from tests.support.kernel_checks import DEVICE, compare, needs_triton, poisoned
+from tests.support.sweeps import slow_but
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+LAYOUTS = slow_but([0, 4], [(layout, dtype) for layout in ("guarded", "strided") for dtype in DTYPES])
 # Tokens, choices, hidden: one token, odd sizes, several blocks of columns, one choice, no power of two.
 SHAPES = [(1, 1, 1), (1, 8, 40), (7, 2, 33), (65, 3, 130), (5, 6, 1025), (3, 8, 4096), (17, 1, 64), (2, 10, 257)]
 
@@ -29,8 +31,7 @@ def random(*shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64).requires_grad_()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["guarded", "strided"])
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS, ids=str)
 @pytest.mark.parametrize(("tokens", "choices", "hidden"), SHAPES)
 def test_rows_and_their_sums(tokens: int, choices: int, hidden: int, dtype: torch.dtype, layout: str) -> None:
     places = choices_of(tokens, choices)
@@ -38,8 +39,7 @@ def test_rows_and_their_sums(tokens: int, choices: int, hidden: int, dtype: torc
     compare(sums_of_rows, [random(tokens * choices, hidden), *places], dtype, layout=layout)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("layout", ["guarded", "strided"])
+@pytest.mark.parametrize(("layout", "dtype"), LAYOUTS, ids=str)
 def test_permuted_rows(dtype: torch.dtype, layout: str) -> None:
     """Exact copies in both directions."""
     for tokens, choices, hidden in SHAPES:
