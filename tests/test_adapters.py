@@ -218,7 +218,9 @@ def sent_in_a_step(config: Config) -> dict[str, int]:
     return {axis: n - before[axis] for axis, n in state.ctx.traffic().items() if n > before[axis]}
 
 
-@pytest.mark.parametrize("options", [{}, {"sequence_parallel": True, "tp_overlap_chunks": 2}], ids=["tp", "sp"])
+@pytest.mark.parametrize(
+    "options", slow_but([1], [{}, {"sequence_parallel": True, "tp_overlap_chunks": 2}]), ids=["tp", "sp"]
+)
 def test_adapters_send_no_activation_more(options: dict[str, Any]) -> None:
     """Over tp a step sends the bytes of one that trains the matrices, and the gradients of the whole factors, once."""
     adapter = replace(ALL, rank=8)
@@ -313,7 +315,7 @@ def test_a_checkpoint_holds_the_factors_alone_and_resumes_bitwise(tmp_path: Path
     assert all(torch.equal(resumed[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
+@pytest.mark.parametrize("dora", slow_but([1], [False, True]), ids=["lora", "dora"])
 def test_adapters_resume_in_another_layout(dora: bool, tmp_path: Path) -> None:
     base = base_of(tmp_path / "base")
     run = replace(RUN, adapter=replace(SOME, dora=dora))

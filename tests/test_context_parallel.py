@@ -33,6 +33,7 @@ from megapar.grid import Grid
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from tests.support.attention_blocks import brute_mask, packed
 from tests.support.distributed import run_ranks
+from tests.support.sweeps import slow_but
 
 FORMS = ("gather", "ring", "ulysses")
 
@@ -361,7 +362,7 @@ def attend_all(cp: int) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("cp", [2, 3, 4])
+@pytest.mark.parametrize("cp", slow_but([1, 2], [2, 3, 4]))
 def test_each_form_is_one_process(cp: int) -> None:
     """Faults cp-ring-gradients, cp-more-than-kv-heads, cp-odd-document-lengths: the output, dQ, dK and dV in fp64, with
     fewer key/value heads than ranks, documents of 1, 3 and 7 tokens, dropout, and values of another width."""
@@ -400,7 +401,7 @@ def differentiate(cp: int, form: str) -> bool:
     return torch.autograd.gradcheck(function, [x.requires_grad_() for x in inputs])
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but([1], FORMS))
 def test_each_form_agrees_with_finite_differences(form: str) -> None:
     """Fault cp-ring-gradients."""
     assert all(run_ranks(2, differentiate, 2, form))
@@ -452,7 +453,7 @@ def traffic_of_all(cp: int) -> list[int]:
     return [traffic_of(axis, form, *heads, again) for form in FORMS for heads in HEADS for again in (False, True)]
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", slow_but([1], [2, 4]))
 def test_bytes_are_those_of_the_formulas(cp: int) -> None:
     """Fault cp-option-ignored: gradients of keys and values are sent in fp32, as everything is here."""
     column = LENGTH // cp * SAMPLES * 4  # one column of one head, of one rank's positions

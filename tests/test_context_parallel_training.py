@@ -34,6 +34,7 @@ from tests.support import close
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, Layout, bitwise, make_state, micro_batches
 from tests.support.plans import PARTS
+from tests.support.sweeps import slow_but
 
 FOUR_KV_HEADS = replace(LLAMA, num_key_value_heads=4)
 GPT_WITHOUT_DROPOUT = replace(GPT, hidden_dropout=0.0, attention_dropout=0.0)
@@ -231,7 +232,7 @@ def targets_of_samples_on_one_rank_each(batch: MicroBatch) -> MicroBatch:
     return replace(batch, weights_bs=batch.weights_bs * (of_first[None, :] == even))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but([1], FORMS))
 def test_targets_on_one_rank_alone(form: Any) -> None:
     """Faults cp-loss-divided-twice, cp-rank-without-targets."""
     layout = Layout(ONE_KV_HEAD, cp=2, cp_attention=form, micro_batch_size=6)
@@ -303,7 +304,7 @@ def gradients_of_own_loss(config: Config) -> list[logical.Held]:
     return held_gradients(state)
 
 
-@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("cp", slow_but([1], [2, 4]))
 def test_a_loss_beside_the_cross_entropy_has_the_same_weight(cp: int) -> None:
     """Fault cp-auxiliary-losses: its gradient with all but one token of the cross entropy masked."""
     model = replace(LLAMA, family=f"{__name__}:OWN_LOSS")
@@ -343,7 +344,7 @@ def recompute_in_every_way(form: Any) -> list[tuple[float, Tensor]]:
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", slow_but([1, 2], FORMS))
 def test_recomputation_changes_no_bit(form: Any) -> None:
     """Fault recomputation-same-masks: what attention exchanges is exchanged again, and masks are drawn again."""
     for (loss, gradient), *others in run_ranks(2, recompute_in_every_way, form):

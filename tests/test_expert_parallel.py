@@ -46,6 +46,7 @@ from tests.support.mixture_runs import (
     world_of,
 )
 from tests.support.mixtures import HIDDEN, Case, Mixture, plain_mixture, small_mixture
+from tests.support.sweeps import slow_but
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -62,12 +63,13 @@ def test_one_process_is_the_reference() -> None:
     torch.use_deterministic_algorithms(False)
 
 
-def test_every_split_of_four_ranks_equals_one_process() -> None:
+@pytest.mark.parametrize("part", slow_but([0], range(4)))
+def test_every_split_of_four_ranks_equals_one_process(part: int) -> None:
     """Faults moe-expert-gradient-scaled, moe-router-gradient-partial, moe-empty-expert-uninitialized and
     moe-rank-without-tokens-hangs: outputs and every gradient, expert by expert."""
     every = [(i, j) for i in range(len(SPLITS_OF_4)) for j in range(len(CASES))]
-    # Each split has half of the cases, and each case half of the splits.
-    check_runs([(SPLITS_OF_4[i], CASES[j]) for i, j in every if (i + j + i // 4) % 2 == 0])
+    # In a part each split has a quarter of the cases, and each case a quarter of the splits.
+    check_runs([(SPLITS_OF_4[i], CASES[j]) for i, j in every if (i + j + i // 4) % 4 == part])
 
 
 def zero(case: Case) -> list[float]:

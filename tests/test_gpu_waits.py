@@ -145,7 +145,7 @@ GPT_WITH_DROPOUT = replace(GPT, hidden_dropout=0.1, attention_dropout=0.1)
 @pytest.mark.parametrize(("recompute", "packed"), slow_but([3], product(["none", "full"], [False, True])), ids=str)
 @pytest.mark.parametrize(
     "model",
-    [LLAMA, STRADDLING, replace(LLAMA, qk_norm=True), GPT_WITH_DROPOUT, SHARED, SIGMOID],
+    slow_but([2, 3, 4, 5], [LLAMA, STRADDLING, replace(LLAMA, qk_norm=True), GPT_WITH_DROPOUT, SHARED, SIGMOID]),
     ids=["llama", "gqa", "qk_norm", "gpt", "mixtral", "sigmoid"],
 )
 def test_a_step_never_waits_for_the_device(model: ModelConfig, recompute: str, packed: bool, events: list[str]) -> None:

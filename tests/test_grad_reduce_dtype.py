@@ -60,13 +60,15 @@ def train_three_ways(layout: Layout) -> list[dict[str, Any]]:
     return [train(layout, None), train(layout, round_then_sum_in_fp32), train(in_fp32, None)]
 
 
+SMALL = replace(LLAMA, num_hidden_layers=2)
+SMALL_GPT = replace(GPT, num_hidden_layers=2)
 LAYOUTS = [
-    Layout(LLAMA, dp=3, micro_batch_size=2),
-    Layout(LLAMA, dp=2, micro_batch_size=3, overlap=False),
+    Layout(SMALL, dp=3, micro_batch_size=2),
+    Layout(SMALL, dp=2, micro_batch_size=3, overlap=False),
     Layout(MIXTRAL, dp=4, ep=2, micro_batch_size=3),  # experts have two replicas, other weights four
-    Layout(GPT, tp=2, dp=2, sequence_parallel=True, zero_stage=2, micro_batch_size=3),
-    Layout(GPT, dp=2, pp=2, zero_stage=3, micro_batch_size=3, schedule="zb-h1"),
-    Layout(LLAMA, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=3),
+    Layout(SMALL_GPT, tp=2, dp=2, sequence_parallel=True, zero_stage=2, micro_batch_size=3),
+    Layout(SMALL_GPT, dp=2, pp=2, zero_stage=3, micro_batch_size=3, schedule="zb-h1"),
+    Layout(SMALL, dp=4, zero_stage=3, shard_ranks=2, micro_batch_size=3),
 ]
 
 

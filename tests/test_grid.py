@@ -1,7 +1,7 @@
 """The grid: every layout trains as one process does. Loss, every gradient and every weight after two steps, in fp32.
 
-The layouts are a pairwise cover of the options (tests/support/factors.py), and a few larger ones. Those behind -m slow
-were chosen by hand.
+The layouts are a part of a pairwise cover of the options (tests/support/factors.py), and a few larger ones. Behind -m
+slow are the rest of the cover, and layouts that were chosen by hand.
 """
 
 import socket
@@ -103,11 +103,14 @@ def train_while_gathers_run(config: Config) -> dict[str, Any]:
 @pytest.mark.gpus
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(LLAMA, dp=2, micro_batch_size=3, recompute="full"),
-        Layout(ONE_KV_HEAD, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=2),
-        Layout(GPT, dp=2, tp=2, sequence_parallel=True, micro_batch_size=3),
-    ],
+    slow_but(
+        [0, 1],
+        [
+            Layout(LLAMA, dp=2, micro_batch_size=3, recompute="full"),
+            Layout(ONE_KV_HEAD, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=2),
+            Layout(GPT, dp=2, tp=2, sequence_parallel=True, micro_batch_size=3),
+        ],
+    ),
     ids=name,
 )
 def test_gathers_under_the_forward_change_no_bit(layout: Layout) -> None:
@@ -160,10 +163,17 @@ LARGER = [
 # An evaluation runs a part of what a step runs, so every eighth layout has one. Of those that begin at 4 one has
 # dropout, two a V of stages, and one replicas without a micro-batch.
 LANE = [(layout, number % 8 == 4) for number, layout in enumerate([*map(layout_of, COVER), *LARGER])]
+# Those of the cover with every value of an option, and every pair of two that deal work to ranks.
+DEALS = ("tp", "cp", "dp", "schedule", "experts")
+FEW = (0, 1, 2, 3, 4, 6, 7, 8, 9, 11, 12, 13, 14, 15, 16, 18, 22, 25, 26, 30, 31, 32, 37, 38)
 
 
 @pytest.mark.gpus
-@pytest.mark.parametrize(("layout", "evaluation"), LANE, ids=[name(layout) for layout, _ in LANE])
+@pytest.mark.parametrize(
+    ("layout", "evaluation"),
+    slow_but([*FEW, *range(len(COVER), len(LANE))], LANE),
+    ids=[name(layout) for layout, _ in LANE],
+)
 def test_layout_changes_nothing(layout: Layout, evaluation: bool) -> None:
     """Faults uneven-target-counts, loss-divided-once, no-target-tokens, micro-batch-size, logged-loss-is-optimized,
     norm-gradients-under-sequence-parallelism, kv-heads-fewer-than-tp, norms-shared-by-heads, vocabulary-padding,
@@ -252,6 +262,11 @@ def test_the_layouts_cover_every_pair_of_options() -> None:
     met = set().union(*map(cover.pairs_of, COVER))
     assert met == allowed
     assert all(map(SPACE.allows, COVER))
+    few = [COVER[number] for number in FEW]
+    assert {value for case in few for value in case.items()} == {value for pair in allowed for value in pair}
+    assert {pair for pair in allowed if pair[0][0] in DEALS and pair[1][0] in DEALS} <= set().union(
+        *map(cover.pairs_of, few)
+    )
     found: dict[tuple[str, str], set[tuple[Any, Any]]] = defaultdict(set)
     for (first, one), (second, other) in forbidden:
         found[first, second].add((one, other))

@@ -29,6 +29,7 @@ from tests.support.grid import (
     name,
     of,
 )
+from tests.support.sweeps import slow_but
 
 # Two layouts that have what no pair of options has (tests/test_grid.py covers pairs), and many by hand.
 FEW = [
@@ -79,10 +80,13 @@ FORCED = of(MIXTRAL, router_z_loss_coef=0.02)
 @pytest.mark.gpus
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(FORCED, dp=4, ep=4, micro_batch_size=3),
-        Layout(FORCED, tp=2, dp=2, ep=2, micro_batch_size=3, recompute="full"),
-    ],
+    slow_but(
+        [1],
+        [
+            Layout(FORCED, dp=4, ep=4, micro_batch_size=3),
+            Layout(FORCED, tp=2, dp=2, ep=2, micro_batch_size=3, recompute="full"),
+        ],
+    ),
     ids=name,
 )
 def test_all_tokens_to_the_same_experts(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,11 +109,14 @@ language_loss = Stage.loss
 @pytest.mark.gpus
 @pytest.mark.parametrize(
     "layout",
-    [
-        Layout(LAGGED, dp=2, ep=2, micro_batch_size=3, recompute="full"),
-        Layout(BY_SAMPLE, tp=2, dp=2, ep=2, sequence_parallel=True, micro_batch_size=3),
-        Layout(BY_SAMPLE, cp=2, pp=2, ep=2, micro_batch_size=2, partition=(1, 1)),
-    ],
+    slow_but(
+        [0, 2],
+        [
+            Layout(LAGGED, dp=2, ep=2, micro_batch_size=3, recompute="full"),
+            Layout(BY_SAMPLE, tp=2, dp=2, ep=2, sequence_parallel=True, micro_batch_size=3),
+            Layout(BY_SAMPLE, cp=2, pp=2, ep=2, micro_batch_size=2, partition=(1, 1)),
+        ],
+    ),
     ids=name,
 )
 def test_losses_of_routers_alone_train_as_in_one_process(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,7 +29,18 @@ from megapar.train.checkpoints import Saver
 from megapar.train.state import TrainState
 from megapar.train.step import train_step
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, STRADDLING, Layout, make_state, micro_batches, name
+from tests.support.grid import (
+    GPT,
+    LLAMA,
+    MIXTRAL,
+    ONE_KV_HEAD,
+    SAMPLES,
+    STRADDLING,
+    Layout,
+    make_state,
+    micro_batches,
+    name,
+)
 from tests.support.hugging_face import tensors
 from tests.support.model_types import TYPES
 from tests.support.published import published_model
@@ -48,6 +59,7 @@ def published(kind: str) -> Any:
 
 def trained(layout: Layout, precision: str = "fp32") -> TrainState:
     """A state after one step, so biases of routers and copies of tied weights have moved."""
+    layout = replace(layout, micro_batch_size=SAMPLES // layout.dp // 2 or 1)
     state = make_state(layout.config(precision))
     train_step(state, micro_batches(state.config, state.ctx, 0))
     return state

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,17 @@ from megapar.train.memory_report import ALL, OTHER
 from tests.support import program
 from tests.support.grid import GPT, LLAMA, SHARED, Layout, make_state, micro_batches
 from tests.support.kept_bytes import kept_for_backward
+from tests.support.sweeps import slow_but
 
 
-@pytest.mark.parametrize("model", [LLAMA, GPT, SHARED], ids=lambda model: model.family)
-@pytest.mark.parametrize("recompute", ["none", "selective", "light", "all_but_attention", "full"])
+@pytest.mark.parametrize(
+    ("recompute", "model"),
+    slow_but(
+        [0, 4, 8, 9, 11, 13],  # each way to recompute, and each model in two
+        product(["none", "selective", "light", "all_but_attention", "full"], [LLAMA, GPT, SHARED]),
+    ),
+    ids=lambda value: value if isinstance(value, str) else value.family,
+)
 def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recompute: str) -> None:
     config = Layout(model, micro_batch_size=2, recompute=recompute).config()
     state = make_state(config)
@@ -54,7 +62,11 @@ def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recomput
         pytest.param(("--parallel.pp", "2", "--train.recompute", "full", "--train.offload", "1"), id="offload"),
         # Frozen weights are in no buffer, and still in memory.
         pytest.param(("--parallel.pp", "2", "--train.trainable", "layers.1.*", "head.*"), id="frozen"),
-        pytest.param(("--parallel.tp", "2", "--adapter.rank", "4", "--train.precision", "bf16"), id="adapters"),
+        pytest.param(
+            ("--parallel.tp", "2", "--adapter.rank", "4", "--train.precision", "bf16"),
+            id="adapters",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(("--parallel.tp", "2", "--adapter.rank", "4", "--adapter.dora"), id="dora"),
         pytest.param(
             ("--parallel.pp", "2", "--parallel.schedule", "interleaved", "--parallel.vpp", "2"),

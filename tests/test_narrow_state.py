@@ -31,7 +31,18 @@ from megapar.train.checkpoints import Saver, find, resume
 from megapar.train.state import TrainState
 from megapar.train.step import train_step
 from tests.support.distributed import run_ranks
-from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, STRADDLING, Layout, make_state, micro_batches, name
+from tests.support.grid import (
+    GPT,
+    LLAMA,
+    MIXTRAL,
+    ONE_KV_HEAD,
+    SAMPLES,
+    STRADDLING,
+    Layout,
+    make_state,
+    micro_batches,
+    name,
+)
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
@@ -179,7 +190,8 @@ def trained(config: Config, steps: int = 3) -> list[Part]:
 @pytest.mark.parametrize("stages", [(2, 3), pytest.param((0, 1), marks=pytest.mark.slow)])
 def test_a_stage_of_zero_that_adds_gradients_in_the_same_order_changes_no_bit(stages: tuple[int, int]) -> None:
     first, second = (
-        whole(run_ranks(2, trained, Layout(LLAMA, dp=2, zero_stage=stage, **BOTH).config("bf16"))) for stage in stages
+        whole(run_ranks(2, trained, Layout(LLAMA, dp=2, zero_stage=stage, micro_batch_size=3, **BOTH).config("bf16")))
+        for stage in stages
     )
     assert_same(second, first)
 
@@ -187,13 +199,14 @@ def test_a_stage_of_zero_that_adds_gradients_in_the_same_order_changes_no_bit(st
 def test_an_update_of_weights_with_a_remainder_is_that_of_fp32() -> None:
     """Bit by bit. Later steps may differ, because a parameter halfway between two bf16 numbers is rounded otherwise."""
     expected, found = (
-        whole([trained(Layout(LLAMA, zero_stage=0, **kind).config("bf16"), steps=1)]) for kind in (KINDS[0], KINDS[2])
+        whole([trained(Layout(LLAMA, zero_stage=0, micro_batch_size=6, **kind).config("bf16"), steps=1)])
+        for kind in (KINDS[0], KINDS[2])
     )
     assert_same(found, expected)
 
 
 def test_parameters_are_the_nearest_bf16_numbers() -> None:
-    state = make_state(Layout(LLAMA, **BOTH).config("bf16"))
+    state = make_state(Layout(LLAMA, micro_batch_size=SAMPLES, **BOTH).config("bf16"))
     for _ in range(3):
         one_step(state)
     for item in state.optimizer.slices():
@@ -281,7 +294,7 @@ def resumed(config: Config, run_dir: Path) -> tuple[list[str], list[Part], list[
 @pytest.mark.parametrize("asynchronous", slow_but([1], [False, True]))
 @pytest.mark.parametrize("kind", slow_but([0, 2], KINDS[1:]))
 def test_a_resumed_run_goes_on_bit_by_bit(kind: dict[str, Any], asynchronous: bool, tmp_path: Path) -> None:
-    config = Layout(LLAMA, **kind).config("bf16")
+    config = Layout(LLAMA, micro_batch_size=6, **kind).config("bf16")
     config = replace(config, checkpoint=replace(config.checkpoint, async_save=asynchronous))
     _, expected = saved(config, tmp_path)
     _, _, found = resumed(config, tmp_path)
@@ -290,7 +303,7 @@ def test_a_resumed_run_goes_on_bit_by_bit(kind: dict[str, Any], asynchronous: bo
 
 def test_a_snapshot_stays_as_it_is() -> None:
     """An asynchronous save writes it while the next updates change the state."""
-    state = make_state(Layout(LLAMA, **BOTH).config("bf16"))
+    state = make_state(Layout(LLAMA, micro_batch_size=6, **BOTH).config("bf16"))
     one_step(state)
     slices = list(state.optimizer.slices())
     copies = snapshot(slices, torch.empty(snapshot_bytes(slices), dtype=torch.uint8))
@@ -307,11 +320,12 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert not wrong, wrong
 
 
-@pytest.mark.parametrize(("then", "now"), slow_but([2, 7, 9], itertools.permutations(range(4), 2)))
+@pytest.mark.parametrize(("then", "now"), slow_but([2, 9], itertools.permutations(range(4), 2)))
 def test_a_checkpoint_loads_with_any_other_kind_of_state(then: int, now: int, tmp_path: Path) -> None:
     """Main weights bit by bit, moments too if they become wider, and else rounded to nearest, which a line says."""
-    before, _ = saved(Layout(LLAMA, **KINDS[then]).config("bf16"), tmp_path)
-    notes, after, _ = resumed(Layout(LLAMA, **KINDS[now]).config("bf16"), tmp_path)
+    layouts = {kind: Layout(LLAMA, micro_batch_size=6, **KINDS[kind]) for kind in (then, now)}
+    before, _ = saved(layouts[then].config("bf16"), tmp_path)
+    notes, after, _ = resumed(layouts[now].config("bf16"), tmp_path)
     stored, found = whole([before]), whole([after])
     narrower = "moments" in KINDS[now] and "moments" not in KINDS[then]
     for key, tensor in stored.items():
@@ -335,6 +349,7 @@ def test_a_checkpoint_loads_with_any_other_kind_of_state(then: int, now: int, tm
     ids=lambda layout: name(layout),
 )
 def test_a_checkpoint_loads_into_another_layout(then: Layout, now: Layout, tmp_path: Path) -> None:
+    then, now = (replace(layout, micro_batch_size=3) for layout in (then, now))
     stored = whole([before for before, _ in run_ranks(then.world, saved, then.config("bf16"), tmp_path)])
     found = whole([before for _, before, _ in run_ranks(now.world, resumed, now.config("bf16"), tmp_path)])
     assert_same(found, stored)
@@ -384,7 +399,7 @@ def test_moments_may_be_bf16_in_every_precision(precision: str) -> None:
 
 def test_moments_on_the_host_round_with_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(AdamW, "HOST_ELEMENTS", 1000)
-    config = Layout(LLAMA, moments="bf16").config("bf16")
+    config = Layout(LLAMA, moments="bf16", micro_batch_size=6).config("bf16")
     expected = whole([trained(config)])
     for share in (0.3, 1.0):
         other = replace(config, optimizer=replace(config.optimizer, offload=share))

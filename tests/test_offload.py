@@ -95,6 +95,7 @@ LAYOUTS = [
 @pytest.mark.parametrize("precision", slow_but([1], ["fp32", "bf16"]))
 @pytest.mark.parametrize("layout", slow_but([0, 4], LAYOUTS), ids=name)
 def test_no_share_changes_a_bit(layout: Layout, precision: str) -> None:
+    layout = replace(layout, micro_batch_size=3)
     for wrong in run_ranks(layout.world, shares, layout.config(precision)):
         assert not wrong
 
@@ -118,7 +119,7 @@ def test_a_gpu_s_share_is_updated_alike() -> None:
 @pytest.mark.parametrize("precision", slow_but([1], ["fp32", "bf16"]))
 def test_copies_that_come_late_change_no_bit(precision: str) -> None:
     """Slots are NaN before the first copy. Each is written again only when its copy has left."""
-    config = offloaded(Layout(LLAMA).config(precision), 1.0)
+    config = offloaded(Layout(LLAMA, micro_batch_size=6).config(precision), 1.0)
     for found, expected in zip(trained(config, LateStream), trained(config), strict=True):
         assert torch.equal(found, expected)
 
@@ -126,7 +127,7 @@ def test_copies_that_come_late_change_no_bit(precision: str) -> None:
 @pytest.mark.parametrize("skipped", ["_send", "_fetch"])
 def test_a_missing_wait_is_seen(skipped: str) -> None:
     """Weights on their way to the device, or gradients from there, are not waited for."""
-    config = offloaded(Layout(LLAMA).config(), 1.0)
+    config = offloaded(Layout(LLAMA, micro_batch_size=6).config(), 1.0)
     expected = trained(config)
     try:
         found = trained(config, partial(NotAwaited, skipped))
@@ -193,12 +194,12 @@ def saved(config: Config, run_dir: Path) -> tuple[list[Tensor], list[Tensor]]:
 
 
 @pytest.mark.parametrize("precision", slow_but([1], ["fp32", "bf16"]))
-@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize("share", slow_but([0, 1], [0.0, 0.4, 1.0]))
 @pytest.mark.parametrize("asynchronous", slow_but([1], [False, True]))
 def test_a_checkpoint_goes_on_with_another_share(
     precision: str, share: float, asynchronous: bool, tmp_path: Path
 ) -> None:
-    config = offloaded(Layout(LLAMA).config(precision), share)
+    config = offloaded(Layout(LLAMA, micro_batch_size=6).config(precision), share)
     config = replace(config, checkpoint=replace(config.checkpoint, async_save=asynchronous))
     for found, expected in zip(*saved(config, tmp_path), strict=True):
         assert torch.equal(found, expected)

@@ -34,6 +34,7 @@ from tests.support.grid import (
     LLAMA,
     MIXTRAL,
     ONE_KV_HEAD,
+    SAMPLES,
     SHARED,
     STRADDLING,
     Layout,
@@ -56,6 +57,8 @@ FURTHER = {
 
 def state_of(layout: Layout, options: OptimizerConfig) -> TrainState:
     """A state at step 0. What `options` say of the layout, `layout` says in its place."""
+    if layout.micro_batch_size == 1:  # two of a replica, whose samples are still in order
+        layout = replace(layout, micro_batch_size=max(1, SAMPLES // layout.dp // 2))
     config = layout.config()
     ours = config.optimizer
     at = {"zero_stage": ours.zero_stage, "shard_ranks": ours.shard_ranks, "bucket_mb": ours.bucket_mb}
@@ -211,7 +214,7 @@ class InDoubles:
 
 
 @pytest.mark.parametrize("groups", slow_but([0], [(GROUPS,), ((),)]), ids=["groups", ""])
-@pytest.mark.parametrize("case", slow_but([0, 1, 2, 3], [*FURTHER, "spectral", "keller"]))
+@pytest.mark.parametrize("case", slow_but([0, 1, 3], [*FURTHER, "spectral", "keller"]))
 def test_ten_steps_are_those_of_the_formulas(case: str, groups: tuple[str, ...]) -> None:
     """In fp64, from the same gradients. A small limit clips them (fault factors-applied-twice)."""
     of_scale = replace(FURTHER["muon"], muon_scale=case)
@@ -281,7 +284,7 @@ BY_HEAD = [
 ]
 
 
-@pytest.mark.parametrize("layout", slow_but([0, 1], BY_HEAD), ids=name)
+@pytest.mark.parametrize("layout", slow_but([0], BY_HEAD), ids=name)
 def test_heads_apart_train_as_one_process(layout: Layout) -> None:
     """Fault fused-matrices-apart: ZeRO cuts in the middle of heads, and key/value heads of two ranks count once."""
     trains_as_one_process(layout, FURTHER["heads"], 3)
@@ -304,7 +307,7 @@ def test_groups_are_read() -> None:
             Group.parse(wrong)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer", slow_but([0], ["adamw", "sgd"]))
 def test_groups_in_a_layout_train_as_in_one_process(optimizer: str) -> None:
     groups = ("*.mlp.*:lr=0.5,decay=0", "layers.1.*:lr=0", "embedding.*:decay=2")
     options = replace(FURTHER["sgd"], name=optimizer, groups=groups, eps=1e-2)
@@ -371,7 +374,7 @@ CHAIN = [
 ]
 
 
-@pytest.mark.parametrize(("source", "target"), slow_but([0, 1], [(CHAIN[0], CHAIN[0]), *pairwise([*CHAIN, CHAIN[0]])]))
+@pytest.mark.parametrize(("source", "target"), slow_but([1], [(CHAIN[0], CHAIN[0]), *pairwise([*CHAIN, CHAIN[0]])]))
 def test_momentum_is_resumed_bitwise_in_each_layout(source: Layout, target: Layout, tmp_path: Path) -> None:
     """Fault momentum-in-any-layout. In the same layout the next step is bitwise the same too."""
     before = run_ranks(source.world, saved, source, FURTHER["muon"], tmp_path)

@@ -131,7 +131,7 @@ def named(value: Layout | str) -> str:
     return value if isinstance(value, str) else name(value).replace(NAME, "")
 
 
-@pytest.mark.parametrize(("layout", "precision"), ALONE, ids=named)
+@pytest.mark.parametrize(("layout", "precision"), slow_but([0, 1, 4], ALONE), ids=named)
 def test_one_process_has_the_same_bits(layout: Layout, precision: str) -> None:
     ours = train_two_steps(layout.config(precision))
     theirs = train_two_steps(whole(layout).config(precision))

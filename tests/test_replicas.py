@@ -38,7 +38,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-@pytest.mark.parametrize("layout", slow_but([6, 8], LAYOUTS))
+@pytest.mark.parametrize("layout", slow_but([8], LAYOUTS))
 def test_a_healthy_run_is_not_refused_and_not_changed(layout: str, tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     ended = scene.run(*FLAGS, *LAYOUTS[layout])

@@ -229,7 +229,7 @@ def test_a_run_that_must_end_is_started_by_hand_and_ends_bitwise_the_same(
     check_same(scene, undisturbed["dp2"])
 
 
-@pytest.mark.parametrize("resume", ["auto", "none"])
+@pytest.mark.parametrize("resume", slow_but([1], ["auto", "none"]))
 def test_without_snapshots_it_goes_on_from_the_disk_whatever_resume_says(
     resume: str, tmp_path: Path, undisturbed: dict[str, Scene]
 ) -> None:
@@ -516,7 +516,7 @@ HOSTS_AND_LOST = [
 ]
 
 
-@pytest.mark.parametrize(("layout", "ranks_of_a_host", "lost"), slow_but([0, 6], HOSTS_AND_LOST))
+@pytest.mark.parametrize(("layout", "ranks_of_a_host", "lost"), slow_but([1, 6], HOSTS_AND_LOST))
 def test_each_host_keeps_its_part_and_a_copy_of_another(
     layout: str, ranks_of_a_host: int, lost: str, tmp_path: Path, undisturbed: dict[str, Scene]
 ) -> None:

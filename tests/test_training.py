@@ -22,6 +22,7 @@ from torch import Tensor
 from megapar import context
 from megapar.batch import MicroBatch
 from megapar.checkpoint.format import folder_name
+from megapar.config.model_options import ModelConfig
 from megapar.config.options import CheckpointConfig, Config, LogConfig
 from megapar.errors import NumericError, StorageError
 from megapar.grid import Grid
@@ -60,20 +61,20 @@ def trained_bits(cases: Sequence[Case]) -> list[tuple[list[float], Bits]]:
     return shown
 
 
-def test_repetition_overlap_and_recompute_change_no_bit() -> None:
+@pytest.mark.parametrize("precision", slow_but([1], ["fp32", "bf16"]))
+def test_repetition_overlap_and_recompute_change_no_bit(precision: str) -> None:
     """Two launches with dropout, of dp 2 x tp 2 and of dp 2 x pp 2, and in the first also every way to overlap and to
     recompute (faults recomputation-same-masks, overlap-changes-no-bit at the level of training)."""
     three = {"num_hidden_layers": 3}  # a stage of one layer and one of two
     dropout = Layout(replace(GPT, **three), dp=2, tp=2, sequence_parallel=True, micro_batch_size=3)
     llama = Layout(replace(LLAMA, **three), dp=2, pp=2, micro_batch_size=3)
-    base = [Case(dropout), Case(dropout, "bf16"), Case(llama)]
+    base = [Case(dropout, precision), Case(llama)]
     variants = [
-        (0, Case(replace(dropout, overlap=False))),
-        (0, Case(replace(dropout, recompute="selective"))),
-        (0, Case(replace(dropout, recompute="full"))),
-        (1, Case(replace(dropout, overlap=False), "bf16")),
-        (1, Case(replace(dropout, recompute="full", every=2), "bf16")),
-        (2, Case(replace(llama, recompute="full", overlap=False))),
+        (0, Case(replace(dropout, overlap=False), precision)),
+        (0, Case(replace(dropout, recompute="selective"), precision)),
+        (0, Case(replace(dropout, recompute="full"), precision)),
+        (0, Case(replace(dropout, recompute="full", every=2), precision)),
+        (1, Case(replace(llama, recompute="full", overlap=False))),
     ]
     first = run_ranks(4, trained_bits, base + [case for _, case in variants])
     second = run_ranks(4, trained_bits, base)
@@ -258,8 +259,9 @@ def assert_copies_agree(cases: Sequence[Case], ranks: Sequence[Any]) -> None:
         assert not torch.equal(weights[0]["norm.weight"], weights[-1]["norm.weight"]), f"{case}: nothing was trained"
 
 
+@pytest.mark.parametrize("numbers", slow_but([0], [((0, 2),), ((1,),)]), ids=["sp", "tp"])
 @pytest.mark.gpus
-def test_replicated_parameters_never_drift(tmp_path: Path) -> None:
+def test_replicated_parameters_never_drift(numbers: tuple[int, ...], tmp_path: Path) -> None:
     """Fault replicated-parameters-stay-equal: norms, row biases, positions, shared key/value rows and q/k norms after
     10 bf16 steps on two tensor ranks, every 5th step, then saved, resumed and trained on."""
     gpt = replace(GPT, num_hidden_layers=2)
@@ -269,18 +271,20 @@ def test_replicated_parameters_never_drift(tmp_path: Path) -> None:
         Case(Layout(llama, tp=2, micro_batch_size=SAMPLES), "bf16"),
         Case(Layout(llama, tp=2, sequence_parallel=True, micro_batch_size=SAMPLES), "bf16"),
     ]
+    cases = [cases[number] for number in numbers]
     folders = [tmp_path / str(i) for i in range(len(cases))]
     assert_copies_agree(cases, run_ranks(2, run_all_long, cases, 10, 5, folders))
 
 
-def test_tied_copies_never_drift(tmp_path: Path) -> None:
-    """Fault tied-copies-stay-equal: the embedding of the first and of the last stage after 20 bf16 steps, sizes odd, so
-    buckets and shards are padded, overlap on and off, without changing a bit."""
+@pytest.mark.parametrize("steps", slow_but([0], [10, 20]))
+def test_tied_copies_never_drift(steps: int, tmp_path: Path) -> None:
+    """Fault tied-copies-stay-equal: the embedding of the first and of the last stage after many bf16 steps, sizes odd,
+    so buckets and shards are padded, overlap on and off, without changing a bit."""
     odd = replace(GPT, hidden_size=36, num_hidden_layers=2, intermediate_size=74, vocab_size=133)
     layout = Layout(odd, dp=2, pp=2, micro_batch_size=6)
     cases = [Case(layout, "bf16"), Case(replace(layout, overlap=False), "bf16")]
     folders = [tmp_path / str(i) for i in range(len(cases))]
-    ranks = run_ranks(4, run_all_long, cases, 20, 10, folders)
+    ranks = run_ranks(4, run_all_long, cases, steps, steps // 2, folders)
     assert_copies_agree(cases, ranks)
     for rank in ranks:
         assert_bitwise(rank[1][1], rank[0][1], "overlap off")
@@ -321,7 +325,8 @@ def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[l
 
 
 @pytest.mark.gpus
-def test_each_micro_batch_has_the_same_weight() -> None:
+@pytest.mark.parametrize("numbers", slow_but([0], [((0, 1, 3),), ((2,),)]), ids=["", "gpipe"])
+def test_each_micro_batch_has_the_same_weight(numbers: tuple[int, ...]) -> None:
     """Fault micro-batches-weigh-the-same: whichever of a step's micro-batches holds the only counted samples, the
     gradient is the same; also if a data-parallel rank is left without any (fault no-target-tokens)."""
     cases = [
@@ -330,6 +335,7 @@ def test_each_micro_batch_has_the_same_weight() -> None:
         Case(Layout(LLAMA, pp=2, schedule="gpipe")),
         Case(Layout(LLAMA, dp=2)),
     ]
+    cases = [cases[number] for number in numbers]
     ranks = run_ranks(2, only_one_counts, cases, (0, 5, 11))
     for number, case in enumerate(cases):
         found = [logical.assemble(parts) for parts in zip(*(rank[number] for rank in ranks), strict=True)]
@@ -381,8 +387,9 @@ def half_and_fp32_gradients(cases: Sequence[Case], starts: Sequence[Mapping[str,
     return shown
 
 
+@pytest.mark.parametrize("models", slow_but([0], [((GPT, ONE_KV_HEAD),), ((LLAMA,),)]), ids=["tied", "untied"])
 @pytest.mark.parametrize("precision", slow_but([0], ["bf16", "fp16"]))
-def test_half_precision_gradients_err_as_derived(precision: Precision) -> None:
+def test_half_precision_gradients_err_as_derived(precision: Precision, models: tuple[ModelConfig, ...]) -> None:
     """Every gradient in one process and in layouts (tied ends too: fault tied-embeddings-in-bf16), against fp32 from
     the same rounded weights, and layouts against one process: half of the parameters are within `rounding_unit`, all
     within three. In bf16 the medians are 0.3 to 0.7 and the largest 1.6 units, so an error of three times as much
@@ -401,12 +408,12 @@ def test_half_precision_gradients_err_as_derived(precision: Precision) -> None:
     cases = []
     starts = []
     singles = []
-    for model, in_layouts in by_model.items():
+    for model in models:
         alone = Layout(model, micro_batch_size=SAMPLES)
         initial = make_state(alone.config(precision))
         weights = logical.assemble([held_weights(initial)])
         single = half_and_fp32_gradients([Case(alone, precision), Case(alone)], [weights, weights])
-        for layout in in_layouts:
+        for layout in by_model[model]:
             cases.append(Case(layout, precision))
             starts.append(weights)
             singles.append(single)

@@ -137,7 +137,7 @@ def test_a_weight_is_converted_once_for_each_of_its_versions(
         return converted
 
     monkeypatch.setattr(Rounded, "convert_weight", convert)
-    config = grid.Layout(MODEL, recompute="full", zero_stage=zero_stage).config()
+    config = grid.Layout(MODEL, recompute="full", zero_stage=zero_stage, micro_batch_size=3).config()
     state = grid.make_state(config)
     batches = grid.micro_batches(config, state.ctx, 0)
     counts = []

@@ -273,14 +273,14 @@ MEMORY = [
 ]
 
 
-@pytest.mark.parametrize("layout", MEMORY, ids=name)
+@pytest.mark.parametrize("layout", slow_but([1, 2], MEMORY), ids=name)
 def test_memory_that_is_freed_or_fresh_is_never_read(layout: Layout) -> None:
     """Fault zero-freed-memory."""
     for expected, found in run_ranks(layout.world, train_with, layout, poison):
         assert found == expected
 
 
-@pytest.mark.parametrize("layout", MEMORY, ids=name)
+@pytest.mark.parametrize("layout", slow_but([0, 1], MEMORY), ids=name)
 def test_nothing_is_used_before_it_has_arrived(layout: Layout) -> None:
     """Fault zero-transfer-not-awaited."""
     for expected, found in run_ranks(layout.world, train_with, layout, late_transport):
@@ -322,7 +322,7 @@ def measure(config: Config) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     slow_but(
-        [0, 2, 4],
+        [2, 4],
         [
             (Layout(LLAMA, dp=2, zero_stage=3, micro_batch_size=2), "bf16"),
             (Layout(LLAMA, dp=4, zero_stage=2, micro_batch_size=1), "bf16"),

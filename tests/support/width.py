@@ -21,4 +21,4 @@ def trains_as_one_process(model: ModelConfig, sizes: Mapping[str, object]) -> No
 
     `model` has at least four layers, so each of the two pipeline ranks has two stages.
     """
-    check_on_ranks(Layout(model, **sizes))  # type: ignore[arg-type]
+    check_on_ranks(Layout(model, micro_batch_size=3, **sizes))  # type: ignore[arg-type]
