@@ -23,10 +23,13 @@ from megapar.config.other_frameworks.table import TABLE
 from megapar.errors import CheckpointError, ConfigError
 from tests.support.megatron_folders import args_of
 from tests.support.options import load
+from tests.support.sweeps import one_of_each, slow_but
 from tools import coming_over, from_deepspeed, from_megatron, from_torchtitan
 
 JOBS = {job["name"]: job for job in coming_over.jobs()}
 JOB_IDS = {"argvalues": JOBS.values(), "ids": list(JOBS)}
+# One of each program. The page of them all is written again below.
+FEW_JOBS = slow_but(one_of_each(job["tool"] for job in JOBS.values()), JOBS.values())
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
 
 # A llama of which every flag has a counterpart.
@@ -54,7 +57,7 @@ def script(text: str, **variables: str) -> Launch:
 # Public jobs
 
 
-@pytest.mark.parametrize("job", **JOB_IDS)
+@pytest.mark.parametrize("job", FEW_JOBS, ids=list(JOBS))
 def test_every_option_of_a_public_job_is_accounted_for_and_the_result_can_run(job, tmp_path):
     account = coming_over.account(job)
     lines = account.moved.carried + [line for line in account.moved.left if not line.is_default]

@@ -703,10 +703,25 @@ configs = st.builds(
 )
 
 
-@settings(max_examples=12, deadline=None)
+odd_config = example(config=Config(LlamaModel(), run_dir='\x7f \x00 " \\ \U0001f600 \u2028'))
+
+
+@settings(max_examples=4, deadline=None)
 @given(config=configs)
-@example(config=Config(LlamaModel(), run_dir='\x7f \x00 " \\ \U0001f600 \u2028'))
+@odd_config
 def test_a_written_config_loads_as_the_same(tmp_path_factory, config):
+    loads_as_the_same(tmp_path_factory, config)
+
+
+@pytest.mark.slow
+@settings(max_examples=50, deadline=None)
+@given(config=configs)
+@odd_config
+def test_many_written_configs_load_as_the_same(tmp_path_factory, config):
+    loads_as_the_same(tmp_path_factory, config)
+
+
+def loads_as_the_same(tmp_path_factory, config):
     resolved = Resolved(config, dict.fromkeys(flatten(config), "default"))
     file = write(tmp_path_factory.mktemp("toml"), "config.toml", to_toml(resolved))
     loaded = load(["--config", file])

@@ -69,9 +69,20 @@ def grids(draw: st.DrawFn) -> tuple[dict[str, int], str]:
     return sizes, "-".join(draw(st.permutations(AXES)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(grid=grids())
 def test_groups_partition_any_world(grid: tuple[dict[str, int], str]) -> None:
+    groups_partition(grid)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(grid=grids())
+def test_groups_partition_many_worlds(grid: tuple[dict[str, int], str]) -> None:
+    groups_partition(grid)
+
+
+def groups_partition(grid: tuple[dict[str, int], str]) -> None:
     """Against numpy's idea of the same grid: an array of ranks with the first axis of the order as its last
     dimension."""
     sizes, order = grid
@@ -269,11 +280,22 @@ def test_the_expert_grid_factors_the_ranks_of_each_pipeline_rank_anew() -> None:
         expert_rank_groups(sizes, experts | {"expert_grad": 3}, ["ep"])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(grid=grids(), data=st.data())
 def test_expert_groups_partition_the_ranks_of_each_pipeline_rank(
     grid: tuple[dict[str, int], str], data: st.DataObject
 ) -> None:
+    expert_groups_partition(grid, data)
+
+
+@pytest.mark.slow
+@settings(max_examples=100, deadline=None)
+@given(grid=grids(), data=st.data())
+def test_expert_groups_partition_many_pipeline_ranks(grid: tuple[dict[str, int], str], data: st.DataObject) -> None:
+    expert_groups_partition(grid, data)
+
+
+def expert_groups_partition(grid: tuple[dict[str, int], str], data: st.DataObject) -> None:
     sizes, order = grid
     ranks_of_stage = sizes["tp"] * sizes["cp"] * sizes["dp"]
     ep = data.draw(st.sampled_from([n for n in range(1, ranks_of_stage + 1) if ranks_of_stage % n == 0]))

@@ -61,11 +61,27 @@ def export(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 ODD = st.text("aeginrt IMPORT'sdſK0123\u0663²½\r\n\t\u00a0\u3000\x00\x7fée\u0301中文🙂<|s>zqx_/", max_size=60)
 
 
-@given(text=st.one_of(ODD, st.text(max_size=30)), data=st.binary(max_size=12))
-@example(text="import <s>import<|endoftext|> zqxzqx 1234567", data=b"")
-@settings(max_examples=250, deadline=None)
+random_texts_and_bytes = given(text=st.one_of(ODD, st.text(max_size=30)), data=st.binary(max_size=12))
+odd_text = example(text="import <s>import<|endoftext|> zqxzqx 1234567", data=b"")
+
+
+@random_texts_and_bytes
+@odd_text
+@settings(max_examples=60, deadline=None)
 def test_random_texts_and_bytes_are_encoded_and_decoded_as_in_training(export: Export, text: str, data: bytes) -> None:
     """Fault exported-tokenizer: bytes other than UTF-8 are decoded alike too."""
+    are_as_in_training(export, text, data)
+
+
+@pytest.mark.slow
+@random_texts_and_bytes
+@odd_text
+@settings(max_examples=250, deadline=None)
+def test_many_random_texts_and_bytes_are_too(export: Export, text: str, data: bytes) -> None:
+    are_as_in_training(export, text, data)
+
+
+def are_as_in_training(export: Export, text: str, data: bytes) -> None:
     ids = export.ours.encode(text).tolist()
     assert export.auto(text)["input_ids"] == ids
     assert export.auto.decode(ids) == export.ours.decode(ids)

@@ -76,7 +76,7 @@ CASES = [
 
 
 # Each kind of model, of scaled rotary positions and of activations.
-@pytest.mark.parametrize("case", slow_but([0, 2, 6, 9], CASES), ids=str)
+@pytest.mark.parametrize("case", slow_but([0, 6, 9], CASES), ids=str)
 def test_weights_come_back_bitwise_and_logits_are_those_of_transformers(case: Case, tmp_path: Path) -> None:
     """Fault hugging-face-round-trip, and fidelity of config.json (fault config-json-fidelity): the copy of it from the
     weights' folder, and our own, read by transformers as the same model."""

@@ -21,6 +21,7 @@ from megapar.plan.verdict import Capacity, for_uneven_experts, judge
 from tests.support import program
 from tests.support.options import load
 from tests.support.plans import PARTS
+from tests.support.sweeps import slow_but
 
 H100 = hardware.load("h100-80g")
 GIB = 2**30
@@ -51,7 +52,7 @@ MIXTRAL = ("--parallel.dp", "8", "--parallel.ep", "8", "--optimizer.zero_stage",
 
 @pytest.mark.parametrize(
     ("preset", "flags", "budgets"),
-    [("llama3-8b", LLAMA, (76.0, 60.0, 40.0, 30.0)), ("mixtral-8x7b", MIXTRAL, (70.0, 40.0))],
+    slow_but([0], [("llama3-8b", LLAMA, (76.0, 60.0, 40.0, 30.0)), ("mixtral-8x7b", MIXTRAL, (70.0, 40.0))]),
 )
 def test_the_fastest_that_fits_is_taken(preset: str, flags: tuple[str, ...], budgets: tuple[float, ...]) -> None:
     """Of all choices, each planned and timed by itself."""

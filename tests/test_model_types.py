@@ -48,7 +48,7 @@ FIRST = [
 ]
 
 
-@pytest.mark.parametrize("name", rows_but(FIRST[::4]))
+@pytest.mark.parametrize("name", rows_but(FIRST[::8]))
 def test_it_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     model = published(TYPES[name], tmp_path)
     model.check_logits_and_gradients()
@@ -57,12 +57,12 @@ def test_it_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     model.check_way_back(TYPES[name].written_as)
 
 
-@pytest.mark.parametrize("name", rows_but(["llama", "gpt2", "deepseek_v3"]))
+@pytest.mark.parametrize("name", rows_but(["gpt2", "deepseek_v3"]))
 def test_steps_of_adamw_are_those_of_torch(name: str, tmp_path: Path) -> None:
     published(TYPES[name], tmp_path).check_adamw()
 
 
-@pytest.mark.parametrize("name", rows_but(["llama", "gemma2"]))
+@pytest.mark.parametrize("name", rows_but(["gemma2"]))
 def test_bf16_is_that_of_transformers(name: str, tmp_path: Path) -> None:
     published(TYPES[name], tmp_path).check_bf16()
 
@@ -107,7 +107,7 @@ IN_LAYOUTS = (
 )
 
 
-@pytest.mark.parametrize("name", rows_but(IN_LAYOUTS[1::2]))
+@pytest.mark.parametrize("name", rows_but(["gemma3_text", "deepseek_v3, whole queries"]))
 def test_it_trains_in_its_layout_as_in_one_process(name: str) -> None:
     check_on_ranks(layout(TYPES[name], TYPES[name].layout))
 

@@ -422,8 +422,18 @@ def test_formulas_are_near_the_simulation(schedule: str) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("flags", [(), ("--parallel.pp", "2"), ("--parallel.schedule", "breadth")], ids=str)
-@pytest.mark.parametrize("stage", ["0", "1", "2", "3"])
+@pytest.mark.parametrize(
+    ("stage", "flags"),
+    slow_but(
+        [0, 4, 6, 8, 9, 11],
+        [
+            (stage, flags)
+            for stage in "0123"
+            for flags in ((), ("--parallel.pp", "2"), ("--parallel.schedule", "breadth"))
+        ],
+    ),
+    ids=str,
+)
 def test_zero_by_formula_is_near_its_simulation(stage: str, flags: tuple[str, ...]) -> None:
     of = config(16, "--optimizer.zero_stage", stage, *flags, preset="llama3-8b", batch=64)
     slow = replace(H100, network=Link(10.0, 12.0))  # so that gathers and reductions are not hidden
@@ -463,17 +473,34 @@ LAYOUTS = [
 ]
 
 
-@needs_triton
-@settings(deadline=None, max_examples=20)
-@given(
+machines = given(
     layout=st.sampled_from(LAYOUTS),
     speed=st.sampled_from(["peak", "memory", "node", "network", "attention"]),
     factor=st.floats(1.01, 20),
     slow=st.floats(0.02, 1),
 )
+
+
+@needs_triton
+@settings(deadline=None, max_examples=8)
+@machines
 def test_a_faster_machine_is_never_slower(
     layout: tuple[str, int, tuple[str, ...]], speed: str, factor: float, slow: float
 ) -> None:
+    is_never_slower(layout, speed, factor, slow)
+
+
+@pytest.mark.slow
+@needs_triton
+@settings(deadline=None, max_examples=60)
+@machines
+def test_many_faster_machines_are_never_slower(
+    layout: tuple[str, int, tuple[str, ...]], speed: str, factor: float, slow: float
+) -> None:
+    is_never_slower(layout, speed, factor, slow)
+
+
+def is_never_slower(layout: tuple[str, int, tuple[str, ...]], speed: str, factor: float, slow: float) -> None:
     preset, world, flags = layout
     of = config(world, *flags, preset=preset)
     machine = replace(H100, network=Link(45.0 * slow, 12.0), node=Link(370.0 * slow, 5.0))
