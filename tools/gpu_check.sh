@@ -6,7 +6,7 @@
 #   facts     versions, GPUs, copy bandwidth, a bf16 matrix product, missing packages          -> FOLDER/facts.json
 #   tests     kernel and checkpoint tests natively on the first GPU                            -> FOLDER/tests.log, .xml
 #   nccl      the distributed tests; ranks share GPUs where there are fewer                    -> FOLDER/nccl.log, .xml
-#   train     Llama 1B, 3B and 8B: tokens/s, MFU, memory, one profiled step, PyTorch beside    -> FOLDER/train.json
+#   train     Llama 1B to 8B, mixtures: tokens/s, MFU, memory, a profile, PyTorch beside       -> FOLDER/train.json
 #   kernels   every op beside torch eager, Liger-Kernel and torch.compile                      -> FOLDER/kernels.json
 #
 # It takes the first Python from 3.11 that has torch from 2.11, or the one that PYTHON names, and installs nothing into
