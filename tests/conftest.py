@@ -70,6 +70,10 @@ def pytest_collection_finish() -> None:
     garbage.freeze()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # triton's modules tell of each of their objects that is left at the end of a process
+
+
 @pytest.fixture(autouse=True)
 def same_random_numbers() -> None:
     """A test draws the same numbers whatever ran before it, so a failure can be repeated."""
