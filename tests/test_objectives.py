@@ -67,13 +67,13 @@ OWN_REFERENCED = Objective(_product, "pairs", needs_references=True, options=("t
 
 
 LAYOUTS = [
-    Layout(LLAMA, tp=2, sequence_parallel=True, objective=f"{__name__}:OWN"),
+    Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=3, objective=f"{__name__}:OWN"),
     Layout(LLAMA, cp=2, objective=f"{__name__}:OWN_OF_PAIRS"),
     Layout(LLAMA, pp=2, loss_chunk=5, objective=f"{__name__}:OWN"),
     Layout(LLAMA, cp=2, dp=2, objective=f"{__name__}:OWN"),
     Layout(LLAMA, tp=2, pp=2, objective=f"{__name__}:OWN_OF_PAIRS"),
     Layout(LLAMA, pp=2, schedule="zb-h1", micro_batch_size=3, objective="dpo"),
-    Layout(DENSE_BETWEEN, cp=2, cp_attention="ring", objective="dpo_norm"),
+    Layout(DENSE_BETWEEN, cp=2, cp_attention="ring", micro_batch_size=3, objective="dpo_norm"),
     Layout(LLAMA, tp=2, sequence_parallel=True, recompute="full", loss_chunk=7, objective="ipo"),
     Layout(LLAMA, cp=2, cp_attention="gather", dp=2, objective="dpo"),
     Layout(LLAMA, cp=2, cp_attention="ulysses", zero_stage=3, objective="dpo"),
@@ -83,7 +83,7 @@ LAYOUTS = [
     Layout(LLAMA, pp=2, vpp=2, schedule="zb-v", loss_chunk=7, objective="dpo"),
     Layout(DENSE_BETWEEN, dp=2, ep=2, objective="dpo"),
     Layout(REWARD, tp=2, sequence_parallel=True, objective="reward"),
-    Layout(REWARD, cp=2, dp=2, objective="reward"),
+    Layout(REWARD, cp=2, dp=2, micro_batch_size=3, objective="reward"),
     Layout(REWARD, pp=2, micro_batch_size=3, objective="reward"),
     Layout(REWARD, dp=2, zero_stage=1, objective="reward"),
     Layout(REWARD, dp=2, zero_stage=2, objective="reward"),
@@ -96,7 +96,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize("layout", slow_but([0, 6, 16], LAYOUTS), ids=name)
 def test_objectives_train_in_every_layout_as_in_one_process(layout: Layout) -> None:
-    check_on_ranks(replace(layout, micro_batch_size=3))
+    check_on_ranks(layout)
 
 
 # References by adapters turned off

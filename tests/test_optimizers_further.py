@@ -57,7 +57,8 @@ FURTHER = {
 
 def state_of(layout: Layout, options: OptimizerConfig) -> TrainState:
     """A state at step 0. What `options` say of the layout, `layout` says in its place."""
-    if layout.micro_batch_size == 1:  # two of a replica, whose samples are still in order
+    # Two micro-batches of a replica say as much as many. Lion takes signs: a sum in another order may turn one of zero.
+    if layout.micro_batch_size == 1 and options.name != "lion":
         layout = replace(layout, micro_batch_size=max(1, SAMPLES // layout.dp // 2))
     config = layout.config()
     ours = config.optimizer
