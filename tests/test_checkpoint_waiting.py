@@ -165,6 +165,23 @@ def test_rank_0_tells_all_ranks_the_same(tmp_path: Path) -> None:
         assert gathered == ["", "é", "éé"]
 
 
+def test_a_signal_within_the_work_of_a_single_rank_is_no_error_of_its_disk(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Fault killed-at-any-moment: one process works in its main thread, where the handlers of signals raise."""
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        on_all_ranks(interrupted, context.single(), StorageError, "checkpoint of step 4 not saved")
+    monkeypatch.setattr(saving, "save_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        saving._write_file(tmp_path / "part.safetensors", {})
+    with pytest.raises(StorageError, match="not saved: "):
+        on_all_ranks(lambda: tmp_path.rmdir() or Path("missing").stat(), context.single(), StorageError, "not saved")
+
+
 def post_and_collect(size: int) -> int:
     ctx = context.create(Grid(tp=1, dp=2, pp=1))
     if not ctx.world.first:

@@ -217,11 +217,18 @@ def test_sweep_of_largest_file_sizes(limit: int, ranks: str, tmp_path: Path) -> 
 
     flags = (*FLAGS, *faults.LAYOUTS[ranks], "--train.steps", "2")
     ended = scene.run(*flags, plant=plant)
-    assert ended.code == 7, ended.out + ended.err
-    (line,) = ended.err.splitlines()
-    assert line.startswith("StorageError: checkpoint of step 2 not saved")
-    assert "run/checkpoints/.tmp-step_00000002" in line
+    (line,) = [line for line in ended.err.splitlines() if "Error: " in line]
+    # The memory that ranks of a host share counts as a file.
+    code = 7 if ranks == "one" else 8
+    assert ended.code == code, ended.out + ended.err
+    if ranks == "one":
+        assert line.startswith("StorageError: checkpoint of step 2 not saved")
+        assert "run/checkpoints/.tmp-step_00000002" in line
+    else:
+        assert line.startswith("OutOfMemoryError: files of this process may not be larger than")
+        assert line.endswith("raise the limit (ulimit -f)")
     assert scene.check_checkpoints() == []
-    assert json.loads((scene.work / "run/error.json").read_text())["exit_code"] == 7
+    if (scene.work / "run").is_dir():  # ranks that cannot meet have no run folder
+        assert json.loads((scene.work / "run/error.json").read_text())["exit_code"] == code
     assert scene.run(*flags).code == 0
     assert scene.check_checkpoints() == [2]

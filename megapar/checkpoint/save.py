@@ -376,6 +376,8 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         path.chmod(path.parent.stat().st_mode & 0o666)
         with open(path, "rb") as file:
             os.fsync(file.fileno())
+    except KeyboardInterrupt:
+        raise
     except BaseException as error:  # safetensors is written in Rust, whose panics are no subclass of Exception
         needed = sum(values.nbytes for values in tensors.values())
         free = shutil.disk_usage(path.parent).free if path.parent.is_dir() else 0

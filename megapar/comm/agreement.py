@@ -28,11 +28,14 @@ def on_all_ranks(action: Callable[[], T], ctx: ParallelContext, kind: type[Megap
 
     `action` runs in a thread and calls no collective. It may take longer than launch.timeout_seconds. `doing` says in
     words what failed. If `action` fails on any rank, every rank raises `kind`, and the message names the first of these
-    ranks. If the error of that rank was a NumericError, every rank raises NumericError instead.
+    ranks. If the error of that rank was a NumericError, every rank raises NumericError instead. A single rank runs
+    `action` in this thread, where a signal may interrupt it: KeyboardInterrupt passes.
     """
     task = _Task(action, ctx.device)
     if ctx.world.size == 1:
         task.run()
+        if isinstance(task.error, KeyboardInterrupt):
+            raise task.error  # a signal to this thread, whatever the action was doing
     else:
         # A daemon thread: a process that is interrupted ends without waiting for a slow disk.
         Thread(target=task.run, daemon=True).start()
