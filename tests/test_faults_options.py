@@ -61,8 +61,9 @@ def test_sweep_of_wrong_values(option: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("option", SWITCHES)
 def test_sweep_of_switches_with_values(option: str, tmp_path: Path) -> None:
-    """Fault wrong-value."""
-    assert "expected no value" in refused(Scene(tmp_path), f"--{option}", "maybe")
+    """Fault wrong-value. Those of other families are refused as theirs, whatever their value is."""
+    told = refused(Scene(tmp_path), f"--{option}", "maybe")
+    assert "expected no value" in told or f"--{option}: family llama does not read it" in told
 
 
 class Wrong(NamedTuple):
@@ -261,7 +262,7 @@ OTHER = {
     "model.num_hidden_layers": "3",
     "parallel.schedule": "gpipe",
     "parallel.order": "dp-tp-cp-pp",
-    "train.micro_batch_size": "2",
+    "train.micro_batch_size": "1",
     "train.global_batch_size": "48",
     "train.seq_length": "20",
     "train.z_loss": "0.1",
