@@ -1,6 +1,8 @@
 """Expert parallelism on real ranks: dispatch and experts in every split against one process."""
 
+import gc
 import itertools
+import weakref
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -545,6 +547,19 @@ def test_experts_in_16_bits_sum_gradients_in_fp32() -> None:
     for name, gradient in logical.assemble([logical.held([mixture], single(), logical.main_gradients)]).items():
         assert gradient.dtype == torch.float32
         assert (gradient - weights[name].grad).norm() < 0.02 * weights[name].grad.norm(), name
+
+
+def test_the_rows_of_a_chunk_are_freed_with_it() -> None:
+    """Without a garbage collection: tensors of a GPU would stay until the next one."""
+    plan = dispatch.plan_dispatch(torch.tensor([[0, 1], [1, 2]]), 3, single().ep, single().etp)
+    seen = weakref.ref(plan.whole)
+    assert plan.whole.groups.sizes == [1, 2, 1]
+    gc.disable()
+    try:
+        del plan
+        assert seen() is None
+    finally:
+        gc.enable()
 
 
 # The product of a router

@@ -9,7 +9,7 @@ Shapes: E experts of the layer, or e experts of this rank; p positions of ep, q 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import chain
 
 import torch
@@ -117,11 +117,6 @@ class Chunk:
             return (self.counts.sent,)
         return tuple(self._arriving.sum((1, 2)).tolist())
 
-    @cached_property
-    def rows_of_expert(self) -> tuple[int, ...]:
-        """The number of rows of each expert of the chunk."""
-        return tuple(self._arriving.sum((0, 1)).tolist())
-
     @property
     def rows(self) -> int:
         """The number of rows for this rank's experts to work on."""
@@ -131,7 +126,9 @@ class Chunk:
     def groups(self) -> RowGroups:
         """The rows of each expert of the chunk. Their numbers on the host are waited for where they are used."""
         of_experts = self.counts.arriving_qpe[..., self.experts].sum((0, 1))
-        return RowGroups(len(of_experts), of_experts.cumsum(0, dtype=torch.int32), lambda: self.rows_of_expert)
+        # Without the chunk itself, which keeps the groups: a circle would stay in memory until the next collection.
+        on_host = partial(_rows_of_expert, self.counts, self.experts)
+        return RowGroups(len(of_experts), of_experts.cumsum(0, dtype=torch.int32), on_host)
 
     @cached_property
     def expert_order(self) -> Tensor | None:
@@ -154,6 +151,12 @@ class Chunk:
     def arrival_order(self) -> Tensor | None:
         """int64 [rows]: the inverse permutation. It brings rows back into their order of arrival."""
         return None if self.expert_order is None else inverse_of(self.expert_order)
+
+
+def _rows_of_expert(counts: RowCounts, experts: slice) -> list[int]:
+    """The number of rows of each of some of this rank's experts."""
+    rows: list[int] = counts.on_host[1][..., experts].sum((0, 1)).tolist()
+    return rows
 
 
 def inverse_of(permutation: Tensor) -> Tensor:
