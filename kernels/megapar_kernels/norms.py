@@ -258,6 +258,13 @@ def _runs(x: Tensor) -> tuple[int, int] | None:
         return None
 
 
+def _layout(x: Tensor) -> tuple[int, int]:
+    """`_runs` of what `_Norm` gives the kernels and keeps. Another layout would be read as if it were one of these."""
+    runs = _runs(x)
+    assert runs is not None, f"strides {x.stride()} of {tuple(x.shape)} are not those of runs"
+    return runs
+
+
 def _tile(columns: int, elements_a_thread: int) -> tuple[int, int, int] | None:
     """The rows and columns of a tile, and its warps; None if one row takes more than MOST_WARPS."""
     column_block = next_power_of_2(columns)
@@ -321,7 +328,7 @@ def _forward(
     """
     columns = x.shape[-1]
     rows = x.shape[:-1].numel()
-    run, run_stride = _runs(x) or (1, columns)
+    run, run_stride = _layout(x)
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
@@ -348,7 +355,7 @@ def _backward(
     """The gradients of x, in its dtype, and of weight and bias, fp32 [1 or 2, columns]. x is as in `_forward`."""
     columns = weight.numel()
     rows = rstd.numel()
-    run, run_stride = _runs(x) or (1, columns)
+    run, run_stride = _layout(x)
     grad_x = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     vectors = 1 if mean is None else 2  # LayerNorm has a weight and a bias
     tile = backward_config(columns, x.element_size(), 2 if grad_total is None else 3)
