@@ -64,7 +64,11 @@ def pytest_configure(config: pytest.Config) -> None:
         raise pytest.UsageError(f"-m {lane} needs a GPU, and torch {torch.__version__} sees none here")
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    import torch
+
+    if session.config.option.markexpr == "gpus" and torch.cuda.is_initialized():
+        raise pytest.UsageError("a test's file has started CUDA while it was imported: no forked rank could use a GPU")
     gc.enable()
     garbage.freeze()
 
