@@ -16,7 +16,17 @@ from megapar.train.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients, held_weights
 from tests.support.distributed import apart, run_ranks
-from tests.support.grid import GPT, LLAMA, MIXTRAL, SAMPLES, Layout, make_state, micro_batches, name
+from tests.support.grid import (
+    GPT,
+    LLAMA,
+    MIXTRAL,
+    SAMPLES,
+    Layout,
+    clip_as_torch_does,
+    make_state,
+    micro_batches,
+    name,
+)
 from tests.support.sweeps import slow_but
 
 STEPS = 2
@@ -58,10 +68,9 @@ Shown = dict[str, Tensor]
 def trained(layout: Layout, precision: str) -> tuple[list[float], list[logical.Held], list[logical.Held]]:
     """The losses of two steps, the gradients of the second one, and the weights after it."""
     state = make_state(layout.config(precision))
-    losses = [
-        train_step(state, micro_batches(state.config, state.ctx, step, layout.packed)).loss for step in range(STEPS)
-    ]
-    return losses, held_gradients(state), held_weights(state)
+    results = [train_step(state, micro_batches(state.config, state.ctx, step, layout.packed)) for step in range(STEPS)]
+    clip_as_torch_does(state, results[-1])
+    return [result.loss for result in results], held_gradients(state), held_weights(state)
 
 
 @cache

@@ -291,6 +291,12 @@ def randomize_adapters(modules: Iterable[nn.Module]) -> None:
 # How every layout trains as one process does
 
 
+def clip_as_torch_does(state: TrainState, result: StepResult) -> None:
+    """Multiply the gradients of a step by its factor of clipping: torch's AdamW leaves them so, our kernel does not."""
+    if state.grads.impl == "triton":
+        state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), state.config.optimizer.clip_grad)
+
+
 def shown_of_step(state: TrainState, result: StepResult) -> tuple[Any, ...]:
     """What `check` compares after a step: loss, norm, gradients, weights, and the losses and tallies by name."""
     tables = {name: table.tolist() for name, table in result.tallies.items()}
@@ -306,8 +312,7 @@ def train_two_steps(
     shown: dict[str, Any] = {"initial": held_weights(state), "steps": []}
     for step in range(STEPS):
         result = train_step(state, micro_batches(config, state.ctx, step, packed))
-        if state.grads.impl == "triton":  # torch's AdamW leaves the gradient clipped
-            state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), config.optimizer.clip_grad)
+        clip_as_torch_does(state, result)
         shown["steps"].append(shown_of_step(state, result))
         for weights in go_on_with[step : step + 1]:
             logical.fill(state.stages.values(), weights)
