@@ -59,15 +59,19 @@ def _write(ptr, x, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr
 
 
 @triton.jit
+def _unit(scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The unit of `_scores`, for exponents of two. One multiply-add takes a score times it, less the row's greatest."""
+    return (cap if CAPPED else scale) * LOG2_E
+
+
+@triton.jit
 def _scores(products, scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """log2(e) times the scores, so that exp2 gives their exponentials; and their slopes by scale * products."""
-    scores = products * scale
-    slope = 1.0
+    """Scores in units of `scale`, or of `cap`, and their slopes by scale * products."""
     if CAPPED:
-        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(scores * (2.0 * LOG2_E / cap)))
-        scores = cap * tanh
-        slope = 1.0 - tanh * tanh
-    return scores * LOG2_E, slope
+        tanh = 1.0 - 2.0 / (1.0 + tl.exp2(products * (scale * (2.0 * LOG2_E) / cap)))
+        return tanh, 1.0 - tanh * tanh
+    else:
+        return products, 1.0
 
 
 @triton.jit
@@ -205,8 +209,9 @@ def _attend(  # type: ignore[no-untyped-def]
         most_now = tl.maximum(most, tl.max(scores, 1))
         # A row that has seen nothing has no greatest score.
         shift = tl.where(most_now == float("-inf"), 0.0, most_now)
-    probabilities = tl.exp2(scores - shift[:, None])
-    decay = tl.exp2(most - shift)
+    unit = _unit(scale, cap, CAPPED)
+    probabilities = tl.exp2(scores * unit - (shift * unit)[:, None])
+    decay = tl.exp2((most - shift) * unit)
     total = total * decay + tl.sum(probabilities, 1)
     v = _tile(v_ptr, column, v_stride, keys_left, 0, V_WIDTH, V_COLUMNS, WHOLE)
     out = tl.dot(probabilities.to(v.dtype), v, out * decay[:, None], input_precision="ieee")
@@ -253,6 +258,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
             out, most, total, q, q_rest, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first, first_key, queries, keys,
             window, scale, cap, WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, KEYS, False,
         )  # fmt: skip
+    most *= _unit(scale, cap, CAPPED)
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head).to(tl.float32) * LOG2_E
         most_now = tl.maximum(most, sink)
@@ -282,7 +288,7 @@ def _add_to_queries(  # type: ignore[no-untyped-def]
     k, k_rest = _parts(k_ptr, column, k_stride, keys_left, WIDTH, MAIN, REST, WHOLE)
     v = _tile(v_ptr, column, v_stride, keys_left, 0, V_WIDTH, V_COLUMNS, WHOLE)
     scores, slope = _scores(_products(q, q_rest, k, k_rest, REST), scale, cap, CAPPED)
-    probabilities = tl.exp2(scores - lse[:, None])
+    probabilities = tl.exp2(scores * _unit(scale, cap, CAPPED) - lse[:, None])
     if not WHOLE:
         key = first_key + column
         seen = _seen(query[:, None], key[None, :], first[:, None], queries, keys, window, CAUSAL)
@@ -352,6 +358,15 @@ def queries_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _of_rows(ptr, query, queries, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number of each query of a tile: 0 from `queries` on, where a tile that is not WHOLE may end."""
+    if WHOLE:
+        return tl.load(ptr + query)
+    else:
+        return tl.load(ptr + query, query < queries, other=0.0)
+
+
+@triton.jit
 def _add_to_keys(  # type: ignore[no-untyped-def]
     grad_k, grad_k_rest, grad_v, k, k_rest, v, q_ptr, grad_out_ptr, lse_ptr, delta_ptr, q_stride, grad_out_stride,
     starts_ptr, sample, key, first_query, queries, keys, window, scale, cap,
@@ -367,8 +382,8 @@ def _add_to_keys(  # type: ignore[no-untyped-def]
     grad_out_ptr += tl.cast(first_query, tl.int64) * grad_out_stride
     q, q_rest = _parts(q_ptr, column, q_stride, rows_left, WIDTH, MAIN, REST, WHOLE)
     scores, slope = _scores(_products(k, k_rest, q, q_rest, REST), scale, cap, CAPPED)
-    lse = tl.load(lse_ptr + query, query < queries, other=0.0) * LOG2_E
-    probabilities = tl.exp2(scores - lse[None, :])
+    lse = _of_rows(lse_ptr, query, queries, WHOLE) * LOG2_E
+    probabilities = tl.exp2(scores * _unit(scale, cap, CAPPED) - lse[None, :])
     if not WHOLE:
         first = _firsts(starts_ptr, sample, query, queries)
         seen = _seen(query[None, :], key[:, None], first[None, :], queries, keys, window, CAUSAL)
@@ -378,7 +393,7 @@ def _add_to_keys(  # type: ignore[no-untyped-def]
         grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
     if OF_KEYS:
         grad_probabilities = tl.dot(v, tl.trans(grad_out), input_precision="ieee")
-        delta = tl.load(delta_ptr + query, query < queries, other=0.0)
+        delta = _of_rows(delta_ptr, query, queries, WHOLE)
         grad_scores = (probabilities * (grad_probabilities - delta[None, :]) * slope).to(q.dtype)
         grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
         if REST > 0:
