@@ -59,7 +59,9 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
     os.environ["MEGAPAR_TEST_LANE"] = lane if lane in ("gpu", "gpus") else "cpu"
     import torch
+    from megapar_kernels import dispatch
 
+    dispatch.SMALL = 0  # tensors of tests are small, and kernels are what they test
     if lane in ("gpu", "gpus") and not torch.cuda.is_available():
         raise pytest.UsageError(f"-m {lane} needs a GPU, and torch {torch.__version__} sees none here")
 

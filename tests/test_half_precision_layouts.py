@@ -14,7 +14,8 @@ from torch import Tensor
 
 from megapar.train.step import train_step
 from megapar.verify import logical
-from megapar.verify.logical import held_gradients, held_weights
+from megapar.verify.logical import held_weights
+from megapar.verify.run import see_gradients
 from tests.support.distributed import apart, run_ranks
 from tests.support.grid import (
     GPT,
@@ -22,7 +23,6 @@ from tests.support.grid import (
     MIXTRAL,
     SAMPLES,
     Layout,
-    clip_as_torch_does,
     make_state,
     micro_batches,
     name,
@@ -68,16 +68,16 @@ Shown = dict[str, Tensor]
 def trained(layout: Layout, precision: str) -> tuple[list[float], list[logical.Held], list[logical.Held]]:
     """The losses of two steps, the gradients of the second one, and the weights after it."""
     state = make_state(layout.config(precision))
-    results = [train_step(state, micro_batches(state.config, state.ctx, step, layout.packed)) for step in range(STEPS)]
-    clip_as_torch_does(state, results[-1])
-    return [result.loss for result in results], held_gradients(state), held_weights(state)
+    seen = see_gradients(state)
+    losses = [
+        train_step(state, micro_batches(state.config, state.ctx, step, layout.packed)).loss for step in range(STEPS)
+    ]
+    return losses, seen.gradients, held_weights(state)
 
 
 @cache
 def of_one_process(alone: Layout, precision: str) -> tuple[list[float], Shown, Shown]:
-    """In fp32 on the CPU; in bf16 where the ranks are, as its roundings are those of the same kernels."""
-    run = apart(trained, alone, "fp32") if precision == "fp32" else run_ranks(1, trained, alone, precision)[0]
-    losses, gradients, weights = run
+    losses, gradients, weights = apart(trained, alone, precision)
     return losses, logical.assemble([gradients]), logical.assemble([weights])
 
 

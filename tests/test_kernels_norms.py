@@ -28,11 +28,6 @@ NORMS = {"rms_norm": norms.rms_norm, "layer_norm": norms.layer_norm}
 FUSED = {"add_rms_norm": norms.add_rms_norm, "add_layer_norm": norms.add_layer_norm}
 
 
-@pytest.fixture(autouse=True)
-def _kernels_serve_small_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megapar_kernels.dispatch.SMALL", 0)
-
-
 def arguments(name: str, rows: int | tuple[int, ...], columns: int) -> list[Tensor | float]:
     """fp64 arguments of an op, with a mean not near zero; all tensors require a gradient."""
     generator = torch.Generator().manual_seed(columns)

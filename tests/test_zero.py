@@ -22,6 +22,7 @@ from megapar.train.kept import KeptBytes
 from megapar.train.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_weights
+from megapar.verify.run import see_gradients
 from tests.support import close
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
@@ -60,10 +61,11 @@ def train_at_stages(layout: Layout) -> dict[int, Any]:
     shown: dict[int, Any] = {}
     for stage in (1, 2, 3):
         state = make_state(replace(layout, zero_stage=stage).config())
+        seen = see_gradients(state)
         shown[stage] = {"initial": held_weights(state), "steps": []}
         for step in range(STEPS):
             result = train_step(state, micro_batches(state.config, state.ctx, step, layout.packed))
-            shown[stage]["steps"].append(shown_of_step(state, result))
+            shown[stage]["steps"].append(shown_of_step(state, result, seen))
         shown[stage]["evaluation"] = evaluate(state, micro_batches(state.config, state.ctx, STEPS, layout.packed))
     return shown
 

@@ -89,8 +89,11 @@ class Order:
     parts: int = 1
 
 
-class _GradientsSeen:
-    """An optimizer in front of another one. It keeps the reduced gradients of a step, as they are before clipping."""
+class GradientsSeen:
+    """An optimizer in front of another one. It keeps the reduced gradients of a step, as they are before clipping.
+
+    Some updates leave gradients clipped and some do not, depending on the implementation and on sizes.
+    """
 
     def __init__(self, state: TrainState):
         self._state = state
@@ -105,6 +108,13 @@ class _GradientsSeen:
         return getattr(self._optimizer, name)
 
 
+def see_gradients(state: TrainState) -> GradientsSeen:
+    """Put a `GradientsSeen` in front of the optimizer of `state`."""
+    seen = GradientsSeen(state)
+    state.optimizer = cast(Optimizers, seen)
+    return seen
+
+
 def train_steps(
     config: Config, ctx: ParallelContext, build_stages: BuildStages, num_targets: int, steps: int, order: Order
 ) -> RankShown:
@@ -112,8 +122,7 @@ def train_steps(
     state, _ = start(config, ctx, build_stages(config, ctx, allocate=not initializes_by_unit(config)))
     packed = config.data.documents == "apart"
     shown = RankShown(held_weights(state))
-    seen = _GradientsSeen(state)
-    state.optimizer = cast(Optimizers, seen)
+    seen = see_gradients(state)
     for number in range(steps):
         pairs = state.stages.declared.divided_by == "pairs"
         batches = micro_batches(config, ctx, number, num_targets, packed=packed, pairs=pairs)

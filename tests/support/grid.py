@@ -30,7 +30,6 @@ from megapar.config.options import (
 )
 from megapar.context import ParallelContext
 from megapar.launch.grid import grid_of
-from megapar.optimizer.clip import clip_coefficient
 from megapar.params import Init, spec_of
 from megapar.random import initial_values, initialize
 from megapar.train.evaluation import evaluate
@@ -39,7 +38,8 @@ from megapar.train.step import train_step
 from megapar.train.trainable import freeze_others
 from megapar.train.trainer import assemble
 from megapar.verify import batches, logical
-from megapar.verify.logical import held_gradients, held_weights
+from megapar.verify.logical import held_weights
+from megapar.verify.run import GradientsSeen, see_gradients
 from tests.support import close, tiny_models
 from tests.support.distributed import apart, rank_device, run_ranks
 
@@ -291,16 +291,10 @@ def randomize_adapters(modules: Iterable[nn.Module]) -> None:
 # How every layout trains as one process does
 
 
-def clip_as_torch_does(state: TrainState, result: StepResult) -> None:
-    """Multiply the gradients of a step by its factor of clipping: torch's AdamW leaves them so, our kernel does not."""
-    if state.grads.impl == "triton":
-        state.grads.flat *= clip_coefficient(torch.tensor(result.grad_norm), state.config.optimizer.clip_grad)
-
-
-def shown_of_step(state: TrainState, result: StepResult) -> tuple[Any, ...]:
+def shown_of_step(state: TrainState, result: StepResult, seen: GradientsSeen) -> tuple[Any, ...]:
     """What `check` compares after a step: loss, norm, gradients, weights, and the losses and tallies by name."""
     tables = {name: table.tolist() for name, table in result.tallies.items()}
-    return result.loss, result.grad_norm, held_gradients(state), held_weights(state), (result.losses, tables)
+    return result.loss, result.grad_norm, seen.gradients, held_weights(state), (result.losses, tables)
 
 
 def train_two_steps(
@@ -309,11 +303,11 @@ def train_two_steps(
     """What one rank has to show: initial weights, loss, norm, gradients and weights of each step, and an evaluation if
     there is one. `go_on_with` replaces the weights after each step, once they are shown."""
     state = make_state(config)
+    seen = see_gradients(state)
     shown: dict[str, Any] = {"initial": held_weights(state), "steps": []}
     for step in range(STEPS):
         result = train_step(state, micro_batches(config, state.ctx, step, packed))
-        clip_as_torch_does(state, result)
-        shown["steps"].append(shown_of_step(state, result))
+        shown["steps"].append(shown_of_step(state, result, seen))
         for weights in go_on_with[step : step + 1]:
             logical.fill(state.stages.values(), weights)
     if evaluation:

@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megapar_kernels import dispatch
 from megapar_kernels.dispatch import HAS_TRITON
 from torch import Tensor
 
@@ -20,7 +19,6 @@ needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="triton is not installe
 
 if HAS_TRITON and DEVICE.type == "cpu":
     triton_interpreter.repair()
-dispatch.SMALL = 0  # tensors of tests are small, and kernels are what they test
 
 
 def relative_error(x: Tensor, exact: Tensor) -> float:
