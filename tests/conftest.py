@@ -124,7 +124,11 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Files of PROJECT are marked. A file of kernel tests is marked gpu as a whole; its tests with forked ranks belong
-    to `-m gpus` alone. Long files come first."""
+    to `-m gpus` alone. Long files come first.
+
+    In the lane `-m gpus`, whose time may end before its tests do, those marked slow come last. Another test of each
+    mechanism has then run.
+    """
     for item in items:
         if item.path.stem in PROJECT:
             item.add_marker(pytest.mark.project)
@@ -132,3 +136,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.get_closest_marker("gpus") is None]
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))  # the order within a file stays
+    if config.option.markexpr == "gpus":
+        items.sort(key=lambda item: item.get_closest_marker("slow") is not None)

@@ -388,13 +388,21 @@ def _softmax() -> Iterator[Shipped]:
 def _tiled_attention() -> Iterator[Shipped]:
     """With all that takes registers: documents, a window, a cap and sinks. And with none of these."""
     kernels = [
-        ("forward", attention_tiles.forward_kernel, lambda *widths, **_: tiled_attention.forward_config(*widths)),
+        ("forward", attention_tiles.forward_kernel, lambda *sizes, **_: tiled_attention.forward_config(*sizes)),
         ("queries", attention_tiles.queries_kernel, tiled_attention.queries_config),
         ("keys and values", attention_tiles.keys_values_kernel, tiled_attention.keys_values_config),
     ]
     special = {**dict.fromkeys(("lse_ptr", "delta_ptr", "scale", "cap"), "fp32")}
     special |= dict.fromkeys(("starts_ptr", "stops_ptr"), "i32")
-    for width, v_width in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256)):
+    for width, v_width, window in (
+        (64, 64, 0),
+        (64, 64, 128),
+        (80, 80, 0),
+        (128, 128, 0),
+        (192, 128, 0),
+        (256, 256, 0),
+    ):
+        narrow = ", narrow window" if window else ""
         for direction, kernel, config in kernels:
             main, rest, v_columns = tiled_attention.columns(width, v_width)
             constants: dict[str, Any] = {"WIDTH": width, "MAIN": main, "REST": rest, "V_WIDTH": v_width}
@@ -409,10 +417,10 @@ def _tiled_attention() -> Iterator[Shipped]:
                     types[name] = f"*{kind}" if name.endswith("_ptr") else kind
             of_generation = []
             for capability in ((8, 0), (9, 0)):
-                tiles = config(width, v_width, capability=capability)
+                tiles = config(width, v_width, window, capability=capability)
                 of_generation.append(
                     Shipped(
-                        "tiled_attention", f"{direction} {width}/{v_width}", kernel, types,
+                        "tiled_attention", f"{direction} {width}/{v_width}{narrow}", kernel, types,
                         {**constants, "QUERIES": tiles.queries, "KEYS": tiles.keys}, tiles.warps, tiles.stages,
                         aligned=[name for name in types if "stride" in name],
                     )

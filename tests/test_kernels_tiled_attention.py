@@ -176,10 +176,10 @@ def test_it_is_attention_with_explicit_scores(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["all", "latent"])
-def test_the_shipped_tiles_are_right(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "window"), [("all", tiled_attention.NARROW), ("all", 140), ("latent", 90)])
+def test_the_shipped_tiles_are_right(name: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
-    check(**{**CASES[name], "sizes": (150, 150), "attended": Attended(window=90)})
+    check(**{**CASES[name], "sizes": (150, 150), "attended": Attended(window=window)})
 
 
 @pytest.mark.parametrize("attention", ["cap and sinks", "window"])

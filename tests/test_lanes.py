@@ -125,7 +125,7 @@ sys.exit(pytest.main(["-m", "gpus", "--collect-only", "-q", *sys.argv[1:]]))
 
 def files_with_tensors_on_gpus() -> list[str]:
     """The tests' files that name the device of the lanes: a quarter of all, which import in a third of the time."""
-    words = ("kernel_checks", "rank_device", "mark.gpu")
+    words = ("kernel_checks", "rank_device", "mark.gpus")
     return [str(path) for path in sorted(ROOT.glob("tests/test_*.py")) if any(x in path.read_text() for x in words)]
 
 
