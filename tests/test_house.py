@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from functools import cache
+from importlib.metadata import PackageNotFoundError, metadata
 from pathlib import Path
 
 import pytest
@@ -374,6 +375,26 @@ def test_constraints_pin_every_dependency_and_a_torch_that_setup_allows() -> Non
     low, high = re.fullmatch(r"torch>=([\d.]+),<([\d.]+)", torch).groups()  # type: ignore[union-attr]
     assert version(low) <= version(pinned["torch"]) < version(high)
     assert set(re.findall(r"torch==([\d.]+)", scripts)) <= {pinned["torch"]}
+
+
+def requires_python(package: str) -> str:
+    """Of the installed version: "" if it is not installed, or takes any Python."""
+    try:
+        return metadata(package)["Requires-Python"] or ""
+    except PackageNotFoundError:
+        return ""
+
+
+def test_every_pinned_package_takes_the_oldest_python() -> None:
+    """Debian 12 has Python 3.11.2, and pip there only says that versions conflict."""
+    oldest = re.search(r'python_requires=">=([\d.]+)', (ROOT / "setup.py").read_text())
+    assert oldest is not None
+    names = re.findall(r"^([^#\s]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    needed = {name: re.search(r">=\s*([\d.]+)", requires_python(name)) for name in names}
+    too_new = {
+        name: found[0] for name, found in needed.items() if found and version(found[1]) > (*version(oldest[1]), 0)
+    }
+    assert not too_new
 
 
 def test_an_installation_has_every_module_and_preset(tmp_path: Path) -> None:
