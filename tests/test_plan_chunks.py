@@ -75,7 +75,7 @@ def test_the_number_for_experts_is_that_of_the_shortest_predicted_step(capsys: p
 def test_an_estimate_counts_what_chunks_hide() -> None:
     """Also with 0, and without a prediction for each number: a search looks at millions of layouts."""
     config = _mixture(1)
-    sizes, _, _ = plan.sizes_of(config.model)
+    sizes, _, _ = plan.sizes_of(config)
     planner = plan.ModelPlanner(H100)
     sent = {}
     for chunks in (1, 4, 0):

@@ -65,8 +65,8 @@ def found(config: Config, world_size: int, machine: Hardware, *fix: str, reverse
             replace(grid, states=grid.states[::-1], pipelines=grid.pipelines[::-1], sequences=grid.sequences[::-1])
             for grid in space.grids
         ]
-    sizes, _, _ = plan.sizes_of(config.model)
     planned = space.check(space.grids[0].mildest)
+    sizes, _, _ = plan.sizes_of(planned)
     given = replace(config, parallel=replace(config.parallel, dp=0))
     planner = plan.ModelPlanner(machine)
     planner.parts = PARTS

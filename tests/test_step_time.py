@@ -64,9 +64,9 @@ def config(world: int, *flags: str, preset: str = "llama3.2-1b", batch: int = 64
     return validate(load([*fixed, *sizes, *flags], presets()).config, world)
 
 
-def layer_work(of: Config):  # type: ignore[no-untyped-def]
+def layer_work(of: Config, layer: int = 1):  # type: ignore[no-untyped-def]
     ctx, tape = recording_of(context.planned(grid_of(of), 0, device=META))
-    stage = BUILDER.maker(of, ctx)(range(1, 2), first=False, last=False)
+    stage = BUILDER.maker(of, ctx)(range(layer, layer + 1), first=False, last=False)
     batch = meta_batch(of.train.micro_batch_size, of.train.seq_length, of.parallel.cp, 1)
     return stage, Recording(stage, batch, tape)
 
@@ -157,13 +157,29 @@ def test_the_estimate_of_a_search_has_the_widths_of_latent_attention(cp_attentio
     of = config(cp, *flags, preset="deepseek-v2-lite")
     _, work = layer_work(of)
     planner = plan.ModelPlanner(H100)
-    estimator = Estimator(of, plan.sizes_of(of.model)[0], H100, planner.kept_by_a_layer)
+    estimator = Estimator(of, plan.sizes_of(of)[0], H100, planner.kept_by_a_layer)
     layout, tokens = layout_of(of), of.train.seq_length / cp
     flops = sum(x.flops for x in work.forward if isinstance(x, Attention))
     if cp == 1 or cp_attention == "ulysses":  # the first rank of gather has fewer scores than the others
         assert estimator._attention(layout, tokens).flops == flops
     for found, recorded in zip(estimator._communication(layout, tokens), (work.forward, work.backward), strict=True):
         assert sent(found) == sent(recorded)
+
+
+@needs_triton
+def test_the_estimate_of_a_search_knows_windows() -> None:
+    """Of Gemma 2's layers every other one reads 4,096 keys. Recorded are tiles, with about 64 keys a query more."""
+    of = config(1, preset="gemma-2-9b")
+    of = replace(of, train=replace(of.train, seq_length=16384))
+    planner = plan.ModelPlanner(H100)
+    estimator = Estimator(of, plan.sizes_of(of)[0], H100, planner.kept_by_a_layer)
+    model, s = of.model, of.train.seq_length
+    pairs = s * s / 2, 4096 * s - 4096**2 / 2
+    flops = 4 * model.num_attention_heads * model.key_width * sum(pairs) / 2
+    assert estimator._attention(layout_of(of), s).flops == pytest.approx(flops)
+    works = [layer_work(of, layer)[1] for layer in (0, 1)]
+    recorded = sum(x.flops for work in works for x in work.forward if isinstance(x, Attention))
+    assert recorded / 2 == pytest.approx(flops, rel=0.02)
 
 
 def sent(operations: Operations) -> Counter[tuple[str, str]]:

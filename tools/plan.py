@@ -159,8 +159,9 @@ def with_kernels(config: Config) -> Config:
     return replace(config, kernels=replace(config.kernels, backend="triton"))
 
 
-def sizes_of(model: ModelConfig) -> tuple[Sizes, str, float]:
+def sizes_of(config: Config) -> tuple[Sizes, str, float]:
     """What an estimate must know of a model; its size in words; the share of its parameters in experts."""
+    model = config.model
     whole = WholeModel(model)
     layers = 0.0
     experts = 0.0
@@ -176,7 +177,10 @@ def sizes_of(model: ModelConfig) -> tuple[Sizes, str, float]:
             token_share = float(spec.token_share)
     number = model.num_hidden_layers
     end = float(model.vocab_size * model.hidden_size)
-    sizes = Sizes(layers / number, experts / number, token_share, end, model.tie_word_embeddings)
+    # Narrower values are padded to the width of keys.
+    padded = 2 * model.key_width / (model.key_width + model.value_width)
+    attention = padded * sum(whole.products_of_layers(config.train.seq_length)) / number
+    sizes = Sizes(layers / number, experts / number, token_share, end, model.tie_word_embeddings, attention)
     return sizes, whole.size_in_words(), experts / whole.parameters()
 
 
@@ -290,7 +294,7 @@ def plan(args: Arguments, resolved: Resolved) -> None:
     given, given_problem = own_layout(config, args.gpus, planner.parts)
     space = make_space(config, args, machine, fixed, layout_of(given[1] if given else config))
     mildest = space.check(space.grids[0].mildest)
-    sizes, in_words, expert_share = sizes_of(mildest.model)
+    sizes, in_words, expert_share = sizes_of(mildest)
     # Without ep it would be 1, whatever is fixed.
     estimated = with_chunks(mildest, "ep_overlap_chunks", space.base.parallel.ep_overlap_chunks)
     console = Console(width=200)  # a table with fewer columns is narrower

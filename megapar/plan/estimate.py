@@ -38,6 +38,7 @@ class Sizes:
     """Parameters of a model: of a layer outside of experts, of a layer's experts, and of embedding and head each.
 
     `expert_share` is the share of the experts that a token uses. `tied` says whether embedding and head are one matrix.
+    `attention` are the FLOPs of a token's attention in a layer, forward, on average: some layers may have windows.
     """
 
     layer: float
@@ -45,6 +46,7 @@ class Sizes:
     expert_share: float
     end: float
     tied: bool
+    attention: float
 
 
 class Estimate(NamedTuple):
@@ -344,10 +346,8 @@ class Estimator:
         return queries * model.key_width + model.num_key_value_heads * (model.key_width + model.value_width)
 
     def _attention(self, layout: Layout, tokens: float) -> Attention:
-        """Forward, with half of the scores masked."""
-        model = self.config.model
-        scores = 2.0 * tokens * self.config.train.seq_length * model.num_attention_heads * model.key_width
-        return Attention(scores / layout.tp, model.key_width, False, 0)
+        """Forward."""
+        return Attention(tokens * self.sizes.attention / layout.tp, self.config.model.key_width, False, 0)
 
     def _products(self, layout: Layout, tokens: float) -> list[Product]:
         """The products of a forward pass: four matrices, and those of a rank's experts."""

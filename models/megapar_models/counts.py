@@ -102,12 +102,12 @@ class WholeModel:
             if 0 <= layer < len(modules):
                 inside = name.removeprefix(f"layers.{layer}")
                 modules[layer].append((inside, type(module), getattr(module, "products", None)))
-        kinds = list(zip(declared, tensors, modules, self._products_of_layers(seq_length), strict=True))
+        kinds = list(zip(declared, tensors, modules, self.products_of_layers(seq_length), strict=True))
         return [kinds.index(kind) for kind in kinds]
 
     def layer_costs(self, seq_length: int) -> list[float]:
         """For each layer the multiplications of one token's forward pass, each with its addition."""
-        costs = [flops / 2 for flops in self._products_of_layers(seq_length)]
+        costs = [flops / 2 for flops in self.products_of_layers(seq_length)]
         for name, (piece, spec) in self.declarations.items():
             layer = self._depth(name)
             if 0 <= layer < len(costs):
@@ -155,7 +155,7 @@ class WholeModel:
             if declared is not None:
                 yield self._depth(name), declared(seq_length)
 
-    def _products_of_layers(self, seq_length: int) -> list[int]:
+    def products_of_layers(self, seq_length: int) -> list[int]:
         """The FLOPs of one token's forward pass through each layer, as its modules declare them."""
         layers = [0] * self.model.num_hidden_layers
         for depth, flops in self._products(seq_length):
