@@ -1,9 +1,13 @@
 """FIFOs, devices, folders and giants in place of files of a run: none is waited for, each is named."""
 
+import json
+import multiprocessing
 import os
 import shutil
 import signal
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 import pytest
@@ -131,9 +135,27 @@ def test_the_record_of_an_error_waits_for_nobody(tmp_path: Path, capsys: pytest.
     os.mkfifo(tmp_path / ".lock")
     write_error({"message": "x"}, str(tmp_path), ours=False)
     assert (tmp_path / "error.json").exists()
-    os.mkfifo(tmp_path / ".error.json.tmp")
+    os.mkfifo(tmp_path / f".error.json.{socket.gethostname()}.{os.getpid()}.tmp")
     write_error({"message": "x"}, str(tmp_path), ours=True)
     assert capsys.readouterr().err == f"{tmp_path}/error.json not written: is a FIFO, not a regular file\n"
+
+
+def test_ranks_that_record_an_error_at_once_keep_out_of_each_others_way(tmp_path: Path) -> None:
+    """As both ends of a broken link do. Each record is whole, and none is reported as lost."""
+
+    def write(number: int) -> None:
+        with open(tmp_path / f"stderr{number}", "w") as file, redirect_stderr(file):
+            for _ in range(300):
+                write_error({"message": "x" * 1000 * number}, str(tmp_path), ours=True)
+
+    writers = [multiprocessing.get_context("fork").Process(target=write, args=(number,)) for number in (1, 2)]
+    for writer in writers:
+        writer.start()
+    while any(writer.is_alive() for writer in writers):
+        with suppress(FileNotFoundError):
+            assert set(json.loads((tmp_path / "error.json").read_text())["message"]) == {"x"}
+    assert [(tmp_path / f"stderr{number}").read_text() for number in (1, 2)] == ["", ""]
+    assert list(tmp_path.glob(".error*")) == []
 
 
 def test_links_to_regular_files_are_followed(tmp_path: Path) -> None:

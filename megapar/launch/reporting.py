@@ -255,8 +255,9 @@ def write_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
     if run_dir is None or not os.path.isdir(run_dir) or not (ours or _is_free(run_dir)):
         return
     path = Path(run_dir) / "error.json"
-    # Not files.replace_file: megapar.system.atomic_files imports this module.
-    draft = path.with_name(".error.json.tmp")
+    # Not files.replace_file: megapar.system.atomic_files imports this module. Both ends of a broken link may write at
+    # once, on two hosts that share the folder: each has a draft of its own.
+    draft = path.with_name(f".error.json.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
         with open(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
             file.write(json.dumps(shown))
