@@ -124,7 +124,7 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
 def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
     sdist = build("sdist", source, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path / "unpacked", filter="data")
+        archive.extractall(tmp_path / "unpacked")  # ours: Python before 3.11.4 has no filters
     (unpacked,) = (tmp_path / "unpacked").iterdir()
     assert (unpacked / "LICENSE").is_file()
     assert contents(build("wheel", unpacked, tmp_path / "wheel")) == contents(wheel)

@@ -26,6 +26,7 @@ from tests.support.megatron_folders import (
     LAYERS,
     MODELS,
     STYLES,
+    Backend,
     megatron_folder,
 )
 from tests.support.sweeps import slow_but
@@ -152,8 +153,19 @@ def test_a_pickle_that_would_run_code_is_refused_before_it_runs(
     assert not (tmp_path / "native").exists()
 
 
-def test_an_object_of_megatron_is_left_out_without_being_imported(tmp_path: Path) -> None:
-    """Its settings hold an enumeration of Megatron's, and Megatron is not installed here."""
+@pytest.mark.parametrize("stored", ["by value", "by name"])
+def test_an_object_of_megatron_is_left_out_without_being_imported(
+    tmp_path: Path, stored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its settings hold an enumeration of Megatron's, and Megatron is not installed here.
+
+    Python 3.11.0 to 3.11.3 stores a member by its name.
+    """
+
+    def reduce(member: Backend, protocol: int) -> tuple[Any, ...]:
+        return (getattr, (Backend, member.name)) if stored == "by name" else (Backend, (member.value,))
+
+    monkeypatch.setattr(Backend, "__reduce_ex__", reduce)
     shape = MODELS["llama"]
     root = megatron_folder(tmp_path / "megatron", shape, tiny_models.random_tensors(shape))
     assert "megatron" not in sys.modules
