@@ -11,7 +11,8 @@ from megapar.comm import collectives
 from megapar.context import Axis
 from megapar.train.step import train_step
 from megapar.verify import logical
-from megapar.verify.logical import held_gradients, held_weights
+from megapar.verify.logical import held_weights
+from megapar.verify.run import see_gradients
 from tests.support import close
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
@@ -45,12 +46,11 @@ def train(layout: Layout, reduce: Reduce | None) -> dict[str, Any]:
         if reduce is not None:
             patch.setattr(collectives, "reduce_scatter_shard_in_bf16_async", reduce)
         state = make_state(layout.config())
+        seen = see_gradients(state)
         steps = []
         for step in range(STEPS):
             result = train_step(state, micro_batches(state.config, state.ctx, step))
-            left = state.grads.flat.clone()
-            steps.append((result.grad_norm, held_gradients(state), held_weights(state)))
-            state.grads.flat.copy_(left)  # the next step must cope with what the reduction has left beside the shard
+            steps.append((result.grad_norm, seen.gradients, held_weights(state)))
     return {"steps": steps, "sent": state.ctx.grad.shards.traffic.sent.get("reduce_scatter", 0)}
 
 

@@ -179,15 +179,22 @@ def held_weights(state: TrainState) -> list[Held]:
 
 
 def held_gradients(state: TrainState) -> list[Held]:
-    """Reduced gradients; with ZeRO every rank holds only its shards of them, so they are gathered first."""
+    """Reduced gradients; with ZeRO every rank holds only its shards of them, so they are gathered first.
+
+    The state stays as it was: also what a reduction has left beside a shard, with which the next step must cope.
+    """
     if isinstance(state.grads, UnitGradients):
         whole = _whole_gradients(state)
         return held(state.stages.values(), state.ctx, lambda param: whole[param] if param.requires_grad else None)
-    if state.grads.layout.sharded:
-        for bucket in state.grads.layout.buckets:
-            axis = state.grads.layout.axis(bucket)
-            collectives.all_gather_shard_async(state.grads.flat[bucket.start : bucket.stop], axis).wait()
-    return held(state.pipeline.stages.values(), state.ctx, main_gradients)
+    if not state.grads.layout.sharded:
+        return held(state.pipeline.stages.values(), state.ctx, main_gradients)
+    left = state.grads.flat.clone()
+    for bucket in state.grads.layout.buckets:
+        axis = state.grads.layout.axis(bucket)
+        collectives.all_gather_shard_async(state.grads.flat[bucket.start : bucket.stop], axis).wait()
+    parts = held(state.pipeline.stages.values(), state.ctx, main_gradients)
+    state.grads.flat.copy_(left)
+    return parts
 
 
 def _whole_gradients(state: TrainState) -> dict[nn.Parameter, Tensor]:
