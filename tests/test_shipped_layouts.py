@@ -126,7 +126,7 @@ def test_a_shipped_layout_is_one_of_the_first_rows_of_a_search(name: str) -> Non
     config, world_size, machine = shipped(name)
     base = searchable(config, {}, "cuda")
     space = Space(base, world_size, machine.gpus_per_node, validate_layout, {}, layout_of(config))
-    sizes, _, _ = plan.sizes_of(config.model)
+    sizes, _, _ = plan.sizes_of(config)
     planner = planner_of(machine)
     estimator = Estimator(space.check(space.grids[0].mildest), sizes, machine, planner.kept_by_a_layer)
     found = search(space, estimator, planner, machine, (config, config), 10)
