@@ -93,6 +93,10 @@ def last_held_out_loss(run_dir: Path) -> float:
     return losses[-1]
 
 
+def beside(loss: float, entropy: float) -> str:
+    return f"{abs(loss - entropy):.4f} {'below' if loss < entropy else 'above'}"
+
+
 def main() -> None:
     with reported():
         args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
@@ -106,8 +110,8 @@ def main() -> None:
         if args.run_dir:
             loss = last_held_out_loss(args.run_dir)
             print(
-                f"held-out loss {loss:.4f} nats per token: {entropies.unigram - loss:+.4f} below unigram, "
-                f"{entropies.bigram - loss:+.4f} below bigram"
+                f"held-out loss {loss:.4f} nats per token: {beside(loss, entropies.unigram)} unigram, "
+                f"{beside(loss, entropies.bigram)} bigram"
             )
         if args.json:
             args.json.write_text(json.dumps({**asdict(entropies), "targets": targets}) + "\n")
