@@ -154,4 +154,5 @@ class Stragglers:
                 ratio = seconds[rank] / middle if middle > 0 else 1.0
                 self._slow[rank] = self._slow.get(rank, 0) + 1 if ratio > self._ratio else 0
                 if self._slow[rank] == WINDOWS:
-                    self._tell(Straggler(step, rank, self._ranks[rank][0], ratio))
+                    # Rounded here, so that the line and the event say the same.
+                    self._tell(Straggler(step, rank, self._ranks[rank][0], round(ratio, 3)))

@@ -73,7 +73,7 @@ class Watch:
 
     def straggler(self, found: Straggler) -> None:
         """Take a slow rank."""
-        fields = {"step": found.step, "rank": found.rank, "host": found.host, "ratio": round(found.ratio, 3)}
+        fields = {"step": found.step, "rank": found.rank, "host": found.host, "ratio": found.ratio}
         self.event("straggler", str(found), **fields)
 
     def event(self, name: str, text: str, **fields: Any) -> None:
