@@ -135,7 +135,7 @@ def test_the_record_of_an_error_waits_for_nobody(tmp_path: Path, capsys: pytest.
     os.mkfifo(tmp_path / ".lock")
     write_error({"message": "x"}, str(tmp_path), ours=False)
     assert (tmp_path / "error.json").exists()
-    os.mkfifo(tmp_path / f".error.json.{socket.gethostname()}.{os.getpid()}.tmp")
+    os.mkfifo(tmp_path / f"error.json.{socket.gethostname()}.{os.getpid()}.tmp")
     write_error({"message": "x"}, str(tmp_path), ours=True)
     assert capsys.readouterr().err == f"{tmp_path}/error.json not written: is a FIFO, not a regular file\n"
 
@@ -155,7 +155,7 @@ def test_ranks_that_record_an_error_at_once_keep_out_of_each_others_way(tmp_path
         with suppress(FileNotFoundError):
             assert set(json.loads((tmp_path / "error.json").read_text())["message"]) == {"x"}
     assert [(tmp_path / f"stderr{number}").read_text() for number in (1, 2)] == ["", ""]
-    assert list(tmp_path.glob(".error*")) == []
+    assert list(tmp_path.glob("error.json.*")) == []
 
 
 def test_links_to_regular_files_are_followed(tmp_path: Path) -> None:

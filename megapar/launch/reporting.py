@@ -18,6 +18,7 @@ from typing import Any
 from megapar.comm.flight import Flight
 from megapar.errors import CommunicationError, MegaparError, OutOfMemoryError, Preempted, StorageError
 from megapar.system import events
+from megapar.system.atomic_files import replace_file
 from megapar.system.regular_files import open_regular
 
 _OF_FAULT = ("class", "message", "exit_code", "rank", "host", "step", "phase")  # what events.jsonl has of an error
@@ -255,19 +256,12 @@ def write_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
     if run_dir is None or not os.path.isdir(run_dir) or not (ours or _is_free(run_dir)):
         return
     path = Path(run_dir) / "error.json"
-    # Not files.replace_file: megapar.system.atomic_files imports this module. Both ends of a broken link may write at
-    # once, on two hosts that share the folder: each has a draft of its own.
-    draft = path.with_name(f".error.json.{socket.gethostname()}.{os.getpid()}.tmp")
     try:
-        with open(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "w") as file:
-            file.write(json.dumps(shown))
-        draft.replace(path)
+        replace_file(path, json.dumps(shown).encode())
         if not record.get("told_by_another"):
             events.append(Path(run_dir), "fault", **{key: record.get(key) for key in _OF_FAULT})
     except OSError as error:
         tell(f"{path} not written: {error.strerror or error}")
-        with suppress(OSError):
-            draft.unlink()
 
 
 def _is_free(run_dir: str) -> bool:

@@ -2,12 +2,23 @@
 
 import json
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megapar.errors import storing
+from megapar.system.regular_files import open_regular
+
+
+def _draft(path: Path) -> Path:
+    """A file beside `path`, of this process alone: several hosts may share the folder."""
+    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
+
+
+def _opened(draft: Path) -> BinaryIO:
+    return open(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
@@ -15,10 +26,9 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
 
     `sync` writes the data to the disk before the rename, so that a power cut does not lose it. Raises OSError.
     """
-    # The process number keeps two processes from writing one draft.
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    draft = _draft(path)
     try:
-        with open(draft, "wb") as file:
+        with _opened(draft) as file:
             file.write(data)
             # Without this a file system may do the rename first, and leave an empty file after a power cut.
             if sync:
@@ -37,9 +47,9 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 
     Raises StorageError if it cannot be opened, synced or renamed.
     """
-    draft = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    draft = _draft(path)
     with storing(path):
-        file = draft.open("wb")
+        file = _opened(draft)
     try:
         with file:
             yield file
