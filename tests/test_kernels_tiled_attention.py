@@ -175,6 +175,12 @@ def test_it_is_attention_with_explicit_scores(name: str) -> None:
     check(**CASES[name])
 
 
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+def test_a_scale_that_would_turn_the_order_of_scores_is_refused(scale: float) -> None:
+    with pytest.raises(ValueError, match=rf"scale {scale} of attention's scores: it must be positive"):
+        check(rule=ScoreRule(scale))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "window"), [("all", tiled_attention.NARROW), ("all", 140), ("latent", 90)])
 def test_the_shipped_tiles_are_right(name: str, window: int, monkeypatch: pytest.MonkeyPatch) -> None:

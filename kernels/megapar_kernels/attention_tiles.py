@@ -60,7 +60,11 @@ def _write(ptr, x, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr
 
 @triton.jit
 def _unit(scale, cap, CAPPED: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The unit of `_scores`, for exponents of two. One multiply-add takes a score times it, less the row's greatest."""
+    """What `_scores` are multiplied by to be exponents of two.
+
+    The product and the subtraction of the row's greatest score are one multiply-add. Its error grows with the score,
+    as that of a score that is scaled first.
+    """
     return (cap if CAPPED else scale) * LOG2_E
 
 

@@ -164,8 +164,11 @@ def forward(
 
     A score is scale * product, with a `cap` cap * tanh(scale * product / cap). `sinks_n` are further scores of a
     head without a value. A query that attends nothing has zeros and an lse of -inf. The result is
-    [q, b, n, e] in memory.
+    [q, b, n, e] in memory. Raises ValueError unless `scale` is positive: the kernel takes the greatest product for
+    that of the greatest score.
     """
+    if not scale > 0.0:
+        raise ValueError(f"scale {scale} of attention's scores: it must be positive")
     q, k, v = map(_rows, (q, k, v))
     b, n, queries, width = q.shape
     v_width = v.shape[-1]
