@@ -394,14 +394,8 @@ def _tiled_attention() -> Iterator[Shipped]:
     ]
     special = {**dict.fromkeys(("lse_ptr", "delta_ptr", "scale", "cap"), "fp32")}
     special |= dict.fromkeys(("starts_ptr", "stops_ptr"), "i32")
-    for width, v_width, window in (
-        (64, 64, 0),
-        (64, 64, 128),
-        (80, 80, 0),
-        (128, 128, 0),
-        (192, 128, 0),
-        (256, 256, 0),
-    ):
+    sizes = [(*widths, 0) for widths in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))]
+    for width, v_width, window in (*sizes, (64, 64, tiled_attention.NARROW)):
         narrow = ", narrow window" if window else ""
         for direction, kernel, config in kernels:
             main, rest, v_columns = tiled_attention.columns(width, v_width)

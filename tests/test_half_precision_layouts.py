@@ -17,16 +17,7 @@ from megapar.verify import logical
 from megapar.verify.logical import held_weights
 from megapar.verify.run import see_gradients
 from tests.support.distributed import apart, run_ranks
-from tests.support.grid import (
-    GPT,
-    LLAMA,
-    MIXTRAL,
-    SAMPLES,
-    Layout,
-    make_state,
-    micro_batches,
-    name,
-)
+from tests.support.grid import GPT, LLAMA, MIXTRAL, SAMPLES, Layout, make_state, micro_batches, name
 from tests.support.sweeps import slow_but
 
 STEPS = 2

@@ -106,7 +106,7 @@ def test_asking_for_gpus_leaves_cuda_usable_in_a_fork() -> None:
     assert 'os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"' in conftest
 
 
-# Imports every test's file as the lane `-m gpus` does on a machine with a GPU, and says which would start CUDA.
+# Imports tests' files as the lane `-m gpus` does on a machine with a GPU, and says which would start CUDA.
 COLLECT = """
 import os, sys
 os.environ["MEGAPAR_TEST_LANE"] = "gpus"
@@ -124,7 +124,7 @@ sys.exit(pytest.main(["-m", "gpus", "--collect-only", "-q", *sys.argv[1:]]))
 
 
 def files_with_tensors_on_gpus() -> list[str]:
-    """The tests' files that name the device of the lanes: a quarter of all, which import in a third of the time."""
+    """The tests' files that name a device of the lanes. On a GPU, tests/conftest.py asks after all files."""
     words = ("kernel_checks", "rank_device", "mark.gpus")
     return [str(path) for path in sorted(ROOT.glob("tests/test_*.py")) if any(x in path.read_text() for x in words)]
 
@@ -134,4 +134,4 @@ def test_no_file_starts_cuda_while_it_is_imported(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout
     planted = tmp_path / "test_planted.py"
     planted.write_text("import torch\nX = torch.ones(1, device='cuda')\n")
-    assert python("-c", COLLECT, "--rootdir", str(ROOT), str(planted)).returncode == pytest.ExitCode.INTERRUPTED
+    assert "starts CUDA" in python("-c", COLLECT, "--rootdir", str(ROOT), str(planted)).stdout
