@@ -8,16 +8,34 @@ and the backward 4.
 Maximum and sum take one pass (Milakov and Gimelshein, arXiv 1805.02867).
 """
 
+import math
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from megapar_kernels.dispatch import Implementation, exp, fused, launches, next_power_of_2, tl, triton
 
-_CACHED = 1 << 16  # elements that a CPU's cache holds
+_CACHED = 1 << 19  # elements that a CPU's cache holds: 2 MiB of fp32, the fastest of five sizes
+_LOG2_E = math.log2(math.e)
 # Takes the place of -inf, because -inf - -inf is NaN.
 _LEAST = tl.constexpr(torch.finfo(torch.float32).min)
 
 __all__ = ["gradient", "gradient_config", "statistics", "statistics_config"]
+
+
+def _exp_(x: Tensor) -> Tensor:
+    """e^x in place, of a difference. On a CPU torch's exp2 takes a third of the time of its exp."""
+    return x.mul_(_LOG2_E).exp2_() if x.is_cpu else x.exp_()
+
+
+def _blocks(logits: Tensor) -> Iterator[slice]:
+    """Ranges of rows for one op after the other.
+
+    A GPU takes all rows at once. A CPU takes as many as its cache holds: memory would cost more than the arithmetic.
+    """
+    rows = max(_CACHED // max(logits.shape[1], 1) if logits.is_cpu else len(logits), 1)
+    return (slice(first, first + rows) for first in range(0, len(logits), rows))
 
 
 def _statistics(logits: Tensor, target: Tensor, columns: int) -> Tensor:
@@ -29,12 +47,9 @@ def _statistics(logits: Tensor, target: Tensor, columns: int) -> Tensor:
     column = torch.where(is_here, target, 0)[:, None]
     picked = torch.where(is_here, z.gather(-1, column)[:, 0].to(wide), 0.0)
     exp_sum = torch.empty_like(maximum)
-    # A GPU takes all rows at once. A CPU takes as many as its cache holds: fresh memory would cost more than the
-    # arithmetic.
-    rows = max(_CACHED // columns if z.is_cpu else len(z), 1)
-    for block in (slice(first, first + rows) for first in range(0, len(z), rows)):
+    for block in _blocks(z):
         shifted = z[block] - maximum[block, None]
-        exp_sum[block] = shifted.exp_().sum(-1)
+        exp_sum[block] = _exp_(shifted).sum(-1)
     return torch.stack((maximum, exp_sum, picked))
 
 
@@ -49,8 +64,10 @@ def _gradient(
 ) -> Tensor:
     """`gradient` by torch's ops."""
     in_logits = inplace and logits.dtype == maximum.dtype
-    grad = torch.sub(logits, maximum[:, None], out=logits) if in_logits else logits - maximum[:, None]
-    grad.exp_().mul_(scale[:, None])
+    grad = logits if in_logits else torch.empty_like(logits, dtype=maximum.dtype)
+    for block in _blocks(logits):
+        torch.sub(logits[block], maximum[block, None], out=grad[block])
+        _exp_(grad[block]).mul_(scale[block, None])
     grad[:, columns:] = 0.0
     if columns:
         # Not by a mask as the index: the host would have to wait for the GPU to know how many elements it selects.
