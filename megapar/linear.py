@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.comm.pending import Pending
+from megapar.comm.pending import NOTHING, Pending
 from megapar.converted_weight import ConvertedWeight
 from megapar.main_grad import DeferredWeightGradient, MainGrad, is_deferred, main_grad_of
 from megapar.products import MatrixProducts
@@ -52,10 +52,10 @@ class Local:
         return x
 
     def enter_async(self, x: Tensor) -> tuple[Tensor, Pending]:
-        return x, Pending()
+        return x, NOTHING
 
     def leave_async(self, grad_x: Tensor) -> tuple[Tensor, Pending]:
-        return grad_x, Pending()
+        return grad_x, NOTHING
 
 
 LOCAL = Local()
@@ -140,8 +140,7 @@ def linear_backward(
     x and the weights are saved tensors. The bias is that of the first product. See `LinearFunction` for the order.
     """
     grad_x = grad_bias = None
-    entering = Pending()  # an empty Pending: its wait returns at once
-    leaving = Pending()
+    entering = leaving = NOTHING
     region = ctx.region  # through which x has still to enter
     if any(needs and not is_deferred(kept.main_grad) for needs, kept in zip(needs_weights, ctx.kept, strict=True)):
         # From here on x is the input of the product, no longer that of the layer. This communication runs during the

@@ -10,12 +10,12 @@ them, and W adds them.
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from megapar_kernels.dispatch import MainGrad, main_grad_of
 from torch import Tensor, nn
 
-from megapar.comm.pending import Pending
+from megapar.comm.pending import NOTHING, Pending
 
 
 def main_grads(module: nn.Module) -> list[MainGrad]:
@@ -25,11 +25,10 @@ def main_grads(module: nn.Module) -> list[MainGrad]:
 
 
 def _without_communication(x: Tensor) -> tuple[Tensor, Pending]:
-    return x, Pending()
+    return x, NOTHING
 
 
-@dataclass(frozen=True)
-class DeferredWeightGradient:
+class DeferredWeightGradient(NamedTuple):
     """A parameter's gradient, still to be added to its main gradient, and for a matrix still to be computed.
 
     `x` is the input of the layer, and `grad_y` the gradient of the matrix product's output. `enter(x)` starts the
@@ -84,7 +83,7 @@ class WeightGradientQueue:
 
     def append(self, entry: DeferredWeightGradient) -> None:
         # The tensor that backward unpacks refers to its graph. Detached, it does not keep the graph in memory.
-        self._entries.append(replace(entry, x=entry.x.detach()))
+        self._entries.append(entry._replace(x=entry.x.detach()))
 
     @property
     def nbytes(self) -> int:

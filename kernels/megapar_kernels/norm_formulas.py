@@ -34,7 +34,7 @@ def torch_backward(
     grad_y: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
     """As `norms._backward`, by torch's ops."""
-    grad_x, *grads = torch.ops.aten.native_layer_norm_backward(
+    grad_x, *grads = torch.ops.aten.native_layer_norm_backward.default(
         grad_y,
         x,
         weight.shape,

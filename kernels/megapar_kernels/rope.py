@@ -196,18 +196,21 @@ def rotate(x_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor, impl: Implementation 
     return _reference(x_sbnd, cos_sd, sin_sd)
 
 
-def _rotate_into(out: Tensor, x: Tensor, cos_sd: Tensor, sin_sd: Tensor, inverse: bool) -> None:
-    """Write x, rotated, to `out` by torch's ops. Both are [s, b, n, d] with any strides."""
-    wide = torch.promote_types(x.dtype, cos_sd.dtype)
+def _rotate_into(out: Tensor, x: Tensor, cos: Tensor, sin: Tensor, inverse: bool) -> None:
+    """Write x, rotated, to `out` by torch's ops. Both are [s, b, n, d] with any strides.
+
+    cos [s, 1, 1, d] is the whole table, and sin [s, 1, 1, d/2] its first half, which the other one repeats.
+    """
+    wide = torch.promote_types(x.dtype, cos.dtype)
     x = x.to(wide)
     # A 16-bit `out` would round between the two products.
     y = out if out.dtype == wide else torch.empty_like(x)
-    half = x.shape[-1] // 2
     sign = -1 if inverse else 1
-    cos, sin = cos_sd[:, None, None, :], sin_sd[:, None, None, :]
     torch.mul(x, cos, out=y)
-    y[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-sign)
-    y[..., half:].addcmul_(x[..., :half], sin[..., half:], value=sign)
+    x_first, x_second = x.chunk(2, dim=-1)
+    y_first, y_second = y.chunk(2, dim=-1)
+    y_first.addcmul_(x_second, sin, value=-sign)
+    y_second.addcmul_(x_first, sin, value=sign)
     if y is not out:
         out.copy_(y)
 
@@ -222,8 +225,7 @@ def _empty_heads(x_sbnd: Tensor, heads_apart: bool) -> Tensor:
 
 def _heads(qkv_sbc: Tensor, q_heads: int, kv_heads: int, width: int) -> tuple[Tensor, ...]:
     """q, k and v [s, b, n, d] as views of the fused projection."""
-    parts = qkv_sbc.split([q_heads * width, kv_heads * width, kv_heads * width], dim=-1)
-    return tuple(part.unflatten(-1, (-1, width)) for part in parts)
+    return qkv_sbc.unflatten(-1, (-1, width)).split_with_sizes((q_heads, kv_heads, kv_heads), dim=2)
 
 
 class _SplitAndRotate(torch.autograd.Function):
@@ -329,8 +331,9 @@ def _rotate_pair(
     if use_kernel:
         _launch(q, k, q_out, k_out, cos_sd, sin_sd, inverse=inverse)
         return
-    _rotate_into(q_out, q, cos_sd, sin_sd, inverse)
-    _rotate_into(k_out, k, cos_sd, sin_sd, inverse)
+    cos, sin = cos_sd[:, None, None, :], sin_sd[:, None, None, : width // 2]
+    _rotate_into(q_out, q, cos, sin, inverse)
+    _rotate_into(k_out, k, cos, sin, inverse)
 
 
 def split_and_rotate_qkv(

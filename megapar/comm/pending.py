@@ -53,7 +53,14 @@ class Pending:
         # Cleared first: should a work fail, another `wait` must not wait for it again.
         works = self._works
         self._works = []
-        if works and self._logged is not None:
+        if not works:
+            self._continue()
+        elif self._logged is None:
+            with as_communication_errors():
+                for work in works:
+                    work.wait()
+            self._continue()
+        else:
             log, first, last = self._logged
             log.wait(first, last)
             with as_communication_errors(log):
@@ -61,11 +68,6 @@ class Pending:
                     work.wait()
             self._continue()
             log.end(first, last)
-        else:
-            with as_communication_errors():
-                for work in works:
-                    work.wait()
-            self._continue()
         self._tensors = []
 
     def _continue(self) -> None:
@@ -86,3 +88,17 @@ class Pending:
             self._logged = log, first, last
             log.started(first, last)
         return self
+
+
+class _Nothing(Pending):
+    """No operation. A class of its own, because a step of one process waits for it thousands of times."""
+
+    def wait(self) -> None:
+        pass
+
+    def followed_by(self, then: Callable[[], None]) -> Pending:
+        return Pending().followed_by(then)
+
+
+NOTHING = _Nothing()
+"""What there is to wait for if nothing is communicated."""
