@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megapar_kernels import apex, grouped
+from megapar_kernels import apex, grouped, onednn
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.grouped import RowGroups
 from torch import Tensor
@@ -55,6 +55,8 @@ class MatrixProducts:
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """y: [..., out], from x [..., in] and weight [out, in]."""
+        if onednn.takes(x, weight):
+            return onednn.linear(x, weight, bias)
         return F.linear(x, weight, bias)
 
     def forward_into(self, out: Tensor, x_2d: Tensor, weight: Tensor) -> Tensor:
@@ -66,10 +68,12 @@ class MatrixProducts:
 
         Each slice is contiguous. The slices of `x` and of `out` may lie apart in memory.
         """
-        _batched_product(out, x, weight.t(), bias)
+        _products_of_slices(out, x, weight, bias)
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
         """Gradient of x: [..., in], from grad_y [..., out] and weight [out, in]."""
+        if onednn.takes(grad_y, matrix := weight.t()):
+            return onednn.linear(grad_y, matrix)
         return grad_y @ weight
 
     def input_gradient_into(self, out: Tensor, grad_2d: Tensor, weight: Tensor) -> Tensor:
@@ -81,7 +85,7 @@ class MatrixProducts:
 
         Each slice is contiguous. The slices of `grad` and of `out` may lie apart in memory.
         """
-        _batched_product(out, grad, weight, None)
+        _products_of_slices(out, grad, weight.t(), None)
 
     def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
         """Gradient of the weight: [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""
@@ -153,13 +157,17 @@ TORCH_PRODUCTS = MatrixProducts()
 """The products of torch, in the dtype of the inputs. Layers use them by default."""
 
 
-def _batched_product(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
-    """out[i] = x[i] @ matrix + bias for each slice i. The slices are read and written in place.
+def _products_of_slices(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
+    """out[i] = x[i] W^T + b for each slice i and a matrix [out, in]. The slices are read and written in place.
 
-    One product of all slices would need them side by side, and so a copy of the layer's whole input or output. One
-    product for each slice would be too small to fill a GPU.
+    One product of all slices would need them side by side, and so a copy of the layer's whole input or output. On a
+    GPU one product for each slice would be too small to fill it.
     """
-    matrices = matrix.expand(x.shape[0], -1, -1)  # takes no memory: the stride between the matrices is 0
+    if onednn.takes(x[0], matrix):  # a layer without chunks is computed so, and chunks have its bits
+        for part, rows in zip(out, x, strict=True):
+            part.copy_(onednn.linear(rows, matrix, bias))
+        return
+    matrices = matrix.t().expand(x.shape[0], -1, -1)  # takes no memory: the stride between the matrices is 0
     if bias is None:
         torch.bmm(x, matrices, out=out)
     else:

@@ -18,6 +18,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import benchmark
 from benchmarks import (
     counting,
+    cpu_products,
     cpu_profile,
     families,
     finetuning,
@@ -175,6 +176,26 @@ def test_a_profile_counts_operations_by_kind(monkeypatch: pytest.MonkeyPatch, tm
         assert set(times) >= {"matrix products", "attention", "norms", "loss", "activation"}
         assert min(times.values()) >= 0
         assert times["matrix products"] > times["zeros"]
+
+
+def test_products_of_two_libraries_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a clock that goes on by 3 ms for each product of torch, and by 2 ms for one of oneDNN."""
+    now = 0.0
+
+    def product(seconds: float, x: torch.Tensor, matrix: torch.Tensor) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(cpu_products.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(cpu_products.F, "linear", partial(product, 0.003))
+    monkeypatch.setattr(cpu_products.torch, "matmul", partial(product, 0.003))
+    monkeypatch.setattr(cpu_products.onednn, "linear", partial(product, 0.002))
+    file = tmp_path / "out.json"
+    cpu_products.main(cpu_products.Options(rows=(2, 3), matrices=("8x4",), rounds=2, json=file))
+    shapes = [(row["outputs"], row["inputs"], row["rows"]) for row in json.loads(file.read_text())["products"]]
+    assert shapes == [(8, 4, 2), (8, 4, 3)]
+    for row in json.loads(file.read_text())["products"]:
+        assert row["forward"] + row["backward"] == pytest.approx([1.5] * 4)
 
 
 def test_schedules_are_timed_beside_their_simulation(tmp_path: Path) -> None:

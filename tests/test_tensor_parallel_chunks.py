@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megapar_kernels import onednn
 from torch import Tensor
 
 from megapar import context
@@ -74,9 +75,14 @@ def rounded_differences(size: int) -> list[str]:
     return wrong
 
 
-@pytest.mark.parametrize("tp", [2, 4])
-def test_chunks_of_many_tokens_round_as_one_product_does(tp: int) -> None:
+@pytest.mark.parametrize(("tp", "by_onednn"), [(2, False), (4, False), (2, True)])
+def test_chunks_of_many_tokens_round_as_one_product_does(
+    tp: int, by_onednn: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In fp32 on a CPU: each rank's part of a sum is added there in rank order. Also with recomputed layers."""
+    monkeypatch.setattr(onednn, "IS_FASTER", by_onednn)
+    monkeypatch.setattr(onednn, "MULTIPLE_OF_ROWS", 1)
+    monkeypatch.setattr(onednn, "LEAST_MATRIX", 1)
     for wrong in run_ranks(tp, rounded_differences, tp):
         assert not wrong, "\n".join(wrong)
 

@@ -1,6 +1,7 @@
 """The limit of every contender: the matrix products and the attention of a step, and nothing else.
 
-All tensors are contiguous. Products of one input are one product: query, key and value, and gate and up.
+megapar's own functions compute them, which choose the faster library. All tensors are contiguous. Products of one input
+are one product: query, key and value, and gate and up.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from benchmarks.peers import Peer, Result, Weights
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
+from megapar.products import TORCH_PRODUCTS
 
 
 class Products(Peer):
@@ -45,15 +47,12 @@ class Products(Peer):
         if pp_rank == parallel.pp - 1:
             shapes.append((rows, model.vocab_size // parallel.tp, model.hidden_size))
         self.products = []
-        # One activation for each shape, with the outputs of the products.
-        self.activations = {}
-        self.outputs = {}
+        self.activations = {}  # one for each shape
         for count, outputs, inputs in shapes:
             weight = torch.randn(outputs, inputs, device=device) * 0.02
             self.products.append((count, weight, torch.zeros_like(weight)))
             for width in (outputs, inputs):
                 self.activations[count, width] = torch.randn(count, width, device=device)
-                self.outputs[count, width] = torch.empty(count, width, device=device)
         # The key/value heads are shared: a tensor of all query heads would be other work.
         self.q = torch.randn(samples, heads, queries, model.head_dim, device=device, requires_grad=True)
         self.k = torch.randn(samples, kv_heads, keys, model.head_dim, device=device, requires_grad=True)
@@ -73,9 +72,9 @@ class Products(Peer):
         outputs, inputs = weight.shape
         x = self.activations[rows, inputs]
         y_grad = self.activations[rows, outputs]
-        torch.mm(x, weight.t(), out=self.outputs[rows, outputs])
-        torch.mm(y_grad, weight, out=self.outputs[rows, inputs])
-        weight_grad.addmm_(y_grad.t(), x)
+        TORCH_PRODUCTS.forward(x, weight, None)
+        TORCH_PRODUCTS.input_gradient(y_grad, weight)
+        TORCH_PRODUCTS.add_weight_gradient(weight_grad, y_grad, x)
 
     def attention(self) -> None:
         """Forward and backward."""
