@@ -32,12 +32,14 @@ class Model(NamedTuple):
         return self.tokens * self.chosen
 
 
-QWEN3_30B = Model("Qwen3 30B-A3B", 8192, 2048, 768, 128, 8)
-TINY = Model("tiny", 8, 32, 24, 4, 2)
+# The second one is a rank with one expert: its weight gradient is torch's product.
+GPU = (Model("Qwen3 30B-A3B", 8192, 2048, 768, 128, 8), Model("Mixtral 8x7B, one expert", 4096, 4096, 14336, 1, 1))
+TINY = (Model("tiny", 8, 32, 24, 4, 2), Model("tiny, one expert", 8, 32, 24, 1, 1))
 
 
 def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
-    yield from _row_cases(model, kernels.token_rows)
+    if model.experts > 1:
+        yield from _row_cases(model, kernels.token_rows)
     for outputs, inputs in ((2 * model.mlp, model.hidden), (model.hidden, model.mlp)):  # gate and up, down
         yield _weight_gradient_case(model, outputs, inputs, kernels.grouped_products)
 

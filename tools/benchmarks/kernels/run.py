@@ -188,7 +188,8 @@ def choose_cases(options: Options, kernels: Kernels) -> list[Case]:
     todo: dict[tuple[str, str], Case] = {}
     found = [case for model in models for case in cases(model, kernels)]
     found += attention.cases(attention.TINY if options.dry_run else attention.MODELS, kernels.masked_attention)
-    found += experts.cases(experts.TINY if options.dry_run else experts.QWEN3_30B, kernels)
+    for model in experts.TINY if options.dry_run else experts.GPU:
+        found += experts.cases(model, kernels)
     for case in found:
         if not options.only or any(word in case.op for word in options.only):
             todo.setdefault((case.op, case.shape), case)  # models share a vocabulary
