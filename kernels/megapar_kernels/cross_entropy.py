@@ -25,7 +25,10 @@ __all__ = ["gradient", "gradient_config", "statistics", "statistics_config"]
 
 
 def _exp_(x: Tensor) -> Tensor:
-    """e^x in place, of a difference. On a CPU torch's exp2 takes a third of the time of its exp."""
+    """e^x in place, of a difference.
+
+    On a CPU torch's exp2 takes a third of the time of its exp. The error grows with |x|: some 1e-6 of e^-20 in fp32.
+    """
     return x.mul_(_LOG2_E).exp2_() if x.is_cpu else x.exp_()
 
 

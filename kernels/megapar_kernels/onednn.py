@@ -45,7 +45,7 @@ def takes(x: Tensor, matrix: Tensor) -> bool:
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None = None) -> Tensor:
     """x W^T + b: [..., out], from fp32 x [..., in], matrix [out, in] and bias [out], of any strides.
 
-    A row's result has the same bits whatever the number of rows.
+    From 16 rows on, a row's result has the same bits whatever the number of rows.
     """
     y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x.flatten(0, -2), matrix, bias, "none", [], "")
     # Not `unflatten`: autograd would take y for a view, and refuse to add to it in place.
