@@ -53,14 +53,7 @@ class Pending:
         # Cleared first: should a work fail, another `wait` must not wait for it again.
         works = self._works
         self._works = []
-        if not works:
-            self._continue()
-        elif self._logged is None:
-            with as_communication_errors():
-                for work in works:
-                    work.wait()
-            self._continue()
-        else:
+        if works and self._logged is not None:
             log, first, last = self._logged
             log.wait(first, last)
             with as_communication_errors(log):
@@ -68,6 +61,11 @@ class Pending:
                     work.wait()
             self._continue()
             log.end(first, last)
+        else:
+            with as_communication_errors():
+                for work in works:
+                    work.wait()
+            self._continue()
         self._tensors = []
 
     def _continue(self) -> None:
