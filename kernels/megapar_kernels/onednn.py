@@ -1,7 +1,7 @@
 """fp32 matrix products on a CPU by oneDNN, where it is faster than MKL.
 
 torch gives fp32 products to MKL and those of 16 bits to oneDNN. On AMD's CPUs with AVX-512 oneDNN is the faster one for
-fp32 too: `tools/benchmark.py products` measures both. torch.compile calls the same op for frozen weights.
+fp32 too: `tools/benchmark.py products` measures both.
 """
 
 import torch

@@ -23,7 +23,7 @@ KINDS = {
     "attention": "flash_attention",
     "copies, concatenations, lookups": "aten::(copy_|cat|index|clone)|embedding",
     "norms": "native_layer_norm|rms_norm|aten::(mean|rsqrt|pow)",
-    "loss": "log_softmax|nll_loss|logsumexp|aten::(exp|exp2|gather|scatter|amax)",
+    "loss": "log_softmax|nll_loss|logsumexp|aten::(exp|gather|scatter|amax)",
     "activation": "silu|sigmoid",
     "optimizer and norm of gradients": "adamw|vector_norm|linalg|foreach|square|aten::dot",
     "zeros": "aten::(zero_|fill_)",
