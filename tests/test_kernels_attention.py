@@ -1,5 +1,6 @@
 """Attention by torch's SDPA: packed documents, and the order of its backends."""
 
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from typing import Any
@@ -16,7 +17,9 @@ from megapar_kernels.attention import (
     sdpa,
     varlen_serves,
 )
+from megapar_kernels.block_attention import ScoreRule, in_blocks_of_rows, reference, reference_backward
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.kernel_checks import DEVICE, relative_error
 
@@ -75,6 +78,52 @@ def test_no_gradient_crosses_a_document(attention: Callable[..., Tensor], width:
         assert grad[third].any()
         assert not grad[: third.start].any()
         assert not grad[third.stop :].any()
+
+
+@pytest.mark.skipif(ON_GPU, reason="blocks of rows are for a CPU alone")
+@pytest.mark.parametrize(("length", "kv_heads", "v_width"), [(128, 4, 10), (200, 2, 10), (129, 1, 10), (1024, 2, 6)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_on_a_cpu_blocks_of_rows_give_what_explicit_scores_give(
+    length: int, kv_heads: int, v_width: int, dtype: torch.dtype
+) -> None:
+    """Also lengths of no whole number of blocks, and a gradient that is not contiguous."""
+    torch.manual_seed(length)
+    shapes = [(2, 4, length, 10), (2, kv_heads, length, 10), (2, kv_heads, length, v_width)]
+    q, k, v = (torch.randn(shape, dtype=dtype, requires_grad=True) for shape in shapes)
+    grad = torch.randn(length, 2, 4, v_width, dtype=dtype).permute(1, 2, 0, 3)
+    assert in_blocks_of_rows(q)
+    found = sdpa(q, k, v, scale=0.5)
+    mine = torch.autograd.grad(found, (q, k, v), grad)
+    wide = [x.double() for x in (q, k, v)]
+    expected, lse = reference(*wide, causal=True, rule=ScoreRule(0.5))
+    theirs = reference_backward(grad.double(), *wide, expected, lse, causal=True, rule=ScoreRule(0.5))
+    for one, other in zip((found, *mine), (expected, *theirs), strict=True):
+        assert relative_error(one, other) < (1e-6 if dtype == torch.float32 else 1e-14)
+
+
+class Scores(TorchDispatchMode):
+    """Counts the scores that torch's attention for CPUs is asked for, queries times keys."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.counts["forward"] += args[0].shape[2] * args[1].shape[2]
+        elif operation is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            self.counts["backward"] += args[1].shape[2] * args[2].shape[2]
+        return operation(*args, **(kwargs or {}))
+
+
+@pytest.mark.skipif(ON_GPU, reason="blocks of rows are for a CPU alone")
+@pytest.mark.parametrize(("length", "seen"), [(128, 3 / 4), (512, 9 / 16)])
+def test_on_a_cpu_a_block_of_rows_gets_no_later_keys(length: int, seen: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The share of all scores that torch's operations compute, forward and backward."""
+    q = torch.randn(1, 1, length, 8, requires_grad=True)
+    with Scores() as scores:
+        sdpa(q, q, q).sum().backward()
+    assert scores.counts == dict.fromkeys(("forward", "backward"), seen * length**2)
 
 
 def test_the_order_of_backends_changes_no_result() -> None:

@@ -20,6 +20,7 @@ from megapar_kernels.block_attention import (
     ScoreRule,
     attention_block,
     attention_block_backward,
+    in_blocks_of_rows,
     products,
 )
 from megapar_kernels.dispatch import Implementation
@@ -34,10 +35,10 @@ CUDNN_FIRST = [
 ]
 
 
-class _UnlikeWidths(torch.autograd.Function):
-    """Causal attention of [b, n, s, d] with values [b, n, s, e]. It keeps its inputs, its result and an lse a row.
+class _OneBlock(torch.autograd.Function):
+    """`attention_block` of whole samples: causal attention of [b, n, s, d] with values [b, n, s, e].
 
-    On a device with fused kernels for one width only, such as a CPU, torch's SDPA would hold all scores in memory.
+    It keeps its inputs, its result and an lse a row.
     """
 
     @staticmethod
@@ -64,10 +65,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "torch", scale:
 
     `scale` is the factor of scores; None is 1 / sqrt(d).
 
-    If the widths d and e differ, `attention_block` computes it.
+    If the widths d and e differ, `attention_block` computes it: on a device with fused kernels for one width only, such
+    as a CPU, SDPA would hold all scores in memory. It does too where it is faster on a CPU.
     """
-    if q.shape[-1] != v.shape[-1]:
-        return _UnlikeWidths.apply(q, k, v, scale, impl)
+    if q.shape[-1] != v.shape[-1] or in_blocks_of_rows(q):
+        return _OneBlock.apply(q, k, v, scale, impl)
     with sdpa_kernel(CUDNN_FIRST, set_priority=True) if impl == "cudnn" else nullcontext():
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)

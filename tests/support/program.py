@@ -9,10 +9,12 @@ import logging
 import multiprocessing
 import os
 import runpy
+import shutil
 import signal
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,6 +57,8 @@ class Program:
         plant: Callable[[], None] | None = None,
     ):
         self.folder = Path(tempfile.mkdtemp(prefix="program-"))
+        # A suite starts hundreds of programs. Forks inherit this, and must not remove the folder at their own end.
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True).atexit = False
         fork = multiprocessing.get_context("fork")
         torch.set_num_threads(1)  # a fork among the threads of OpenMP hangs at its first parallel region
         self.process = fork.Process(target=_main, args=(script, flags, cwd, env, self.folder, plant))
