@@ -178,24 +178,34 @@ def test_a_profile_counts_operations_by_kind(monkeypatch: pytest.MonkeyPatch, tm
         assert times["matrix products"] > times["zeros"]
 
 
-def test_products_of_two_libraries_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """By a clock that goes on by 3 ms for each product of torch, and by 2 ms for one of oneDNN."""
+def test_products_and_attention_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By a clock that goes on by 3 ms for each product and attention of torch, and by 2 ms for ours."""
     now = 0.0
 
     def product(seconds: float, x: torch.Tensor, matrix: torch.Tensor) -> None:
         nonlocal now
         now += seconds
 
+    def attention(seconds: float, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: bool) -> torch.Tensor:
+        nonlocal now
+        now += seconds
+        assert set(options.values()) <= {True}
+        return q + (k + v).repeat_interleave(q.shape[1] // k.shape[1], 1)
+
     monkeypatch.setattr(cpu_products.time, "perf_counter", lambda: now)
     monkeypatch.setattr(cpu_products.F, "linear", partial(product, 0.003))
     monkeypatch.setattr(cpu_products.torch, "matmul", partial(product, 0.003))
     monkeypatch.setattr(cpu_products.onednn, "linear", partial(product, 0.002))
+    monkeypatch.setattr(cpu_products.F, "scaled_dot_product_attention", partial(attention, 0.003))
+    monkeypatch.setattr(cpu_products, "sdpa", partial(attention, 0.002))
     file = tmp_path / "out.json"
-    cpu_products.main(cpu_products.Options(rows=(2, 3), matrices=("8x4",), rounds=2, json=file))
-    shapes = [(row["outputs"], row["inputs"], row["rows"]) for row in json.loads(file.read_text())["products"]]
-    assert shapes == [(8, 4, 2), (8, 4, 3)]
-    for row in json.loads(file.read_text())["products"]:
+    shapes = {"rows": (2, 3), "matrices": ("8x4",), "attention": ("1x4x2x5x3",)}
+    cpu_products.main(cpu_products.Options(**shapes, rounds=2, json=file))
+    found = json.loads(file.read_text())
+    assert [(row["outputs"], row["inputs"], row["rows"]) for row in found["products"]] == [(8, 4, 2), (8, 4, 3)]
+    for row in found["products"]:
         assert row["forward"] + row["backward"] == pytest.approx([1.5] * 4)
+    assert found["attention"] == {"1x4x2x5x3": pytest.approx([1.5] * 2)}
 
 
 def test_schedules_are_timed_beside_their_simulation(tmp_path: Path) -> None:

@@ -256,12 +256,12 @@ def _check_square(q: Tensor, k: Tensor, causal: bool) -> None:
 def in_blocks_of_rows(q: Tensor) -> bool:
     """Whether a CPU is faster if causal attention of `q` goes block by block of queries, each with its keys alone.
 
-    torch's operation computes the scores of up to 512 keys for each block of its own, later keys among them. With one
-    thread and 128 to 1,024 queries, blocks of 64 take 0.6 to 0.9 of its time, forward and backward. Beyond that little
-    is left to save, and below it the calls cost as much. Gradients of keys are added in the dtype of the keys, so 16
-    bits are left to torch. A compiled graph would have a copy of the loop.
+    torch's operation takes 512 keys at a time, and overwrites the scores of later keys. With one thread and 192 to
+    1,024 queries, blocks of 64 take 0.6 to 0.9 of its time, forward and backward. Beyond that little is left to save,
+    and below it the calls cost as much. Gradients of keys are added in the dtype of the keys, so 16 bits are left to
+    torch. A compiled graph would have a copy of the loop.
     """
-    return q.is_cpu and q.dtype.itemsize > 2 and 128 <= q.shape[2] <= 1024 and not torch.compiler.is_compiling()
+    return q.is_cpu and q.dtype.itemsize > 2 and 192 <= q.shape[2] <= 1024 and not torch.compiler.is_compiling()
 
 
 def _blocks_of_rows(q: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:

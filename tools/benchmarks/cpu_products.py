@@ -1,7 +1,11 @@
-"""fp32 matrix products on this CPU by oneDNN, beside those by MKL, in turns.
+"""fp32 matrix products and attention on this CPU: what megapar may choose beside what torch chooses, in turns.
 
-Forward is y = x W^T, and backward the gradient of x. Speed is oneDNN's over MKL's: the median of the rounds. megapar
-takes oneDNN for some of these products on AMD's CPUs with AVX-512 (kernels/megapar_kernels/onednn.py).
+- Products by oneDNN beside those by MKL. Forward is y = x W^T, and backward the gradient of x. megapar takes oneDNN for
+  some of them on AMD's CPUs with AVX-512 (kernels/megapar_kernels/onednn.py).
+- Causal attention in blocks of rows (`block_attention.in_blocks_of_rows`) beside torch's SDPA, forward and backward
+  together.
+
+Speed is megapar's choice over torch's: the median of the rounds.
 """
 
 import statistics
@@ -15,6 +19,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megapar_kernels import onednn
+from megapar_kernels.attention import sdpa
+from torch import Tensor
 
 from benchmarks.report import Report, table
 from megapar.train.provenance import provenance
@@ -24,12 +30,14 @@ _SECONDS = 0.02  # of one product and library in a round, so that a short one is
 
 @dataclass(frozen=True)
 class Options:
-    """Time products of several shapes."""
+    """Time products and attention of several shapes."""
 
     rows: tuple[int, ...] = (64, 512, 4096)
     """Tokens of a micro-batch."""
     matrices: tuple[str, ...] = ("256x256", "1408x256", "256x704", "4096x256", "2816x1024", "1024x1408", "8192x1024")
     """Outputs x inputs."""
+    attention: tuple[str, ...] = ("2x8x4x192x32", "2x8x4x256x32", "1x32x8x512x64", "2x16x4x1024x64", "1x16x8x1024x128")
+    """Samples x query heads x key/value heads x positions x width of a head."""
     threads: int = 1
     """Threads of each product."""
     rounds: int = 9
@@ -54,16 +62,38 @@ def main(options: Options) -> None:
             found.append({"outputs": outputs, "inputs": inputs, "rows": rows, "forward": forward, "backward": backward})
             lines.append((f"{outputs} x {inputs}", rows, _shown(forward), _shown(backward)))
     shown = table(lines, ["outputs x inputs"], ["rows", "forward", "backward"], "oneDNN's speed over MKL's", sections=1)
+    attention = {shape: _attention_speeds(shape, options.rounds) for shape in options.attention}
+    shown_attention = table(
+        [(" x ".join(shape.split("x")), _shown(speeds)) for shape, speeds in attention.items()],
+        ["samples x heads x kv heads x positions x width"],
+        ["forward and backward"],
+        "speed in blocks of rows over SDPA's",
+    )
     chosen = "megapar takes oneDNN on this CPU" if onednn.IS_FASTER else "megapar leaves this CPU to MKL"
-    Report(options, provenance(torch.device("cpu"))).finish({"products": found}, shown, chosen)
+    Report(options, provenance(torch.device("cpu"))).finish(
+        {"products": found, "attention": attention}, shown, shown_attention, chosen
+    )
 
 
-def _speeds(mkl: Callable[[], Any], onednn_: Callable[[], Any], rounds: int) -> list[float]:
-    """oneDNN's speed over MKL's in each round."""
-    _seconds(onednn_, 1)  # compiles
-    shortest = min(_seconds(work, 1) for work in (mkl, onednn_))
+def _attention_speeds(shape: str, rounds: int) -> list[float]:
+    """The speed of causal attention in blocks of rows over SDPA's in each round."""
+    samples, heads, kv_heads, length, width = (int(size) for size in shape.split("x"))
+    q = torch.randn(samples, heads, length, width, requires_grad=True)
+    k, v = (torch.randn(samples, kv_heads, length, width, requires_grad=True) for _ in range(2))
+    torchs = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=heads != kv_heads)
+    return _speeds(partial(_with_backward, torchs, q, k, v), partial(_with_backward, sdpa, q, k, v), rounds)
+
+
+def _with_backward(attention: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> None:
+    torch.autograd.grad(attention(q, k, v), (q, k, v), q.detach())
+
+
+def _speeds(torchs: Callable[[], Any], ours: Callable[[], Any], rounds: int) -> list[float]:
+    """The speed of our choice over torch's in each round."""
+    _seconds(ours, 1)  # oneDNN compiles
+    shortest = min(_seconds(work, 1) for work in (torchs, ours))
     times = max(1, round(_SECONDS / shortest))
-    return [_seconds(mkl, times) / _seconds(onednn_, times) for _ in range(rounds)]
+    return [_seconds(torchs, times) / _seconds(ours, times) for _ in range(rounds)]
 
 
 def _seconds(work: Callable[[], Any], times: int) -> float:

@@ -6,6 +6,7 @@ are one product: query, key and value, and gate and up.
 
 import torch
 import torch.nn.functional as F
+from megapar_kernels.attention import sdpa
 from torch import Tensor
 
 from benchmarks.peers import Peer, Result, Weights
@@ -78,8 +79,11 @@ class Products(Peer):
 
     def attention(self) -> None:
         """Forward and backward."""
-        shared = self.k.shape[1] != self.q.shape[1]
-        y = F.scaled_dot_product_attention(self.q, self.k, self.v, is_causal=self.is_causal, enable_gqa=shared)
+        if self.is_causal:
+            y = sdpa(self.q, self.k, self.v)
+        else:
+            shared = self.k.shape[1] != self.q.shape[1]
+            y = F.scaled_dot_product_attention(self.q, self.k, self.v, enable_gqa=shared)
         torch.autograd.grad(y, (self.q, self.k, self.v), self.q.detach())
 
 
