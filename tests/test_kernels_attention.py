@@ -118,7 +118,7 @@ class Scores(TorchDispatchMode):
 
 @pytest.mark.skipif(ON_GPU, reason="blocks of rows are for a CPU alone")
 @pytest.mark.parametrize(("length", "seen"), [(256, 5 / 8), (512, 9 / 16)])
-def test_on_a_cpu_a_block_of_rows_gets_no_later_keys(length: int, seen: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_cpu_a_block_of_rows_gets_no_later_keys(length: int, seen: float) -> None:
     """The share of all scores that torch's operations compute, forward and backward."""
     q = torch.randn(1, 1, length, 8, requires_grad=True)
     with Scores() as scores:
