@@ -278,7 +278,7 @@ def _forward_by_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Ten
     """The result of causal attention on a CPU and its lse, block by block of queries."""
     _check_square(q, k, True)
     samples, heads, length, _ = q.shape
-    out = q.new_empty(samples, length, heads, v.shape[-1]).transpose(1, 2)  # laid out as torch's: a plan counts on it
+    out = q.new_empty(samples, heads, length, v.shape[-1])  # laid out as torch's: a plan counts on it
     lse = q.new_empty(samples, heads, length)
     for rows, keys, mask in _blocks_of_rows(q):
         out[:, :, rows], lse[:, :, rows] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
