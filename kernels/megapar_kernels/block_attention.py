@@ -187,11 +187,11 @@ def attention_block(
     q_padded, k_padded, v_padded = (_padded(x, width) for x in (q, k, v))
     if flash:
         operation = torch.ops.aten._scaled_dot_product_flash_attention
-    elif causal and in_blocks_of_rows(q):
-        out, lse = _forward_by_rows(q_padded, k_padded, v_padded, rule.factor(q))
-        return _cut(out, v.shape[-1]), lse
     else:
         _check_square(q, k, causal)
+        if causal and in_blocks_of_rows(q):
+            out, lse = _forward_by_rows(q_padded, k_padded, v_padded, rule.factor(q))
+            return _cut(out, v.shape[-1]), lse
         operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse, *_ = operation(q_padded, k_padded, v_padded, 0.0, causal, scale=rule.factor(q))
     return _cut(out, v.shape[-1]), lse
@@ -238,7 +238,7 @@ def attention_block_backward(
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
             *padded, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=rule.factor(q)
         )
-    elif causal and in_blocks_of_rows(q):
+    elif causal and in_blocks_of_rows(q):  # the forward pass has checked that the block is square
         grad_q, grad_k, grad_v = _backward_by_rows(*padded, lse=lse, scale=rule.factor(q))
     else:
         _check_square(q, k, causal)
@@ -276,7 +276,6 @@ def _blocks_of_rows(q: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
 
 def _forward_by_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """The result of causal attention on a CPU and its lse, block by block of queries."""
-    _check_square(q, k, True)
     samples, heads, length, _ = q.shape
     out = q.new_empty(samples, heads, length, v.shape[-1])  # laid out as torch's: a plan counts on it
     lse = q.new_empty(samples, heads, length)
@@ -291,7 +290,6 @@ def _backward_by_rows(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, lse: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v in `_forward_by_rows`."""
-    _check_square(q, k, True)
     grad_q = torch.empty_like(q)
     grad_k = torch.zeros_like(k)
     grad_v = torch.zeros_like(v)

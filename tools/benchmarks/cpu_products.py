@@ -67,7 +67,7 @@ def main(options: Options) -> None:
         [(" x ".join(shape.split("x")), _shown(speeds)) for shape, speeds in attention.items()],
         ["samples x heads x kv heads x positions x width"],
         ["forward and backward"],
-        "speed in blocks of rows over SDPA's",
+        "the speed of megapar's attention over SDPA's",
     )
     chosen = "megapar takes oneDNN on this CPU" if onednn.IS_FASTER else "megapar leaves this CPU to MKL"
     Report(options, provenance(torch.device("cpu"))).finish(
@@ -76,7 +76,7 @@ def main(options: Options) -> None:
 
 
 def _attention_speeds(shape: str, rounds: int) -> list[float]:
-    """The speed of causal attention in blocks of rows over SDPA's in each round."""
+    """The speed of megapar's causal attention over SDPA's in each round."""
     samples, heads, kv_heads, length, width = (int(size) for size in shape.split("x"))
     q = torch.randn(samples, heads, length, width, requires_grad=True)
     k, v = (torch.randn(samples, kv_heads, length, width, requires_grad=True) for _ in range(2))
