@@ -382,10 +382,7 @@ def test_every_schedule_has_the_bits_of_1f1b(model: ModelConfig, rtol: float, mi
     for number, case in enumerate(cases):
         assert by_rank[0][number][0] == pytest.approx(expected_loss, rel=1e-6), case.schedule
         found = logical.assemble([rank[number][1] for rank in by_rank])
-        if rtol:
-            close.assert_close(found, expected, rtol)
-        else:
-            assert bitwise(found, expected), case.schedule
+        close.assert_close(found, expected, rtol, case.schedule)
 
 
 def of_layers(model: ModelConfig, count: int) -> ModelConfig:
