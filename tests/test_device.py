@@ -1,6 +1,7 @@
 """This process's rank by the launcher's variables, and its device."""
 
 import os
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -239,6 +240,28 @@ def test_threads_are_the_option_or_omp_num_threads_or_the_cores(monkeypatch: pyt
     monkeypatch.delenv("OMP_NUM_THREADS")
     device.prepare(torch.device("cpu"), threads=0, cores=8, deterministic=False)
     assert chosen == [2, 8]
+
+
+PAGES_TAKEN = """
+import resource, sys, torch
+from megapar import device
+
+device.prepare(torch.device("cpu"), threads=1, deterministic=False)
+for _ in range(4):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    blocks = [torch.ones(8 * 2**20, dtype=torch.uint8) for _ in range(6)]
+    del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="only glibc's malloc has these limits")
+@pytest.mark.parametrize("users", [{}, {"MALLOC_TRIM_THRESHOLD_": "131072"}], ids=["ours", "users"])
+def test_freed_memory_stays_with_the_process(users: dict[str, str]) -> None:
+    """48 MiB in blocks of 8 are taken from the system once, unless the user wants otherwise."""
+    command = [sys.executable, "-c", PAGES_TAKEN]
+    pages = int(subprocess.run(command, env=os.environ | users, check=True, capture_output=True, text=True).stdout)
+    assert pages > 1000 if users else pages < 100
 
 
 @pytest.mark.parametrize(

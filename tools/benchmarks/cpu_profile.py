@@ -16,6 +16,7 @@ from benchmarks.contenders import LAYOUTS
 from benchmarks.counting import in_turn
 from benchmarks.profiling import kind_of, record
 from benchmarks.report import Report, table
+from megapar import device
 from megapar.train.provenance import provenance
 
 KINDS = {
@@ -48,8 +49,8 @@ class Options:
 
 def main(options: Options) -> None:
     """Measure, print the table, write the JSON file."""
-    torch.set_num_threads(1)
     cpu = torch.device("cpu")
+    device.prepare(cpu, threads=1, deterministic=False)
     shape = layouts.Options(
         hidden=(options.hidden,),
         num_hidden_layers=options.num_hidden_layers,

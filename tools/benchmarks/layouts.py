@@ -46,6 +46,7 @@ from benchmarks.products import Products
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from benchmarks.report import Report, table
 from benchmarks.traffic import expected_traffic
+from megapar import device
 from megapar.config.derive import num_microbatches
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config, KernelsConfig, OptimizerConfig, ParallelConfig, TrainConfig
@@ -409,7 +410,7 @@ def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
 def main(options: Options) -> None:
     """Measure, print the tables, write the JSON file; raises BenchmarkError if the numbers are worthless."""
     check_options(options)
-    torch.set_num_threads(1)
+    device.prepare(torch.device("cpu"), threads=1, deterministic=False)  # ranks are forked from here
     for package, names in missing_packages(options).items():
         print(f"Left out: {', '.join(names)}. To measure them: pip install {package}", file=sys.stderr)
     references: dict[tuple[int, bool], list[Result]] = {}
