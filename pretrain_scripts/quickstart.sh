@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to a trained model: packages, corpus, tokenizer, tokens, a small Llama over dp x tp x pp, held-out loss
-# beside the entropies of the same tokens, a sample of text, and pictures. Everything stays in this folder.
+# beside the entropies of the same tokens, a sample of text, and pictures. Everything stays in this folder. Arguments are
+# further options of pretrain.py.
 set -euo pipefail
 source "$(dirname "$0")/setup.sh"
 
@@ -16,7 +17,7 @@ case $gpus in
     *) layout="--launch.nproc 8 --parallel.dp 2 --parallel.tp 2 --parallel.pp 2" ;;
 esac
 echo "== pretraining: $layout"
-python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/quickstart.toml --run_dir $run $layout
+python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/quickstart.toml --run_dir $run $layout "$@"
 
 echo "== what the loss means: entropies of the same held-out tokens, counted in the training tokens"
 python tools/entropy.py --train $data/train --validation $data/validation --tokenizer $tokenizer \
