@@ -153,6 +153,7 @@ def stopping(rank: int, hosts: bool, axis: str = "dp", *, after: bool = False) -
             found = real(test) if after or not stops else []
             if stops:
                 os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(1)  # another thread may take the signal: this one would go on to the next axis meanwhile
             return found
 
         preflight._AxisTest._sum = total  # type: ignore[method-assign]
