@@ -147,11 +147,11 @@ class Scene:
 def session(leader: int) -> list[int]:
     """The living processes of a session."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for folder in Path("/proc").glob("[0-9]*"):  # a glob of */stat asks after each file, and fails if its process ends
         with contextlib.suppress(OSError, IndexError, ValueError):
-            fields = path.read_text().rpartition(")")[2].split()
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == leader and fields[0] != "Z":
-                found.append(int(path.parent.name))
+                found.append(int(folder.name))
     return found
 
 
