@@ -19,6 +19,7 @@ from megapar.comm.transports import Transports
 from megapar.errors import ConfigError
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.grid import Grid, Groups
+from megapar.meanwhile import Meanwhile
 
 
 @dataclass
@@ -43,8 +44,9 @@ class Axis:
 
     `ranks` are global ranks. `rank` is this rank's position among them. `transport` moves tensors between the ranks. In
     a dry run an axis of several ranks has the transport PLANNED. `log` keeps the newest operations; it is None at size
-    1 and in a plan. `inner` and `outer` are set if the axis is split: into groups of neighbors, and the ranks of one
-    position in these groups.
+    1 and in a plan. `meanwhile` has weight gradients to compute while rows of this axis travel
+    (`megapar.comm.exchange`). `inner` and `outer` are set if the axis is split: into groups of neighbors, and the ranks
+    of one position in these groups.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Axis:
     transport: Transport = field(default=ALONE, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     log: AxisLog | None = field(default=None, compare=False)
+    meanwhile: Meanwhile = field(default_factory=Meanwhile, compare=False)
     inner: "Axis | None" = field(default=None, compare=False)
     outer: "Axis | None" = field(default=None, compare=False)
 

@@ -45,11 +45,17 @@ class DeferredWeightGradient(NamedTuple):
     add: Callable[[Tensor, Tensor, Tensor, bool], None]
     enter: Callable[[Tensor], tuple[Tensor, Pending]] = _without_communication
 
-    def add_or_defer(self) -> None:
-        """Append this gradient to the queue open on the main gradient. If there is none, add it now."""
-        if self.main_grad.queue is not None:
-            self.main_grad.queue.append(self)
-            return
+    def add_or_defer(self, meanwhile: "WeightGradientQueue | None" = None) -> None:
+        """Append this gradient to the queue open on the main gradient. If there is none, append it to `meanwhile`, and
+        without that add it now."""
+        queue = meanwhile if self.main_grad.queue is None else self.main_grad.queue
+        if queue is None:
+            self.enter_and_add()
+        else:
+            queue.append(self)
+
+    def enter_and_add(self) -> None:
+        """Wait for the input of the product, and add this gradient to the main gradient."""
         product_input, entering = self.enter(self.x)
         entering.wait()
         self.add_now(product_input)

@@ -16,6 +16,9 @@ class Reached:
         if self._event is not None:
             torch.accelerator.current_stream().wait_event(self._event)
 
+    def is_completed(self) -> bool:
+        return self._event is None or self._event.query()
+
     def synchronize(self) -> None:
         """Let the host wait for it."""
         if self._event is not None:

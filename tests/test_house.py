@@ -34,6 +34,7 @@ FOUNDATION = {
             "environment",
             "params",
             "main_grad",
+            "meanwhile",
             "products",
             "converted_weight",
             "linear",

@@ -5,7 +5,8 @@
     all_arrived         waits for the rows         starts the all-to-alls of the gradients
 
 What runs between the two functions runs while the rows travel. In backward too: autograd runs what was recorded later
-first, so the backward of the work in between runs while the gradients travel.
+first, so the backward of the work in between runs while the gradients travel. Then weight gradients of experts run
+until the gradients of rows are here (`megapar.meanwhile`).
 
 Rows may travel in several parts, one all-to-all each. They may start together and be waited for one by one, or start
 one by one and be waited for together. No part is copied for that: rows leave from slices of one tensor, and arrive in
@@ -89,12 +90,18 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, parts: Sequence[ArrivingRows]) -> tuple[Tensor, ...]:
         ctx.parts = parts
+        ctx.host_waits = x.device.type == "cpu"
         pieces = x.split([sum(part.sent_rows) for part in parts])
         return tuple(part.post(piece) for part, piece in zip(parts, pieces, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *placeholders: Tensor) -> tuple[Tensor, None]:
         for part in ctx.parts:
+            meanwhile = part.axis.meanwhile
+            if ctx.host_waits:
+                meanwhile.run_until(part.pending.has_arrived)
+            else:
+                meanwhile.run()  # all: a GPU computes them while rows travel, and every rank queues the same
             part.pending.wait()
         return ctx.parts[0].gradients[0].take(), None
 

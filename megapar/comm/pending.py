@@ -33,6 +33,8 @@ class Work(Protocol):
 
     def wait(self) -> object: ...
 
+    def is_completed(self) -> bool: ...
+
 
 class Pending:
     """Operations in flight and the tensors they use.
@@ -67,6 +69,10 @@ class Pending:
                     work.wait()
             self._continue()
         self._tensors = []
+
+    def has_arrived(self) -> bool:
+        """Whether `wait` would return at once."""
+        return all(work.is_completed() for work in self._works)
 
     def _continue(self) -> None:
         """Call the function given to `followed_by`. It is a part of the operation, such as the sum of what arrived."""

@@ -319,6 +319,12 @@ class Operation:
         # Steps may yield no messages: then there is nothing to wait for, and they go on at once.
         self.needs = next((messages for messages in self._steps if messages), ())
 
+    def is_completed(self) -> bool:
+        """Whether it has ended. It goes on if its messages have arrived."""
+        if self.needs:
+            self._host.progress(0.0)
+        return not self.needs
+
     def wait(self) -> None:
         """Wait until it has ended. Raises RuntimeError if a rank it needs has ended, or is too late."""
         if self.needs:

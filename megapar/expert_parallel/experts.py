@@ -34,6 +34,7 @@ from megapar.converted_weight import ConvertedWeight
 from megapar.expert_parallel.row_counts import experts_of
 from megapar.low_rank import LoraRule
 from megapar.main_grad import DeferredWeightGradient
+from megapar.meanwhile import Meanwhile
 from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, cut, held_by_all, make_piece
 from megapar.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.sharding import Sharding
@@ -80,6 +81,8 @@ class Experts(nn.Module):
         self.sharding = sharding
         self.activation = activation
         self.products = products
+        # Where rows travel, weight gradients are computed while this rank waits for their gradients.
+        self.meanwhile = sharding.ep.meanwhile if sharding.ep.size > 1 else None
         start, stop = cut(width, sharding.etp)
         self.local_width = stop - start
         self.gate_up = self._parameter(name, ("gate", "up"), (width, hidden_size), 0, init)
@@ -168,7 +171,7 @@ class Experts(nn.Module):
 
     def _product(self, rows: Tensor, weight: Tensor, out_features: int, groups: RowGroups, experts: slice) -> Tensor:
         """The rows of each expert, multiplied by its matrix in `weight`."""
-        y: Tensor = _GroupedLinear.apply(rows, weight, out_features, groups, experts, self.products)
+        y: Tensor = _GroupedLinear.apply(rows, weight, out_features, groups, experts, self.products, self.meanwhile)
         return y
 
     def _adapted(
@@ -273,7 +276,9 @@ class _GroupedLinear(torch.autograd.Function):
         groups: RowGroups,
         experts: slice,
         products: MatrixProducts,
+        meanwhile: Meanwhile | None,
     ) -> Tensor:
+        ctx.meanwhile = meanwhile
         ctx.shape = (weight.shape[0] // out_features, out_features, weight.shape[1])
         rows = products.convert_input(rows)
         ctx.save_for_backward(rows, weight)
@@ -287,7 +292,7 @@ class _GroupedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         rows, weight = ctx.saved_tensors
         needs_rows, needs_weight = ctx.needs_input_grad[:2]
         grad = grad.contiguous()  # the gradient of a sum is expanded, which products of groups may not accept
@@ -302,8 +307,8 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_weight = total.to(weight.dtype)
             else:
                 # The rows have been dispatched already, so W communicates nothing.
-                DeferredWeightGradient(ctx.main_grad, grad, rows, add).add_or_defer()
-        return grad_rows, grad_weight, None, None, None, None
+                DeferredWeightGradient(ctx.main_grad, grad, rows, add).add_or_defer(ctx.meanwhile)
+        return grad_rows, grad_weight, None, None, None, None, None
 
 
 def _converted(ctx: Any, weight: Tensor) -> Any:

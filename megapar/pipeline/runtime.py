@@ -61,6 +61,7 @@ class PipelineRuntime:
         self.axis = ctx.pp
         self.device = ctx.device
         self.flight = ctx.flight
+        self.meanwhile = ctx.ep.meanwhile
         self.schedule = find(schedule) if isinstance(schedule, str) else schedule
         self.vpp = vpp
         self.fine_stages = list(fine_stages) or [1] * (ctx.pp.size * vpp)
@@ -199,6 +200,7 @@ class _Execution:
         self._saved: dict[tuple[int, int], _Saved] = {}
         self._queues: dict[tuple[int, int], WeightGradientQueue] = {}
         runtime.deferred = self._queues
+        runtime.meanwhile.drop()  # a step that failed may have left some
         in_halves = {item.stage for item in plan if isinstance(item, Action) and item.kind == "I"}
         self._main_grads = {stage: main_grads(runtime.stages[stage]) for stage in in_halves}
         self._losses: dict[int, Tensor] = {}

@@ -119,6 +119,9 @@ class _Communication:
         if self.tape.operations is not None:
             self.tape.operations.append(Waited(self.number))
 
+    def is_completed(self) -> bool:
+        return False
+
 
 class _Recorder(Meta):
     """The transport of an axis of a planned rank, with a note on a tape."""

@@ -36,6 +36,9 @@ class LateWork:
         self._arrived = arrived
         self.is_missing = False
 
+    def is_completed(self) -> bool:
+        return False
+
     def wait(self) -> None:
         self._real.wait()
         for x, before in self._untouched:

@@ -1,0 +1,30 @@
+"""Weight gradients that a backward pass computes while it waits for other ranks.
+
+Experts append theirs to the queue of ep (`megapar.context.Axis`), and exchanges of rows run them before they wait
+(`megapar.comm.exchange`). A rank whose experts have fewer rows than others' computes weight gradients while it waits
+for the others, which leave theirs for later. On a GPU all of a layer's are computed while its rows travel.
+"""
+
+from collections.abc import Callable
+
+from torch.autograd import Variable
+
+from megapar.main_grad import DeferredWeightGradient, WeightGradientQueue
+
+
+class Meanwhile(WeightGradientQueue):
+    """The weight gradients of one axis. Those left at the end of a backward pass are computed there."""
+
+    def append(self, entry: DeferredWeightGradient) -> None:
+        super().append(entry)
+        # By autograd, so that no caller of backward can forget them. FSDP ends its backward so too.
+        Variable._execution_engine.queue_callback(self.run)
+
+    def run_until(self, has_arrived: Callable[[], bool]) -> None:
+        """Compute and add gradients, the oldest first, until `has_arrived` says so. It is asked before each of them."""
+        while self._entries and not has_arrived():
+            self._entries.popleft().enter_and_add()
+
+    def drop(self) -> None:
+        """Forget those of a backward that failed."""
+        self._entries.clear()

@@ -1,0 +1,196 @@
+"""Weight gradients of experts are computed while rows travel: every bit is that without, and nobody waits before."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megapar.comm import collectives
+from megapar.comm.pending import Pending
+from megapar.config.options import AdapterConfig
+from megapar.errors import MegaparError
+from megapar.expert_parallel.experts import Experts
+from megapar.meanwhile import Meanwhile
+from megapar.products import MatrixProducts
+from megapar.train.state import TrainState
+from megapar.train.step import train_step
+from tests.support.distributed import run_ranks
+from tests.support.flat import flatten
+from tests.support.grid import MIXTRAL, SHARED, SIGMOID, Layout, make_state, micro_batches, name
+from tests.support.mixture_runs import make_context
+from tests.support.mixtures import Case, small_mixture
+from tests.support.runs import Bits, assert_bitwise, bits
+from tests.support.sweeps import slow_but
+
+LAYOUTS = [
+    Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=3),
+    Layout(SHARED, dp=2, ep=2, ep_overlap_chunks=3, zero_stage=3, micro_batch_size=3),
+    Layout(SHARED, dp=2, ep=2, recompute="full", zero_stage=2, micro_batch_size=3),
+    Layout(SIGMOID, dp=2, pp=2, ep=2, micro_batch_size=3),
+    Layout(SIGMOID, dp=2, pp=2, ep=2, schedule="zb-h1", micro_batch_size=3),
+    Layout(SIGMOID, dp=2, pp=2, ep=2, schedule="breadth", zero_stage=3),
+    Layout(SHARED, tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, micro_batch_size=3),
+    Layout(MIXTRAL, dp=2, ep=2, adapter=AdapterConfig(rank=4, targets=("*.experts.*",)), micro_batch_size=3),
+]
+
+
+def experts_of(state: TrainState) -> list[Experts]:
+    return [module for stage in state.stages.values() for module in stage.modules() if isinstance(module, Experts)]
+
+
+def two_steps(layout: Layout, *, deferred: bool = True) -> Bits:
+    config = layout.config()
+    state = make_state(config)
+    for module in experts_of(state):
+        assert module.meanwhile is not None
+        if not deferred:
+            module.meanwhile = None
+    for step in range(2):
+        train_step(state, micro_batches(config, state.ctx, step))
+    return bits(state)
+
+
+def in_all_ways(layout: Layout) -> list[Bits]:
+    """Without, then as it comes, then with rows that are always and never there in time."""
+    found = [two_steps(layout, deferred=False), two_steps(layout)]
+    for arrived in (True, False):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Pending, "has_arrived", lambda _, arrived=arrived: arrived)
+            found.append(two_steps(layout))
+    return found
+
+
+@pytest.mark.gpus
+@pytest.mark.parametrize("layout", slow_but([0, 1], LAYOUTS), ids=name)
+def test_no_bit_depends_on_when_rows_arrive(layout: Layout) -> None:
+    for expected, *others in run_ranks(layout.world, in_all_ways, layout):
+        for found, what in zip(others, ("as they come", "in time", "late"), strict=True):
+            assert_bitwise(found, expected, what)
+
+
+# What is computed when
+
+
+def events_of(case: Case, seconds: float) -> list[str]:
+    """What a backward pass through a mixture does, in order. Rank 1 begins to send its last gradients so much later."""
+    noted: list[str] = []
+    ctx = make_context({"dp": 2, "ep": 2})
+    mixture = small_mixture(case, ctx=ctx)
+    flat = flatten([mixture], ctx, zero_stage=0, bucket_mb=0.001)
+    flat.start_step()
+    all_to_all_async, add = collectives.all_to_all_async, MatrixProducts.add_grouped_weight_gradient
+    wait = Pending.wait
+    rows: list[Pending] = []
+
+    def sent(x: Tensor, *args: Any) -> tuple[Tensor, Pending]:
+        if x.shape[1] == 1:
+            return all_to_all_async(x, *args)
+        if len(rows) == 1 and ctx.ep.rank == 1:
+            time.sleep(seconds)
+        out, pending = all_to_all_async(x, *args)
+        noted.append("sent")
+        rows.append(pending)
+        return out, pending
+
+    def adding(self: MatrixProducts, *args: Any, **options: Any) -> None:
+        noted.append("weight gradient")
+        add(self, *args, **options)
+
+    def waiting(self: Pending) -> None:
+        if self in rows:
+            noted.append("waits")
+        wait(self)
+
+    x = case.inputs(ctx.world.rank).requires_grad_()
+    out = mixture(x)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives, "all_to_all_async", sent)
+        patch.setattr(MatrixProducts, "add_grouped_weight_gradient", adding)
+        patch.setattr(Pending, "wait", waiting)
+        out.sum().backward()
+    flat.gradients.finish()
+    return noted
+
+
+def test_a_rank_computes_weight_gradients_while_it_waits_for_another() -> None:
+    """The one that is waited for finds all rows there, and goes on to earlier layers at once."""
+    first, second = run_ranks(2, events_of, Case(num_experts=4), 0.5)
+    of_both = ["weight gradient", "weight gradient"]
+    assert first == ["sent", "waits", "sent", *of_both, "waits"]
+    assert second == ["sent", "waits", "sent", "waits", *of_both]
+
+
+def events_if_rows_arrive_after_one(case: Case) -> list[str]:
+    answers = iter([False, True])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "has_arrived", lambda _: next(answers, True))
+        return events_of(case, 0.0)
+
+
+def test_rows_are_asked_for_before_each_weight_gradient() -> None:
+    for noted in run_ranks(2, events_if_rows_arrive_after_one, Case(num_experts=4)):
+        assert noted == ["sent", "waits", "sent", "weight gradient", "waits", "weight gradient"]
+
+
+# A step that fails, and plants
+
+
+def steps_around_a_failure(layout: Layout) -> Bits:
+    """The state after two steps. Between them a step fails after a backward, before its last weight gradients."""
+    config = layout.config()
+    state = make_state(config)
+    train_step(state, micro_batches(config, state.ctx, 0))
+
+    def fail(self: Meanwhile) -> None:
+        assert self._entries
+        raise MegaparError("planted")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "has_arrived", lambda _: True)
+        patch.setattr(Meanwhile, "run", fail)
+        state.grads.zero()
+        with pytest.raises(MegaparError, match="planted"):
+            state.pipeline.step(micro_batches(config, state.ctx, 1))
+    train_step(state, micro_batches(config, state.ctx, 1))
+    return bits(state)
+
+
+def with_and_without_a_failure(layout: Layout) -> tuple[Bits, Bits]:
+    return steps_around_a_failure(layout), two_steps(layout)
+
+
+def test_what_a_failed_step_left_is_not_added_to_the_next() -> None:
+    for found, expected in run_ranks(2, with_and_without_a_failure, LAYOUTS[0]):
+        assert_bitwise(found, expected, "after a failed step")
+
+
+def nothing_is_dropped(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Meanwhile, "drop", lambda _: None)
+
+
+def nothing_runs_after_a_backward(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Pending, "has_arrived", lambda _: True)
+    patch.setattr(Meanwhile, "run", lambda _: None)
+
+
+def is_seen(plant: Callable[[pytest.MonkeyPatch], None], steps: Callable[[Layout], Bits]) -> bool:
+    expected = two_steps(LAYOUTS[0])
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        try:
+            found = steps(LAYOUTS[0])
+        except RuntimeError:
+            return True
+    return any(not torch.equal(found[key], x) for key, x in expected.items())
+
+
+@pytest.mark.parametrize(
+    ("plant", "steps"),
+    [(nothing_is_dropped, steps_around_a_failure), (nothing_runs_after_a_backward, two_steps)],
+    ids=lambda case: case.__name__,
+)
+def test_plants_are_seen(plant: Callable[[pytest.MonkeyPatch], None], steps: Callable[[Layout], Bits]) -> None:
+    assert all(run_ranks(2, is_seen, plant, steps))
