@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from benchmarks import (
     optimizer_losses,
     optimizers,
     packing,
+    program,
     recompute,
     schedules,
     step_times,
@@ -176,6 +178,34 @@ def test_a_profile_counts_operations_by_kind(monkeypatch: pytest.MonkeyPatch, tm
         assert set(times) >= {"matrix products", "attention", "norms", "loss", "activation"}
         assert min(times.values()) >= 0
         assert times["matrix products"] > times["zeros"]
+
+
+def test_the_program_is_compared_within_a_pair(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """On a machine that becomes half as fast with every run."""
+    ran: list[str] = []
+
+    def of(name: str, tokens: float) -> Callable[[program.Options], float]:
+        def measure(options: program.Options) -> float:
+            ran.append(name)
+            return tokens / 2 ** len(ran)
+
+        return measure
+
+    monkeypatch.setattr(program, "_of_program", of("program", 3000.0))
+    monkeypatch.setattr(program, "_of_bare_loop", of("bare loop", 2000.0))
+    file = tmp_path / "out.json"
+    program.main(program.Options(pairs=2, json=file))
+    assert ran == ["bare loop", "program", "program", "bare loop"]
+    assert json.loads(file.read_text())["speed"] == {"median": 1.875, "min": 0.75, "max": 3.0}
+
+
+@pytest.mark.slow
+def test_a_run_and_a_bare_loop_are_timed(tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    program.main(program.Options(pairs=1, steps=1, hidden=64, num_hidden_layers=1, json=file))
+    found = json.loads(file.read_text())
+    (ours,), (theirs,) = found["tokens_per_second"].values()
+    assert 0.1 < found["speed"]["median"] == ours / theirs < 10
 
 
 def test_products_and_attention_are_timed_in_turns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

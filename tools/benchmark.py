@@ -7,6 +7,7 @@ delivery     batches from data sets of any size
 schedules    pipeline schedules on ranks that sleep, beside their simulation
 times        predicted step times beside measured ones, on this CPU
 products     fp32 products by oneDNN beside MKL, on a CPU
+program      pretrain.py beside a bare loop around plain PyTorch, on a CPU
 profile      CPU time of a training step by kind of operation, beside plain PyTorch
 families     other families than Llama beside transformers, on a CPU
 finetuning   fine-tuning on packs beside the Trainer of transformers, on a CPU
@@ -38,6 +39,7 @@ MODULES = {
     "schedules": "benchmarks.schedules",
     "times": "benchmarks.step_times",
     "products": "benchmarks.cpu_products",
+    "program": "benchmarks.program",
     "profile": "benchmarks.cpu_profile",
     "families": "benchmarks.families",
     "finetuning": "benchmarks.finetuning",

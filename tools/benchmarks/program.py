@@ -1,0 +1,136 @@
+"""pretrain.py, the whole program, beside a bare loop around plain PyTorch.
+
+Both train the Llama of the layouts on synthetic tokens, in one process of one thread, in fp32. A pair is two fresh
+processes, one after the other, each alone on the machine. A run of pretrain.py has all that it has for a user: data,
+reports of each step, metrics.jsonl. The bare loop has its batches in memory, and calls step after step.
+
+- tokens/s: of the median step, without the first ones.
+- speed: that of pretrain.py over that of the bare loop, median and range over pairs.
+"""
+
+import json
+import multiprocessing
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+
+from benchmarks import layouts
+from benchmarks.contenders import LAYOUTS
+from benchmarks.counting import cost, in_turn, ratio
+from benchmarks.peers import Plain
+from benchmarks.ranks import BenchmarkError
+from benchmarks.report import Report, table
+from megapar.train.provenance import provenance
+
+_PROGRAM = Path(__file__).parents[2] / "pretrain_scripts/pretrain.py"
+_WARMUP = 3  # steps: memory is taken, oneDNN compiles
+
+
+@dataclass(frozen=True)
+class Options:
+    """Measure pretrain.py on this machine."""
+
+    pairs: int = 5
+    """Runs of each."""
+    steps: int = 11
+    """Timed steps of a run, after 3 others."""
+    hidden: int = 256
+    """Width of the model; the MLP is 11/4 as wide."""
+    num_hidden_layers: int = 8
+    """Transformer layers."""
+    json: Path | None = None
+    """File for the figures."""
+
+    @property
+    def of_layouts(self) -> layouts.Options:
+        """The shape of the first table of docs/performance.md."""
+        return layouts.Options(
+            num_hidden_layers=self.num_hidden_layers,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            global_batch_size=16,
+            micro_batch_size=2,
+        )
+
+
+def _of_program(options: Options) -> float:
+    """Tokens per second of the median step of a run of pretrain.py."""
+    shape = options.of_layouts
+    config = layouts.make_config(shape, options.hidden, LAYOUTS["single"], LAYOUTS["single"].megapar[0][1])
+    model, train = config.model, config.train
+    flags = {
+        "model.family": "llama",
+        "model.hidden_size": model.hidden_size,
+        "model.intermediate_size": model.intermediate_size,
+        "model.num_hidden_layers": model.num_hidden_layers,
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_key_value_heads": model.num_key_value_heads,
+        "model.vocab_size": model.vocab_size,
+        "train.seq_length": train.seq_length,
+        "train.global_batch_size": train.global_batch_size,
+        "train.micro_batch_size": train.micro_batch_size,
+        "train.steps": _WARMUP + options.steps,
+        "optimizer.lr": config.optimizer.lr,
+        "data.train": "synthetic",
+        "launch.device": "cpu",
+        "launch.threads": 1,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+        command = [sys.executable, str(_PROGRAM), "--run_dir", f"{folder}/run", *given]
+        ended = subprocess.run(command, capture_output=True, text=True)
+        if ended.returncode:
+            raise BenchmarkError(f"pretrain.py ended with {ended.returncode}:\n{ended.stderr}")
+        lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+    return statistics.median([line["tokens_per_second"] for line in lines if "tokens_per_second" in line][_WARMUP:])
+
+
+def _bare_loop(options: Options) -> float:
+    """Tokens per second of the median step of plain PyTorch, with no more than its model and its optimizer."""
+    torch.set_num_threads(1)
+    shape = options.of_layouts
+    layout = LAYOUTS["single"]
+    plain = layouts.build_contender(shape, options.hidden, layout, Plain.name, torch.device("cpu"))
+    seconds = []
+    for batch in layouts.make_batches(plain.config, _WARMUP + options.steps):
+        spent, _ = cost(partial(plain.step, *batch))
+        seconds.append(spent.wall)
+    return shape.global_batch_size * shape.seq_length / statistics.median(seconds[_WARMUP:])
+
+
+def _of_bare_loop(options: Options) -> float:
+    # A new interpreter: what this one has set up for its own runs must not help the bare loop, nor hinder it.
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(_bare_loop, (options,))
+
+
+def main(options: Options) -> None:
+    """Measure, print the table, write the JSON file."""
+    measured: dict[str, list[float]] = {"pretrain.py": [], "a bare loop around plain PyTorch": []}
+    ways = dict(zip(measured, (_of_program, _of_bare_loop), strict=True))
+    for number in track(range(options.pairs), "measuring", console=Console(stderr=True)):
+        for name in in_turn(ways, number):
+            measured[name].append(ways[name](options))
+    ours, theirs = measured.values()
+    speed = ratio(ours, theirs)
+    shown = [
+        (name, f"{statistics.median(found):,.0f}", *words)
+        for (name, found), words in zip(
+            measured.items(),
+            (("", ""), (f"{speed['median']:.2f}x", f"{speed['min']:.2f}-{speed['max']:.2f}")),
+            strict=True,
+        )
+    ]
+    title = "megapar's speed over that of plain PyTorch"
+    Report(options, provenance(torch.device("cpu"))).finish(
+        {"tokens_per_second": measured, "speed": speed},
+        table(shown, ("program",), ("tokens/s", "speed", "range"), title),
+    )
