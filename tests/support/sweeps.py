@@ -1,6 +1,7 @@
 """Sweeps: many cases to prove one thing. Some represent the others in the lanes; the rest run with -m slow."""
 
 from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -24,3 +25,18 @@ def one_of_each(groups: Iterable[Any]) -> list[int]:
     for number, group in enumerate(groups):
         found.setdefault(group, number)
     return sorted(found.values())
+
+
+def with_new_values(layouts: Iterable[Any], others: Iterable[Any]) -> list[int]:
+    """The places of layouts with a value of an option that neither `others` nor layouts before have."""
+    seen = set().union(*map(_values, others))
+    found = []
+    for number, layout in enumerate(layouts):
+        if not _values(layout) <= seen:
+            found.append(number)
+        seen |= _values(layout)
+    return found
+
+
+def _values(layout: Any) -> set[tuple[str, str]]:
+    return {(option.name, str(getattr(layout, option.name))) for option in fields(layout)}
