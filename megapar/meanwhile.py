@@ -11,12 +11,17 @@ from torch.autograd import Variable
 
 from megapar.main_grad import DeferredWeightGradient, WeightGradientQueue
 
+MOST = 2
+"""As many as a layer has, of gate with up and of down. Each keeps rows in memory, and their gradients."""
+
 
 class Meanwhile(WeightGradientQueue):
     """The weight gradients of one axis. Those left at the end of a backward pass are computed there."""
 
     def append(self, entry: DeferredWeightGradient) -> None:
         super().append(entry)
+        if len(self._entries) > MOST:
+            self._entries.popleft().enter_and_add()
         # By autograd, so that no caller of backward can forget them. FSDP ends its backward so too.
         Variable._execution_engine.queue_callback(self.run)
 

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megapar.comm.pending import Pending
 from megapar.config.options import AdapterConfig
 from megapar.errors import MegaparError
 from megapar.expert_parallel.experts import Experts
+from megapar.main_grad import DeferredWeightGradient
 from megapar.meanwhile import Meanwhile
 from megapar.products import MatrixProducts
 from megapar.train.state import TrainState
@@ -25,7 +27,9 @@ from tests.support.mixtures import Case, small_mixture
 from tests.support.runs import Bits, assert_bitwise, bits
 from tests.support.sweeps import slow_but
 
+FOUR_LAYERS = replace(MIXTRAL, num_hidden_layers=4)
 LAYOUTS = [
+    Layout(FOUR_LAYERS, dp=2, ep=2, micro_batch_size=3),
     Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=3),
     Layout(SHARED, dp=2, ep=2, ep_overlap_chunks=3, zero_stage=3, micro_batch_size=3),
     Layout(SHARED, dp=2, ep=2, recompute="full", zero_stage=2, micro_batch_size=3),
@@ -64,7 +68,7 @@ def in_all_ways(layout: Layout) -> list[Bits]:
 
 
 @pytest.mark.gpus
-@pytest.mark.parametrize("layout", slow_but([0, 1], LAYOUTS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([0, 2], LAYOUTS), ids=name)
 def test_no_bit_depends_on_when_rows_arrive(layout: Layout) -> None:
     for expected, *others in run_ranks(layout.world, in_all_ways, layout):
         for found, what in zip(others, ("as they come", "in time", "late"), strict=True):
@@ -133,6 +137,28 @@ def events_if_rows_arrive_after_one(case: Case) -> list[str]:
 def test_rows_are_asked_for_before_each_weight_gradient() -> None:
     for noted in run_ranks(2, events_if_rows_arrive_after_one, Case(num_experts=4)):
         assert noted == ["sent", "waits", "sent", "weight gradient", "waits", "weight gradient"]
+
+
+def most_kept(layout: Layout) -> int:
+    """The most weight gradients in the queue at one time, where rows are always there."""
+    append = Meanwhile.append
+    kept = 0
+
+    def counting(self: Meanwhile, entry: DeferredWeightGradient) -> None:
+        nonlocal kept
+        append(self, entry)
+        kept = max(kept, len(self._entries))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Pending, "has_arrived", lambda _: True)
+        patch.setattr(Meanwhile, "append", counting)
+        two_steps(layout)
+    return kept
+
+
+def test_no_more_is_kept_than_a_layer_has() -> None:
+    """Else a rank that others wait for would keep the rows of all layers."""
+    assert run_ranks(2, most_kept, LAYOUTS[0]) == [2, 2]
 
 
 # A step that fails, and plants
