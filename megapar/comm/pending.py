@@ -71,7 +71,7 @@ class Pending:
         self._tensors = []
 
     def has_arrived(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Whether `wait` would return at once. False over gloo: a message of gloo arrives for those who wait for it."""
         return all(work.is_completed() for work in self._works)
 
     def _continue(self) -> None:
