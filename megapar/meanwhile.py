@@ -11,8 +11,9 @@ from torch.autograd import Variable
 
 from megapar.main_grad import DeferredWeightGradient, WeightGradientQueue
 
-MOST = 2
-"""As many as a layer has, of gate with up and of down. Each keeps rows in memory, and their gradients."""
+_MOST_KEPT = 2
+"""As many as a layer of experts has without chunks: of gate with up, and of down. Each keeps its rows and their
+gradients in memory, also where a layer is recomputed."""
 
 
 class Meanwhile(WeightGradientQueue):
@@ -20,7 +21,7 @@ class Meanwhile(WeightGradientQueue):
 
     def append(self, entry: DeferredWeightGradient) -> None:
         super().append(entry)
-        if len(self._entries) > MOST:
+        if len(self._entries) > _MOST_KEPT:
             self._entries.popleft().enter_and_add()
         # By autograd, so that no caller of backward can forget them. FSDP ends its backward so too.
         Variable._execution_engine.queue_callback(self.run)

@@ -17,6 +17,7 @@ class Reached:
             torch.accelerator.current_stream().wait_event(self._event)
 
     def is_completed(self) -> bool:
+        """Whether the device has come to it."""
         return self._event is None or self._event.query()
 
     def synchronize(self) -> None:

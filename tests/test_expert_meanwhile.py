@@ -1,5 +1,6 @@
 """Weight gradients of experts are computed while rows travel: every bit is that without, and nobody waits before."""
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from megapar.comm import collectives
+from megapar.comm.exchange import ArrivingRows
 from megapar.comm.pending import Pending
 from megapar.config.options import AdapterConfig
-from megapar.errors import MegaparError
+from megapar.errors import CommunicationError, MegaparError
 from megapar.expert_parallel.experts import Experts
 from megapar.main_grad import DeferredWeightGradient
 from megapar.meanwhile import Meanwhile
@@ -125,6 +127,55 @@ def test_a_rank_computes_weight_gradients_while_it_waits_for_another() -> None:
     of_both = ["weight gradient", "weight gradient"]
     assert first == ["sent", "waits", "sent", *of_both, "waits"]
     assert second == ["sent", "waits", "sent", "waits", *of_both]
+
+
+def backward_without_a_rank(fault: Callable[[], None]) -> None:
+    """Rank 1 has the fault before it sends its last gradients."""
+    ctx = make_context({"dp": 2, "ep": 2})
+    mixture = small_mixture(Case(num_experts=4), ctx=ctx)
+    flat = flatten([mixture], ctx, zero_stage=0, bucket_mb=0.001)
+    flat.start_step()
+    out = mixture(Case().inputs(ctx.world.rank).requires_grad_())
+    post_gradient = ArrivingRows.post_gradient
+    posted = 0
+
+    def post(self: ArrivingRows, grad: Tensor) -> Tensor:
+        nonlocal posted
+        posted += 1
+        if posted == 2 and ctx.ep.rank == 1:
+            fault()
+        return post_gradient(self, grad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ArrivingRows, "post_gradient", post)
+        out.sum().backward()
+
+
+def end_at_once() -> None:
+    os._exit(3)
+
+
+def raise_an_error() -> None:
+    raise MegaparError("planted")
+
+
+@pytest.mark.parametrize("fault", [end_at_once, raise_an_error])
+def test_a_rank_that_ends_is_named_by_the_one_that_computes_meanwhile(fault: Callable[[], None]) -> None:
+    with pytest.raises(AssertionError, match=r"rank 0:(.|\n)*CommunicationError:.*rank 1"):
+        run_ranks(2, backward_without_a_rank, fault)
+
+
+def test_a_peer_that_is_gone_is_no_bare_error() -> None:
+    """An operation that goes on while somebody asks for another one may have lost its peer."""
+
+    class Lost:
+        def wait(self) -> None: ...
+
+        def is_completed(self) -> bool:
+            raise RuntimeError("rank 1 of this host has closed its connection")
+
+    with pytest.raises(CommunicationError, match="rank 1"):
+        Pending([Lost()]).has_arrived()
 
 
 def events_if_rows_arrive_after_one(case: Case) -> list[str]:

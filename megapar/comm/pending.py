@@ -71,8 +71,12 @@ class Pending:
         self._tensors = []
 
     def has_arrived(self) -> bool:
-        """Whether `wait` would return at once. False over gloo: a message of gloo arrives for those who wait for it."""
-        return all(work.is_completed() for work in self._works)
+        """Whether `wait` would return at once. gloo knows it only once somebody waits: until then this is False.
+
+        Raises CommunicationError if a peer of any operation that goes on meanwhile is gone.
+        """
+        with as_communication_errors(self._logged[0] if self._logged else None):
+            return all(work.is_completed() for work in self._works)
 
     def _continue(self) -> None:
         """Call the function given to `followed_by`. It is a part of the operation, such as the sum of what arrived."""
