@@ -2,7 +2,8 @@
 
 Both train the Llama of the layouts on synthetic tokens, in one process of one thread, in fp32. A pair is two fresh
 processes, one after the other, each alone on the machine. A run of pretrain.py has all that it has for a user: data,
-reports of each step, metrics.jsonl. The bare loop has its batches in memory, and calls step after step.
+reports of each step, metrics.jsonl. The bare loop has its batches in memory. Each step is forward, backward, clipping
+and AdamW, and its loss is read.
 
 - tokens/s: of the median step, without the first ones.
 - speed: that of pretrain.py over that of the bare loop, median and range over pairs.
@@ -94,7 +95,7 @@ def _of_program(options: Options) -> float:
 
 
 def _bare_loop(options: Options) -> float:
-    """Tokens per second of the median step of plain PyTorch, with no more than its model and its optimizer."""
+    """Tokens per second of the median step of plain PyTorch."""
     torch.set_num_threads(1)
     shape = options.of_layouts
     layout = LAYOUTS["single"]
