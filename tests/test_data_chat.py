@@ -284,7 +284,7 @@ def test_a_pair_has_the_weights_of_its_tokens(tmp_path: Path, capsys: pytest.Cap
     prefix = prepare(tmp_path, rows, "three")
     assert "3 conversations, " in capsys.readouterr().out
     dataset = verify(prefix, full=True)
-    weights = read_weights(prefix, len(dataset.tokens))
+    weights = read_weights(prefix, len(dataset.tokens))[:]
     trained = bytes(np.array(dataset.tokens)[weights == 1].astype(np.uint8)).decode()
     assert trained == "Fine — and you? 🙂<|im_end|>two<|im_end|>b<|im_end|>dd<|im_end|>"
     sidecar = read_sidecar(prefix)

@@ -172,7 +172,7 @@ def test_every_conversation_is_in_one_pack_whole_with_its_weights(prefix: Path) 
             found.append((tuple(row[first:last]), tuple(of_row[first:last])))
     padding = [item for item in found if not any(item[1])]
     assert all(set(item[0]) == {256} for item in padding)
-    file, stated = dataset.file, dataset._weights
+    file, stated = dataset.file, dataset._weights[:]
     spans = [(file.document_start(number), file.document_start(number + 1)) for number in range(len(file))]
     expected = [(tuple(file.tokens[a:b]), tuple(stated[a:b].astype(np.float32))) for a, b in spans]
     assert sorted(item for item in found if any(item[1])) == sorted(expected)
@@ -201,7 +201,7 @@ def test_targets_with_weight_are_the_answers_in_every_layout(prefix: Path) -> No
     dataset = opened(prefix)
     whole = trained(batches(dataset))
     text = bytes(target for _, target, _ in whole)
-    expected = dataset.file.tokens[dataset._weights == 1]
+    expected = dataset.file.tokens[:][dataset._weights[:] == 1]
     assert sorted(text) == sorted(expected.tolist())
     by_dp = [batch for rank in range(3) for batch in batches(dataset, dp_rank=rank, dp_size=3)]
     assert trained(by_dp) == whole
@@ -240,7 +240,7 @@ def test_packed_gradients_are_those_of_each_conversation_alone(prefix: Path, los
         dataset.weigh_alike(float(dataset.targets.mean()))
     packed = batches(dataset, micro_batch_size=len(dataset))
     alone = []
-    count = dataset._weights.astype(np.int64)
+    count = dataset._weights[:].astype(np.int64)
     spans = [(dataset.file.document_start(number), dataset.file.document_start(number + 1)) for number in range(40)]
     mean = sum(int(count[a + 1 : b].sum()) for a, b in spans) / len(spans)
     for first, last in spans:

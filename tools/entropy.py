@@ -104,7 +104,7 @@ def main() -> None:
             raise ConfigError(f"--validation_tokens {args.validation_tokens}: give 0 for all, or how many to score")
         vocab_size = load_tokenizer(args.tokenizer).vocab_size
         held_out = IndexedDataset(args.validation).tokens[: args.validation_tokens or None]
-        entropies = cross_entropies(IndexedDataset(args.train).tokens, held_out, vocab_size)
+        entropies = cross_entropies(IndexedDataset(args.train).tokens[:], held_out, vocab_size)
         targets = len(held_out) - 1  # the first token has no predecessor to be predicted from
         print(f"unigram {entropies.unigram:.4f}, bigram {entropies.bigram:.4f} nats per token ({targets:,} targets)")
         if args.run_dir:

@@ -1,6 +1,6 @@
 """Delivery of steps: a thread of this process, or other processes, read steps before training asks for them.
 
-A thread is enough for token files, because reading them is only copying mapped memory. Processes are for sources with
+A thread is enough for token files, because it waits for the disk without Python's lock. Processes are for sources with
 computation, such as streams tokenized on the fly. Workers hold no state. A request names the number of samples consumed
 before, and the answer is the next step.
 """
@@ -115,7 +115,7 @@ class _Processes:
 
     def __init__(self, read: Read, count: int):
         self.ahead = 2 * count  # each process can begin its next step before its last one has been taken
-        # Forked, so that all processes share the mapped files. It is safe because they touch no device.
+        # Forked, so that all processes share the open files. It is safe because they touch no device.
         fork = multiprocessing.get_context("fork")
         self._workers: list[tuple[Connection, BaseProcess]] = []
         parent = os.getpid()

@@ -1,4 +1,4 @@
-"""Tokens on disk: Megatron's .bin/.idx pair. It is read through memory maps and checked whenever it is opened.
+"""Tokens on disk: Megatron's .bin/.idx pair. It is checked whenever it is opened, and read when it is used.
 
 `PREFIX.bin` holds the tokens of all sequences and nothing else. `PREFIX.idx` is little endian. It holds, in this order:
 a header of 34 bytes (magic, version, dtype code, number of sequences S, number of document boundaries D), int32
@@ -6,9 +6,9 @@ lengths[S] in tokens, int64 pointers[S] in bytes, and int64 document_indices[D] 
 is 0 and the last is S. A document is one or more sequences.
 """
 
-import mmap
 import os
 import struct
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from megapar.data.contents import content_hash
+from megapar.data.file_array import DataFile, FileArray
 from megapar.errors import DataError, storing
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -44,11 +45,6 @@ def _partial(path: Path) -> Path:
     return path.with_name(path.name + ".tmp")
 
 
-def _mapped(path: Path) -> mmap.mmap:
-    with path.open("rb") as file:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-
-
 def _close(file: BinaryIO) -> None:
     """Flush a file to the disk and close it. Otherwise a rename could reach the disk before the bytes do."""
     file.flush()
@@ -57,16 +53,11 @@ def _close(file: BinaryIO) -> None:
 
 
 class IndexedDataset:
-    """A .bin/.idx pair. Its files are mapped; tokens are read when they are used.
+    """A .bin/.idx pair. Both files stay open, and their numbers are read when they are used.
 
     `tokens` is the whole .bin as one flat array. `lengths`, `pointers` and `document_indices` are the index.
     Raises DataError if a file is missing or damaged, or if the two do not fit each other.
     """
-
-    tokens: NDArray[np.integer]
-    lengths: NDArray[np.int32]
-    pointers: NDArray[np.int64]
-    document_indices: NDArray[np.int64]
 
     def __init__(self, prefix: str | Path):
         self.bin_path = Path(f"{prefix}.bin")
@@ -79,34 +70,28 @@ class IndexedDataset:
                 else:
                     hint = "name the part of a .bin/.idx pair before the dot"
                 raise DataError(f"{path} is not a file: {hint}")
-        self.dtype, sequences = self._read_header()
-        self._index_map = _mapped(self.idx_path)
-        index = np.frombuffer(self._index_map, np.uint8)
+        self._index = DataFile(self.idx_path)
+        self.dtype, sequences, boundaries = self._read_header()
         pointers = _HEADER.size + 4 * sequences
-        boundaries = _HEADER.size + 12 * sequences
-        self.lengths = index[_HEADER.size : pointers].view("<i4")
-        self.pointers = index[pointers:boundaries].view("<i8")
-        self.document_indices = index[boundaries:].view("<i8")
+        self.lengths = FileArray(self._index, np.dtype("<i4"), _HEADER.size, sequences)
+        self.pointers = FileArray(self._index, np.dtype("<i8"), pointers, sequences)
+        self.document_indices = FileArray(self._index, np.dtype("<i8"), pointers + 8 * sequences, boundaries)
         self._check_documents()
         needed = self._check_pointers()
-        size = self.bin_path.stat().st_size
-        if size != needed:
+        self._tokens = DataFile(self.bin_path)
+        if self._tokens.size != needed:
             raise DataError(
-                f"{self.bin_path} has {size} bytes, {self.idx_path} needs {needed}: "
+                f"{self.bin_path} has {self._tokens.size} bytes, {self.idx_path} needs {needed}: "
                 "it is truncated or the two are not a pair; preprocess the text again"
             )
-        self._map: mmap.mmap | None = None
-        self.tokens = np.empty(0, self.dtype)
-        if size:  # an empty file cannot be mapped
-            self._map = _mapped(self.bin_path)
-            self.tokens = np.frombuffer(self._map, self.dtype)
+        self.tokens = FileArray(self._tokens, self.dtype)
 
     def __len__(self) -> int:
         """The number of documents."""
         return len(self.document_indices) - 1
 
     def document(self, i: int) -> NDArray[np.integer]:
-        """The tokens of document `i`, a view into the mapped file."""
+        """The tokens of document `i`."""
         return self.tokens[self.document_start(i) : self.document_start(i + 1)]
 
     def read_pieces(self, starts: NDArray[np.int64], length: int) -> NDArray[np.integer]:
@@ -114,21 +99,16 @@ class IndexedDataset:
 
         Raises DataError if the files have another size than when they were opened.
         """
-        assert self._map is not None, "no token, no piece"
-        self._require_whole()
-        # Pieces lie anywhere in the file. Without MADV_RANDOM the system would read ahead of each missing page,
-        # megabytes at times, in vain.
-        self._map.madvise(mmap.MADV_RANDOM)
-        # All pieces are asked for before the first is waited for, so that the disk reads them side by side.
-        for start in starts.tolist():
-            first = start * self.dtype.itemsize // mmap.PAGESIZE * mmap.PAGESIZE
-            self._map.madvise(mmap.MADV_WILLNEED, first, (start + length) * self.dtype.itemsize - first)
-        return np.stack([self.tokens[start : start + length] for start in starts.tolist()])
+        found = self.tokens.rows(starts.tolist(), length)
+        # A file that was written anew in its place may be as long at some moment as it was.
+        for file in (self._index, self._tokens):
+            file.require_whole()
+        return found
 
     def locate(self, token: int) -> tuple[int, int]:
         """(document, offset within it) of the position `token` in the file."""
-        sequence = int(np.searchsorted(self.pointers, token * self.dtype.itemsize, "right")) - 1
-        document = int(np.searchsorted(self.document_indices, sequence, "right")) - 1
+        sequence = bisect_right(self.pointers, token * self.dtype.itemsize) - 1
+        document = bisect_right(self.document_indices, sequence) - 1
         return document, token - self.document_start(document)
 
     def document_start(self, i: int) -> int:
@@ -154,26 +134,18 @@ class IndexedDataset:
         """A hash of the contents of each file, by its path (see `content_hash`)."""
         return {str(path): content_hash(path) for path in (self.idx_path, self.bin_path)}
 
-    def _require_whole(self) -> None:
-        """Raise DataError if a mapped file has another size now.
+    def _read_header(self) -> tuple[np.dtype, int, int]:
+        """Return token dtype, number of sequences, and number of document boundaries.
 
-        Reading behind the end of a truncated map ends the process with SIGBUS, without a word.
+        Raises DataError unless the header fits the size of the file.
         """
-        for path, mapped in ((self.idx_path, self._index_map), (self.bin_path, self._map)):
-            if mapped is not None and mapped.size() != len(mapped):
-                raise DataError(
-                    f"{path} has {mapped.size():,} bytes, and had {len(mapped):,} when it was opened: it was cut short "
-                    "or written anew while it was read; put it back and start again"
-                )
-
-    def _read_header(self) -> tuple[np.dtype, int]:
-        """Return token dtype and number of sequences. Raises DataError unless the header fits the size of the file."""
         path = self.idx_path
-        size = self.idx_path.stat().st_size
+        size = self._index.size
         if size < _HEADER.size:
             raise DataError(f"{path} has {size} bytes, its header alone needs {_HEADER.size}: it is truncated")
-        with path.open("rb") as file:
-            magic, version, code, sequences, documents = _HEADER.unpack(file.read(_HEADER.size))
+        header = bytearray(_HEADER.size)
+        self._index.read(memoryview(header), 0)
+        magic, version, code, sequences, documents = _HEADER.unpack(header)
         if magic != _MAGIC:
             raise DataError(f"{path}: offset 0: found {magic!r}, expected {_MAGIC!r}: this is no token index")
         if version != _VERSION:
@@ -189,7 +161,7 @@ class IndexedDataset:
                 f"{path} has {size} bytes, its header (offset 18: {sequences} sequences, {documents} document "
                 f"boundaries) needs {needed}: it is truncated or damaged"
             )
-        return _TOKEN_DTYPES[code], sequences
+        return _TOKEN_DTYPES[code], sequences, documents
 
     def _check_documents(self) -> None:
         """Raise DataError unless documents begin with the first sequence, end with the last, and never run back."""
@@ -216,17 +188,18 @@ class IndexedDataset:
         sequences = len(self.lengths)
         for first in range(0, sequences, _BLOCK):
             block = slice(first, first + _BLOCK)
-            expected = total + sequence_pointers(self.lengths[block], self.dtype.itemsize)
-            wrong = (self.lengths[block] < 0) | (self.pointers[block] != expected)
+            lengths, pointers = self.lengths[block], self.pointers[block]
+            expected = total + sequence_pointers(lengths, self.dtype.itemsize)
+            wrong = (lengths < 0) | (pointers != expected)
             if wrong.any():
                 at = int(wrong.argmax())
                 bad = first + at
                 raise DataError(
                     f"{self.idx_path}: offset {_HEADER.size + 4 * sequences + 8 * bad}: sequence {bad} (length "
-                    f"{self.lengths[bad]}) points to byte {self.pointers[bad]}, expected {expected[at]} from the "
+                    f"{lengths[at]}) points to byte {pointers[at]}, expected {expected[at]} from the "
                     "lengths before it: the index is damaged"
                 )
-            total = int(expected[-1]) + int(self.lengths[block][-1]) * self.dtype.itemsize
+            total = int(expected[-1]) + int(lengths[-1]) * self.dtype.itemsize
         return total
 
 
@@ -288,13 +261,13 @@ class IndexedWriter:
             )
         if last is None:
             last = len(dataset)
-        ends = np.array(dataset.document_indices[first : last + 1])
+        ends = dataset.document_indices[first : last + 1]
         start = dataset.document_start(first)
         stop = dataset.document_start(first + len(ends) - 1)
         with storing(self.bin_path):
             for at in range(start, stop, _BLOCK):
                 self._file.write(dataset.tokens[at : min(at + _BLOCK, stop)].tobytes())
-        self.append_index(np.array(dataset.lengths[ends[0] : ends[-1]]), ends[1:] - ends[0])
+        self.append_index(dataset.lengths[int(ends[0]) : int(ends[-1])], ends[1:] - ends[0])
 
     def append_index(self, lengths: NDArray[np.int32], document_ends: NDArray[np.int64]) -> None:
         """Append sequences to the index alone. The caller must write their tokens.

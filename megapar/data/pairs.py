@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapar.data.contents import content_hash
+from megapar.data.file_array import FileArray
 from megapar.data.packs import PackDataset
 from megapar.data.scores import read_scores, references_path
 from megapar.errors import DataError
@@ -37,7 +38,7 @@ class PairDataset(PackDataset):
         with_references: bool = False,
     ):
         super().__init__(prefix, seq_length, vocab_size, part, num_targets)
-        self._references: NDArray[np.float32] | None = None
+        self._references: FileArray | None = None
         if with_references:
             self._references = read_scores(references_path(prefix), self.file)
 

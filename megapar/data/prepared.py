@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from megapar.config.messages import counted
 from megapar.data.contents import content_hash
+from megapar.data.file_array import DataFile, FileArray
 from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
 from megapar.errors import ConfigError, DataError, reason_of, storing
@@ -177,7 +178,8 @@ def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:
     dataset = IndexedDataset(output)
     if sidecars:
         if chats[0]:
-            write_weights(output, (read_weights(prefix, len(IndexedDataset(prefix).tokens)) for prefix in prefixes))
+            weights = (read_weights(prefix, len(IndexedDataset(prefix).tokens)) for prefix in prefixes)
+            write_weights(output, (block for of_pair in weights for block in of_pair.blocks(_BLOCK)))
         counts = {"documents": len(dataset), "tokens": len(dataset.tokens), "merged": list(map(str, prefixes))}
         same = {name: sidecars[0][name] for name in ("tokenizer", "append_eod", CHAT) if name in sidecars[0]}
         sources = [source for sidecar in sidecars for source in sidecar["sources"]]
@@ -203,19 +205,20 @@ def write_weights(prefix: str | Path, weights: Iterable[NDArray[np.uint8]]) -> N
         partial.replace(path)
 
 
-def read_weights(prefix: str | Path, tokens: int) -> NDArray[np.uint8]:
-    """The weights of the `tokens` tokens of a pair, through a memory map.
+def read_weights(prefix: str | Path, tokens: int) -> FileArray:
+    """The weights of the `tokens` tokens of a pair, uint8, read when they are used.
 
     Raises DataError if the file is missing, or has another number of bytes.
     """
-    path = weights_path(prefix)
     try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: {reason_of(error)}; {sidecar_path(prefix)} says that the pair has weights") from error
-    if size != tokens:
-        raise DataError(f"{path}: has {size:,} bytes, and the pair has {tokens:,} tokens: not of one preparation")
-    return np.memmap(path, np.uint8, "r") if size else np.empty(0, np.uint8)
+        file = DataFile(weights_path(prefix))
+    except DataError as error:
+        raise DataError(f"{error}; {sidecar_path(prefix)} says that the pair has weights") from error
+    if file.size != tokens:
+        raise DataError(
+            f"{file.path}: has {file.size:,} bytes, and the pair has {tokens:,} tokens: not of one preparation"
+        )
+    return FileArray(file, np.dtype(np.uint8))
 
 
 def pair_fingerprints(pair: IndexedDataset, prefix: str | Path) -> dict[str, str]:
@@ -321,8 +324,12 @@ def _verify_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 def _verify_ends(dataset: IndexedDataset, eod: int) -> None:
     """Raise DataError for the first document without `eod` at its end."""
     for first in range(0, len(dataset), _BLOCK):
-        stops = dataset.document_indices[first + 1 : first + 1 + _BLOCK] - 1
-        last_tokens = dataset.tokens[dataset.pointers[stops] // dataset.dtype.itemsize + dataset.lengths[stops] - 1]
+        # The first sequence behind each document of this block. Behind the last document there is none.
+        behind = dataset.document_indices[first + 1 : first + 1 + _BLOCK]
+        base = int(behind[0])
+        starts = dataset.pointers[base : int(behind[-1]) + 1] // dataset.dtype.itemsize
+        ends = np.append(starts, len(dataset.tokens))[behind - base]
+        last_tokens = dataset.read_pieces(np.maximum(ends - 1, 0), 1)[:, 0]
         wrong = np.flatnonzero(last_tokens != eod)
         if wrong.size:
             raise DataError(

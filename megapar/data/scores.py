@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
-from numpy.typing import NDArray
 
+from megapar.data.file_array import DataFile, FileArray
 from megapar.data.indexed import IndexedDataset
 from megapar.errors import DataError, reason_of
 from megapar.system.atomic_files import replacing, write_json
@@ -44,18 +44,19 @@ def writing_scores(output: Path, dataset: IndexedDataset, model: Mapping[str, An
     write_json(_description(output), {"tokens": len(dataset.tokens), "data": hashes, "model": model})
 
 
-def read_scores(path: Path, dataset: IndexedDataset) -> NDArray[np.float32]:
-    """The column `path` of `dataset`, [tokens], through a memory map.
+def read_scores(path: Path, dataset: IndexedDataset) -> FileArray:
+    """The column `path` of `dataset`, [tokens], read when it is used.
 
     Raises DataError if it is missing, or of another pair.
     """
     remedy = f"write it with tools/score.py CHECKPOINT --input {dataset.bin_path.with_suffix('')} --output {path}"
     try:
         stated = json.loads(read_regular(_description(path)))
-        size = path.stat().st_size
     except (OSError, ValueError, RecursionError) as error:
         raise DataError(f"{path}: no column of log-probabilities ({reason_of(error)}); {remedy}") from error
     hashes = {Path(name).suffix: value for name, value in dataset.fingerprints().items()}
-    if not isinstance(stated, dict) or stated.get("data") != hashes or size != len(dataset.tokens) * DTYPE.itemsize:
+    file = DataFile(path)
+    is_of_pair = isinstance(stated, dict) and stated.get("data") == hashes
+    if not is_of_pair or file.size != len(dataset.tokens) * DTYPE.itemsize:
         raise DataError(f"{path}: of other tokens than {dataset.bin_path}; {remedy}")
-    return np.memmap(path, DTYPE, "r") if size else np.empty(0, DTYPE)
+    return FileArray(file, DTYPE)

@@ -356,7 +356,7 @@ FLAGS = (
     sets("dataloader-inter-document-masking", "data.documents", "apart"),
     always("dataloader-type", "the order of samples follows from the seed", "single"),
     always("no-create-attention-mask-in-dataloader", "no mask is made"),
-    lacking("no-mmap-bin-files", "token files are mapped into memory"),
+    always("no-mmap-bin-files", "token files are read, not mapped into memory"),
     same("fim-rate", "data.fim_rate"),
     computed("fim-prefix-token", "data.fim_tokens", "the id, as the first of three"),
     computed("fim-suffix-token", "data.fim_tokens", "the id, as the second of three"),
