@@ -2,10 +2,13 @@
 
 import re
 import struct
+import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megapar.data.indexed import IndexedDataset, IndexedWriter, merge, sequence_pointers, token_dtype
 from megapar.errors import DataError, StorageError
@@ -68,6 +71,29 @@ def test_documents_of_several_sequences_are_read_and_located(tmp_path: Path):
     dataset = IndexedDataset(tmp_path / "m")
     assert [dataset.document(i).tolist() for i in range(2)] == [[1, 2, 3, 4], [5, 6, 7]]
     assert [dataset.locate(token) for token in range(7)] == [*((0, i) for i in range(4)), *((1, i) for i in range(3))]
+
+
+@given(st.lists(st.lists(st.integers(0, 3), max_size=3), min_size=1, max_size=300), st.data())
+def test_documents_are_found_as_a_walk_finds_them(lengths_of_documents: list[list[int]], data: st.DataObject):
+    """Documents of several sequences, some empty, and of none; more of them than are looked up at a time."""
+    lengths = [length for lengths in lengths_of_documents for length in lengths]
+    boundaries = np.cumsum([0, *map(len, lengths_of_documents)]).tolist()
+    bin_bytes, idx_bytes = megatron_bytes([[7] * length for length in lengths], boundaries)
+    starts = np.cumsum([0, *map(sum, lengths_of_documents)]).tolist()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "pair.bin").write_bytes(bin_bytes)
+        Path(folder, "pair.idx").write_bytes(idx_bytes)
+        dataset = IndexedDataset(f"{folder}/pair")
+        documents = range(len(lengths_of_documents) + 1)
+        assert [dataset.document_start(number) for number in documents] == starts
+        first, last = sorted((data.draw(st.sampled_from(documents)), data.draw(st.sampled_from(documents))))
+        assert dataset.document_starts(first, last).tolist() == starts[first : last + 1]
+        if starts[-1]:
+            token = data.draw(st.integers(0, starts[-1] - 1))
+            (document,) = [i for i in documents[:-1] if starts[i] <= token < starts[i + 1]]
+            assert dataset.locate(token) == (document, token - starts[document])
+            stop = data.draw(st.integers(token + 1, starts[-1]))
+            assert dataset.starts_between(token, stop) == sorted({start for start in starts if token < start < stop})
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ _VERSION = 1
 _HEADER = struct.Struct("<9sQBQQ")
 _DTYPE_CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
 _TOKEN_DTYPES = {code: np.dtype(f"<{name}") for code, name in _DTYPE_CODES.items() if name[0] != "f"}
+_FEW = 64  # documents of a sample that are looked up at a time
 _BLOCK = 1 << 20  # sequences checked, or tokens copied, at a time, so that memory is the same for any file
 
 
@@ -92,7 +93,8 @@ class IndexedDataset:
 
     def document(self, i: int) -> NDArray[np.integer]:
         """The tokens of document `i`."""
-        return self.tokens[self.document_start(i) : self.document_start(i + 1)]
+        start, stop = self.document_starts(i, i + 1).tolist()
+        return self.tokens[start:stop]
 
     def read_pieces(self, starts: NDArray[np.int64], length: int) -> NDArray[np.integer]:
         """The tokens [len(starts), length] from each position in `starts` on, in the dtype of the file.
@@ -113,21 +115,27 @@ class IndexedDataset:
 
     def document_start(self, i: int) -> int:
         """The position in `tokens` of the first token of document `i`, or len(tokens) for i = len(self)."""
-        sequence = int(self.document_indices[i])
-        if sequence == len(self.pointers):
-            return len(self.tokens)
-        return int(self.pointers[sequence]) // self.dtype.itemsize
+        return int(self.document_starts(i, i)[0])
+
+    def document_starts(self, first: int, last: int) -> NDArray[np.int64]:
+        """`document_start` of each document from `first` to `last`, both included."""
+        sequences = self.document_indices[first : last + 1]
+        base = int(sequences[0])
+        starts = self.pointers[base : int(sequences[-1]) + 1] // self.dtype.itemsize
+        # Behind the last sequence nothing points.
+        return np.append(starts, len(self.tokens))[sequences - base]
 
     def starts_between(self, first: int, last: int) -> list[int]:
         """The positions p in the file, first < p < last, of the starts of documents, each once."""
         document = self.locate(first)[0] + 1
-        starts = []
-        start = self.document_start(document)
-        while start < last:
-            if start > first:
-                starts.append(start)
-            document += 1
-            start = self.document_start(document)
+        starts: list[int] = []
+        while document <= len(self):
+            found = self.document_starts(document, min(document + _FEW, len(self)))
+            inside = found[found < last]
+            starts += inside.tolist()
+            if len(inside) < len(found):
+                break
+            document += len(found)
         return list(dict.fromkeys(starts))  # a document without tokens starts where the next one does
 
     def fingerprints(self) -> dict[str, str]:

@@ -89,7 +89,7 @@ class PackDataset:
         self._first, last = (self.together * round(edge * len(self.file) / self.together) for edge in part)
         if self._first == last:
             raise DataError(f"{self.file.bin_path}: no conversation in its part (data.split)")
-        self._starts = np.array([self.file.document_start(number) for number in range(self._first, last + 1)])
+        self._starts = self.file.document_starts(self._first, last)
         self._lengths = np.diff(self._starts)
         self._check_lengths(seq_length)
         self.targets = self._count_targets()

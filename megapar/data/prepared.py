@@ -324,11 +324,7 @@ def _verify_ids(dataset: IndexedDataset, vocab_size: int) -> None:
 def _verify_ends(dataset: IndexedDataset, eod: int) -> None:
     """Raise DataError for the first document without `eod` at its end."""
     for first in range(0, len(dataset), _BLOCK):
-        # The first sequence behind each document of this block. Behind the last document there is none.
-        behind = dataset.document_indices[first + 1 : first + 1 + _BLOCK]
-        base = int(behind[0])
-        starts = dataset.pointers[base : int(behind[-1]) + 1] // dataset.dtype.itemsize
-        ends = np.append(starts, len(dataset.tokens))[behind - base]
+        ends = dataset.document_starts(first + 1, min(first + _BLOCK, len(dataset)))
         last_tokens = dataset.read_pieces(np.maximum(ends - 1, 0), 1)[:, 0]
         wrong = np.flatnonzero(last_tokens != eod)
         if wrong.size:
