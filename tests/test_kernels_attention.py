@@ -1,7 +1,8 @@
-"""Attention by torch's SDPA: packed documents, and the order of its backends."""
+"""Attention by torch's ops: packed documents, windows, caps, sinks, and the order of its backends."""
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -18,6 +19,7 @@ from megapar_kernels.attention import (
     varlen_serves,
 )
 from megapar_kernels.block_attention import ScoreRule, in_blocks_of_rows, reference, reference_backward
+from megapar_kernels.ruled_attention import ruled_attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -124,6 +126,85 @@ def test_on_a_cpu_a_block_of_rows_gets_no_later_keys(length: int, seen: float) -
     with Scores() as scores:
         sdpa(q, q, q).sum().backward()
     assert scores.counts == dict.fromkeys(("forward", "backward"), seen * length**2)
+
+
+@dataclass(frozen=True)
+class Ruled:
+    """A case of `ruled_attention` by torch's ops. `documents` are the lengths of documents in both samples."""
+
+    length: int = 150
+    window: int = 0
+    cap: float = 0.0
+    sinks: bool = False
+    documents: tuple[int, ...] = ()
+    kv_heads: int = 2
+    v_width: int = 10
+
+
+RULED = {
+    "window": Ruled(window=70),
+    "window of one": Ruled(window=1, sinks=True),
+    "window of two": Ruled(window=2),
+    "window of a block": Ruled(window=64),
+    "window beyond": Ruled(window=500),
+    "window of one less": Ruled(window=149),
+    "whole blocks": Ruled(length=192, window=64, kv_heads=4),
+    "fewer than a block": Ruled(length=17, window=5, kv_heads=1),
+    "one position": Ruled(length=1, window=3, sinks=True),
+    "sinks": Ruled(sinks=True),
+    "window and sinks": Ruled(window=40, sinks=True, v_width=6),
+    "window and documents": Ruled(window=40, documents=(1, 90, 59, 75, 75)),
+    "sinks and documents": Ruled(sinks=True, documents=(150, 60, 90)),
+    "narrower queries": Ruled(window=70, v_width=16),
+    "cap": Ruled(window=70, cap=3.0, sinks=True, documents=(1, 90, 59, 150)),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("case", RULED.values(), ids=RULED.keys())
+def test_windows_caps_and_sinks_by_torchs_ops_are_explicit_scores(case: Ruled, dtype: torch.dtype) -> None:
+    torch.manual_seed(case.length)
+    shapes = [(4, 10), (case.kv_heads, 10), (case.kv_heads, case.v_width)]
+    sbnd = [torch.randn(case.length, 2, *shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes]
+    sinks_n = torch.randn(4, dtype=dtype, device=DEVICE, requires_grad=True) if case.sinks else None
+    documents_bs = None
+    if case.documents:
+        documents_bs = torch.arange(len(case.documents)).repeat_interleave(torch.tensor(case.documents))
+        documents_bs = documents_bs.view(2, case.length).to(DEVICE)
+    rule = ScoreRule(0.5, case.cap)
+    inputs = [*sbnd, sinks_n] if sinks_n is not None else sbnd
+    found = ruled_attention(*sbnd, rule, sinks_n=sinks_n, documents_bs=documents_bs, window=case.window)
+    grad = torch.randn_like(found)
+    mine = torch.autograd.grad(found, inputs, grad)
+
+    wide = [x.detach().double().requires_grad_() for x in inputs]
+    q, k, v = (x.permute(1, 2, 0, 3).repeat_interleave(4 // x.shape[2], 1) for x in wide[:3])
+    scores = q @ k.transpose(-1, -2) * 0.5
+    if case.cap:
+        scores = case.cap * (scores / case.cap).tanh()
+    position = torch.arange(case.length, device=DEVICE)
+    behind = position[:, None] - position
+    seen = (behind >= 0) & (behind < (case.window or case.length))
+    if documents_bs is not None:
+        seen = seen & (documents_bs[:, :, None] == documents_bs[:, None, :])[:, None]
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if case.sinks:
+        scores = torch.cat((scores, wide[3].view(1, 4, 1, 1).expand(2, 4, case.length, 1)), -1)
+    probabilities = scores.softmax(-1)[..., : case.length]
+    expected = (probabilities @ v).permute(2, 0, 1, 3).flatten(2)
+    theirs = torch.autograd.grad(expected, wide, grad.double())
+    for one, other in zip((found, *mine), (expected, *theirs), strict=True):
+        assert relative_error(one, other) < TOLERANCE[dtype]
+
+
+@pytest.mark.skipif(ON_GPU, reason="the fused operation is a CPU's")
+def test_on_a_cpu_a_block_of_a_window_gets_its_own_keys_alone() -> None:
+    """Each block of 64 queries has the scores of its window and itself, forward and backward."""
+    q = torch.randn(512, 1, 2, 8, requires_grad=True)
+    with Scores() as scores:
+        ruled_attention(q, q, q, ScoreRule(), window=129).sum().backward()
+    of_blocks = 64 * (64 + 128 + 6 * 192)
+    assert scores.counts == dict.fromkeys(("forward", "backward"), of_blocks)
 
 
 def test_the_order_of_backends_changes_no_result() -> None:

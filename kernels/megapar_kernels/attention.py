@@ -217,24 +217,16 @@ def masked_causal_attention(
     q_sbnd: Tensor,
     k_sbnd: Tensor,
     v_sbnd: Tensor,
-    starts: Tensor | None,
-    window: int = 0,
+    starts: Tensor,
     scale: float | None = None,
 ) -> Tensor:
-    """`packed_causal_attention` for any dtype and widths, with a mask of b * s * s booleans.
-
-    With a `window`, each position reads `window` keys at most, its own among them (arXiv 2004.05150). Without `starts`
-    each sample is one document. The mask then has s * s booleans.
-    """
+    """`packed_causal_attention` for any dtype and widths, with a mask of b * s * s booleans."""
     length, samples = q_sbnd.shape[:2]
     run = q_sbnd.shape[2] // k_sbnd.shape[2]
     seen = torch.ones(length, length, dtype=torch.bool, device=q_sbnd.device).tril()
-    if window:
-        seen = seen.triu(1 - window)
-    if starts is not None:
-        position = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)
-        documents_bs = torch.searchsorted(starts, position, right=True).view(samples, length)
-        seen = ((documents_bs[:, :, None] == documents_bs[:, None, :]) & seen)[:, None]
+    position = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)
+    documents_bs = torch.searchsorted(starts, position, right=True).view(samples, length)
+    seen = ((documents_bs[:, :, None] == documents_bs[:, None, :]) & seen)[:, None]
     # Heads of k and v are repeated, because SDPA's fused kernels take no mask together with fewer key/value heads.
     k_sbnd = k_sbnd.repeat_interleave(run, 2)
     v_sbnd = v_sbnd.repeat_interleave(run, 2)

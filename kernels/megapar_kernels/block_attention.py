@@ -65,7 +65,7 @@ def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention) -> bool
     return impl == "cudnn" and q.is_cuda and q.dtype in _FLASH_DTYPES and fits
 
 
-def _padded(x: Tensor, width: int) -> Tensor:
+def padded(x: Tensor, width: int) -> Tensor:
     """`x` with columns of zeros up to `width`.
 
     torch's fused operations take one width for keys and values. Zeros in q and k add nothing to a score. Zeros in v
@@ -126,7 +126,7 @@ def attention_documents(
 ) -> tuple[Tensor, Tensor]:
     """`attention_block`, causal within each of several documents of one sample, by one call of FlashAttention 2."""
     width = max(q.shape[-1], v.shape[-1])
-    rows = (_in_a_row(_padded(x, width)) for x in (q, k, v))
+    rows = (_in_a_row(padded(x, width)) for x in (q, k, v))
     bounds = documents.queries, documents.keys, documents.most_queries, documents.most_keys
     out, lse_nt, *_ = torch.ops.aten._flash_attention_forward(*rows, *bounds, 0.0, True, False, scale=rule.factor(q))
     return _cut(_of_a_sample(out), v.shape[-1]), lse_nt.unsqueeze(0)
@@ -144,7 +144,7 @@ def attention_documents_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. `out` and `lse` are the merged results of all blocks of these queries."""
     width = max(q.shape[-1], v.shape[-1])
-    rows = (_in_a_row(_padded(x, width)) for x in (grad_out, q, k, v, out))
+    rows = (_in_a_row(padded(x, width)) for x in (grad_out, q, k, v, out))
     bounds = documents.queries, documents.keys, documents.most_queries, documents.most_keys
     # Without dropout the states of the random generator are not read.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
@@ -184,7 +184,7 @@ def attention_block(
     if q.is_cuda and not flash:  # wide numbers, or heads of an odd width: scores in memory
         return reference(q, k, v, causal=causal, rule=rule)
     width = max(q.shape[-1], v.shape[-1])
-    q_padded, k_padded, v_padded = (_padded(x, width) for x in (q, k, v))
+    q_padded, k_padded, v_padded = (padded(x, width) for x in (q, k, v))
     if flash:
         operation = torch.ops.aten._scaled_dot_product_flash_attention
     else:
@@ -230,20 +230,20 @@ def attention_block_backward(
     if q.is_cuda and not flash:
         return reference_backward(grad_out, q, k, v, out, lse, causal=causal, rule=rule)
     width = max(q.shape[-1], v.shape[-1])
-    padded = [_padded(x, width) for x in (grad_out, q, k, v, out)]
+    inputs = [padded(x, width) for x in (grad_out, q, k, v, out)]
     if flash:
         # Without dropout the states of the random generator are not read.
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         lse = lse.contiguous()  # its strides are not read
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-            *padded, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=rule.factor(q)
+            *inputs, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=rule.factor(q)
         )
     elif causal and in_blocks_of_rows(q):  # the forward pass has checked that the block is square
-        grad_q, grad_k, grad_v = _backward_by_rows(*padded, lse=lse, scale=rule.factor(q))
+        grad_q, grad_k, grad_v = _backward_by_rows(*inputs, lse=lse, scale=rule.factor(q))
     else:
         _check_square(q, k, causal)
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-            *padded, lse, 0.0, causal, scale=rule.factor(q)
+            *inputs, lse, 0.0, causal, scale=rule.factor(q)
         )
     return _cut(grad_q, q.shape[-1]), _cut(grad_k, k.shape[-1]), _cut(grad_v, v.shape[-1])
 

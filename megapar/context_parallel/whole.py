@@ -6,13 +6,11 @@ from einops import rearrange
 from megapar_kernels.attention import (
     causal_attention,
     causal_attention_dropout,
-    masked_causal_attention,
     packed_causal_attention,
 )
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, largest_scores
 from megapar_kernels.ruled_attention import ruled_attention
-from megapar_kernels.tiled_attention import serves
 from torch import Tensor
 
 from megapar.batch import MicroBatch
@@ -39,15 +37,19 @@ def whole_attention(
     cap or sinks takes no dropout.
     """
     documents = None
-    impl = kernels.masked_attention
-    if rule.cap or sinks_n is not None or (window and serves(impl, q_sbnd, v_sbnd)):
+    if rule.cap or sinks_n is not None or window:
         if batch.starts is not None:
             documents = batch.documents_bs()
         return ruled_attention(
-            q_sbnd, k_sbnd, v_sbnd, rule, sinks_n=sinks_n, documents_bs=documents, window=window, impl=impl
+            q_sbnd,
+            k_sbnd,
+            v_sbnd,
+            rule,
+            sinks_n=sinks_n,
+            documents_bs=documents,
+            window=window,
+            impl=kernels.masked_attention,
         )
-    if window:
-        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts, window, rule.scale)
     if dropout is None:
         if batch.starts is None:
             return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention, rule.scale)
