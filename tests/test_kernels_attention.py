@@ -197,6 +197,23 @@ def test_windows_caps_and_sinks_by_torchs_ops_are_explicit_scores(case: Ruled, d
         assert relative_error(one, other) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("documents", [None, (1, 19, 12, 8)])
+def test_one_mask_of_a_window_gives_what_blocks_give(documents: tuple[int, ...] | None) -> None:
+    """A GPU without our kernels takes the mask."""
+    dtype = torch.float32 if ON_GPU else torch.float64
+    inputs, _ = packed(2, 10, dtype)
+    starts = documents_bs = None
+    if documents:
+        starts = torch.tensor([0, *documents]).cumsum(0).to(DEVICE, torch.int32)
+        documents_bs = torch.arange(4).repeat_interleave(torch.tensor(documents)).view(2, 20).to(DEVICE)
+    found = masked_causal_attention(*inputs, starts, window=5, scale=0.5)
+    expected = ruled_attention(*inputs, ScoreRule(0.5), documents_bs=documents_bs, window=5)
+    grad = torch.randn_like(expected)
+    pairs = zip(torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True)
+    for mine, theirs in ((found, expected), *pairs):
+        assert relative_error(mine, theirs) < TOLERANCE[dtype]
+
+
 @pytest.mark.skipif(ON_GPU, reason="the fused operation is a CPU's")
 def test_on_a_cpu_a_block_of_a_window_gets_its_own_keys_alone() -> None:
     """Each block of 64 queries has the scores of its window and itself, forward and backward."""

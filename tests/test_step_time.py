@@ -192,21 +192,20 @@ def sent(operations: Operations) -> Counter[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(("recomputes", "again"), [(False, ["B"]), (True, ["F", "B"])])
-def test_attention_with_a_mask_is_one_operation_too(recomputes: bool, again: list[str]) -> None:
+def test_attention_with_a_window_is_one_operation_too(recomputes: bool, again: list[str]) -> None:
     """Also where backward repeats it."""
     q, k, v = (torch.empty(64, 1, 4, 32, device=META, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    starts = torch.empty(3, dtype=torch.int32, device=META)
 
-    class Masked(torch.nn.Module):
+    class Windowed(torch.nn.Module):
         adds_gradients_in_i = False
 
         def boundary(self, batch: object) -> tuple[()]:
             return ()
 
         def forward(self, x: object, batch: object) -> torch.Tensor:
-            return recompute.run(recomputes, partial(masked_causal_attention, starts=starts), q, k, v)
+            return recompute.run(recomputes, partial(masked_causal_attention, starts=None, window=8), q, k, v)
 
-    work = Recording(Masked(), None, Tape())  # type: ignore[arg-type]
+    work = Recording(Windowed(), None, Tape())  # type: ignore[arg-type]
     for operations, passes in ((work.forward, ["F"]), (work.backward, again), (work.inputs, again)):
         found = [("B" if x.backward else "F", x.flops) for x in operations if isinstance(x, Attention)]
         assert found == [(name, 4 * 64 * 64 * 32 * 4) for name in passes]

@@ -75,6 +75,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "torch", scale:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
 
 
+def for_cpu(q: Tensor, impl: FusedAttention) -> bool:
+    """Whether a CPU computes attention of `q`, or will: on the meta device `backend.select` plans for GPUs by cudnn."""
+    return q.device.type == "cpu" or (q.is_meta and impl == "torch")
+
+
 def causal_attention(
     q_sbnd: Tensor,
     k_sbnd: Tensor,
@@ -88,10 +93,9 @@ def causal_attention(
     """
     # Not by einops, which takes 10 us each time: all layers come here.
     q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbnd, k_sbnd, v_sbnd))
-    if q.device.type == "cpu" or (q.is_meta and impl == "torch"):
+    if for_cpu(q, impl):
         # A CPU's SDPA is up to a third faster if the rows of a head follow one another. That is worth a copy, which
-        # `split_and_rotate_qkv` has made already. On the meta device `backend.select` chooses cudnn where it plans for
-        # a GPU.
+        # `split_and_rotate_qkv` has made already.
         q, k, v = (x.contiguous() for x in (q, k, v))
     if q.is_meta and q.shape[-1] == v.shape[-1]:
         # On the meta device SDPA would choose explicit scores. On CPUs and GPUs it keeps q, k, v, the result and one
@@ -217,16 +221,24 @@ def masked_causal_attention(
     q_sbnd: Tensor,
     k_sbnd: Tensor,
     v_sbnd: Tensor,
-    starts: Tensor,
+    starts: Tensor | None,
+    window: int = 0,
     scale: float | None = None,
 ) -> Tensor:
-    """`packed_causal_attention` for any dtype and widths, with a mask of b * s * s booleans."""
+    """`packed_causal_attention` for any dtype and widths, with a mask of b * s * s booleans.
+
+    With a `window`, each position reads `window` keys at most, its own among them (arXiv 2004.05150). Without `starts`
+    each sample is one document. The mask then has s * s booleans.
+    """
     length, samples = q_sbnd.shape[:2]
     run = q_sbnd.shape[2] // k_sbnd.shape[2]
     seen = torch.ones(length, length, dtype=torch.bool, device=q_sbnd.device).tril()
-    position = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)
-    documents_bs = torch.searchsorted(starts, position, right=True).view(samples, length)
-    seen = ((documents_bs[:, :, None] == documents_bs[:, None, :]) & seen)[:, None]
+    if window:
+        seen = seen.triu(1 - window)
+    if starts is not None:
+        position = torch.arange(samples * length, dtype=starts.dtype, device=starts.device)
+        documents_bs = torch.searchsorted(starts, position, right=True).view(samples, length)
+        seen = ((documents_bs[:, :, None] == documents_bs[:, None, :]) & seen)[:, None]
     # Heads of k and v are repeated, because SDPA's fused kernels take no mask together with fewer key/value heads.
     k_sbnd = k_sbnd.repeat_interleave(run, 2)
     v_sbnd = v_sbnd.repeat_interleave(run, 2)

@@ -6,11 +6,14 @@ from einops import rearrange
 from megapar_kernels.attention import (
     causal_attention,
     causal_attention_dropout,
+    for_cpu,
+    masked_causal_attention,
     packed_causal_attention,
 )
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, largest_scores
 from megapar_kernels.ruled_attention import ruled_attention
+from megapar_kernels.tiled_attention import serves
 from torch import Tensor
 
 from megapar.batch import MicroBatch
@@ -37,19 +40,17 @@ def whole_attention(
     cap or sinks takes no dropout.
     """
     documents = None
-    if rule.cap or sinks_n is not None or window:
+    impl = kernels.masked_attention
+    # On a GPU without our kernels one fused call with a mask beats explicit scores, though it computes them all.
+    in_blocks = serves(impl, q_sbnd, v_sbnd) or for_cpu(q_sbnd, kernels.attention)
+    if rule.cap or sinks_n is not None or (window and in_blocks):
         if batch.starts is not None:
             documents = batch.documents_bs()
         return ruled_attention(
-            q_sbnd,
-            k_sbnd,
-            v_sbnd,
-            rule,
-            sinks_n=sinks_n,
-            documents_bs=documents,
-            window=window,
-            impl=kernels.masked_attention,
+            q_sbnd, k_sbnd, v_sbnd, rule, sinks_n=sinks_n, documents_bs=documents, window=window, impl=impl
         )
+    if window:
+        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts, window, rule.scale)
     if dropout is None:
         if batch.starts is None:
             return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention, rule.scale)
