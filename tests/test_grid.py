@@ -379,14 +379,16 @@ def test_every_schedule_has_the_bits_of_1f1b(model: ModelConfig, rtol: float, mi
     """With six micro-batches and with one. A tied embedding with both ends on one rank is summed in another order: it
     differs by rounding."""
     base = Layout(model, pp=2, micro_batch_size=micro_batch_size)
-    cases = [base, *(replace(base, schedule=name, vpp=vpp) for name, vpp in STAGES.items())]
+    others = [replace(base, schedule=name, vpp=vpp) for name, vpp in STAGES.items()]
+    # 1F1B once more, and compared first: a step that differs from itself says nothing of the others.
+    cases = [base, base, *others]
     by_rank = run_ranks(2, gradients_of_schedules, cases)
     expected_loss = by_rank[0][0][0]
     expected = logical.assemble([rank[0][1] for rank in by_rank])
     for number, case in enumerate(cases):
         assert by_rank[0][number][0] == pytest.approx(expected_loss, rel=1e-6), case.schedule
         found = logical.assemble([rank[number][1] for rank in by_rank])
-        close.assert_close(found, expected, rtol, case.schedule)
+        close.assert_close(found, expected, 0.0 if case == base else rtol, case.schedule)
 
 
 def of_layers(model: ModelConfig, count: int) -> ModelConfig:
