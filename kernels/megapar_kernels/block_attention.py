@@ -20,7 +20,7 @@ from torch import Tensor
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _QUERIES, _KEYS = 256, 2048  # of a block of `largest_scores`
-_ROWS = 64  # of a block of queries on a CPU, see `in_blocks_of_rows`
+_ROWS = 64  # of a block of queries on a CPU, see `in_blocks_of_rows`; with 32 the calls cost as much as that saves
 
 FusedAttention = Literal["torch", "cudnn"]
 """Which of torch's fused operations for GPUs comes first: FlashAttention 2 ("torch"), or cuDNN's."""
@@ -190,7 +190,7 @@ def attention_block(
     else:
         _check_square(q, k, causal)
         if causal and in_blocks_of_rows(q):
-            out, lse = _forward_by_rows(q_padded, k_padded, v_padded, rule.factor(q))
+            out, lse = forward_by_rows(q_padded, k_padded, v_padded, rule.factor(q))
             return _cut(out, v.shape[-1]), lse
         operation = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     out, lse, *_ = operation(q_padded, k_padded, v_padded, 0.0, causal, scale=rule.factor(q))
@@ -239,7 +239,7 @@ def attention_block_backward(
             *inputs, lse, None, None, q.shape[2], k.shape[2], 0.0, causal, unused, unused, scale=rule.factor(q)
         )
     elif causal and in_blocks_of_rows(q):  # the forward pass has checked that the block is square
-        grad_q, grad_k, grad_v = _backward_by_rows(*inputs, lse=lse, scale=rule.factor(q))
+        grad_q, grad_k, grad_v = backward_by_rows(*inputs, lse=lse, scale=rule.factor(q))
     else:
         _check_square(q, k, causal)
         grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -264,36 +264,66 @@ def in_blocks_of_rows(q: Tensor) -> bool:
     return q.is_cpu and q.dtype.itemsize > 2 and 192 <= q.shape[2] <= 1024 and not torch.compiler.is_compiling()
 
 
-def _blocks_of_rows(q: Tensor) -> Iterator[tuple[slice, slice, Tensor | None]]:
+def _blocks_of_rows(
+    q: Tensor, window: int, documents_bs: Tensor | None
+) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Of each block of queries: their positions, those of their keys, and what is added to their scores."""
     length = q.shape[2]
-    later = q.new_full((_ROWS, length), -math.inf).triu_(1 + length - _ROWS)
-    for start in range(0, length, _ROWS):
-        stop = min(start + _ROWS, length)
-        # The first block needs no mask: torch's own `causal` is right where keys and queries begin at one position.
-        yield slice(start, stop), slice(stop), later[start - stop :, length - stop :] if start else None
+    window = min(window or length, length)
+    # A compiled graph has a copy of the loop.
+    rows = _ROWS if not torch.compiler.is_compiling() else _QUERIES
+    # Row i of a block attends the keys i to i + window - 1, counted from the first one of its first row.
+    unseen = q.new_full((rows, window - 1 + rows), -math.inf)
+    unseen = unseen.tril(-1).add_(unseen.triu_(window))
+    for start in range(0, length, rows):
+        stop = min(start + rows, length)
+        first = max(0, start + 1 - window)
+        column = first - (start + 1 - window)
+        block = unseen[: stop - start, column : column + stop - first]
+        mask: Tensor | None = block
+        if documents_bs is not None:
+            apart = documents_bs[:, start:stop, None] != documents_bs[:, None, first:stop]
+            mask = torch.where(apart, -math.inf, block)[:, None]
+        elif start == 0 and stop <= window:
+            mask = None  # torch's own `causal` is right where keys and queries begin at one position
+        yield slice(start, stop), slice(first, stop), mask
 
 
-def _forward_by_rows(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """The result of causal attention on a CPU and its lse, block by block of queries."""
+def forward_by_rows(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, documents_bs: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The result of causal attention on a CPU and its lse, block by block of queries, each with its own keys.
+
+    With a `window` a query attends so many keys at most, and with `documents_bs` [b, s] those of its own document. q, k
+    and v have one width, and 32 or 64 bits.
+    """
     samples, heads, length, _ = q.shape
     out = q.new_empty(samples, heads, length, v.shape[-1])  # laid out as torch's: a plan counts on it
     lse = q.new_empty(samples, heads, length)
-    for rows, keys, mask in _blocks_of_rows(q):
+    for rows, keys, mask in _blocks_of_rows(q, window, documents_bs):
         out[:, :, rows], lse[:, :, rows] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, mask is None, attn_mask=mask, scale=scale
         )
     return out, lse
 
 
-def _backward_by_rows(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *, lse: Tensor, scale: float
+def backward_by_rows(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    *,
+    lse: Tensor,
+    scale: float,
+    window: int = 0,
+    documents_bs: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v in `_forward_by_rows`."""
+    """The gradients of q, k and v in `forward_by_rows`."""
     grad_q = torch.empty_like(q)
     grad_k = torch.zeros_like(k)
     grad_v = torch.zeros_like(v)
-    for rows, keys, mask in _blocks_of_rows(q):
+    for rows, keys, mask in _blocks_of_rows(q, window, documents_bs):
         grad_q[:, :, rows], by_keys, by_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows],
             0.0, mask is None, attn_mask=mask, scale=scale,

@@ -8,7 +8,6 @@ the result, and the logsumexp of a row.
 Shapes: s positions, b samples, n heads, d width of a query and a key, e width of a value.
 """
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +20,8 @@ from megapar_kernels import tiled_attention
 from megapar_kernels.block_attention import (
     ScoreRule,
     add_sinks,
+    backward_by_rows,
+    forward_by_rows,
     padded,
     reference,
     reference_backward,
@@ -31,23 +32,13 @@ from megapar_kernels.block_attention import (
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.tiled_attention import Attended, of_documents
 
-QUERIES = 256
-"""Queries of a block with explicit scores."""
-_FUSED_QUERIES = 64  # fewer compute fewer scores that the mask hides; with 32 the calls cost as much as that saves
+QUERIES = 256  # of a block with explicit scores
 
 
-def _is_fused(q: Tensor, rule: ScoreRule) -> bool:
-    """Whether torch's fused operation computes a block. On the meta device, which then stands for a CPU, too."""
-    return not q.is_cuda and not rule.cap
-
-
-def _blocks(q: Tensor, rule: ScoreRule, window: int) -> Iterator[tuple[slice, slice]]:
+def _blocks(length: int, window: int) -> Iterator[tuple[slice, slice]]:
     """The queries of each block, and the keys that some of them attend."""
-    length = q.shape[2]
-    # A compiled graph has a copy of the loop.
-    queries = _FUSED_QUERIES if _is_fused(q, rule) and not torch.compiler.is_compiling() else QUERIES
-    for start in range(0, length, queries):
-        stop = min(start + queries, length)
+    for start in range(0, length, QUERIES):
+        stop = min(start + QUERIES, length)
         first_key = max(0, start + 1 - window) if window else 0
         yield slice(start, stop), slice(first_key, stop)
 
@@ -65,35 +56,54 @@ def _seen(queries: slice, keys: slice, window: int, documents_bs: Tensor | None,
     return (seen & same)[:, None]
 
 
-def _block(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, rule: ScoreRule) -> tuple[Tensor, Tensor]:
-    """The result of a block and its lse, in the wide dtype. `seen` is True for the keys that a query attends."""
-    if not _is_fused(q, rule):
-        return reference(q, k, v, causal=False, rule=rule, seen=seen)
-    width = max(q.shape[-1], v.shape[-1])
-    q_wide, k_wide, v_wide = (padded(x, width).to(wide(x.dtype)) for x in (q, k, v))
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_wide, k_wide, v_wide, 0.0, False, attn_mask=_added(seen, q_wide), scale=rule.factor(q)
-    )
-    return out[..., : v.shape[-1]], lse
+def _is_fused(q: Tensor, rule: ScoreRule) -> bool:
+    """Whether a CPU's fused operation computes it. The meta device stands for a CPU here."""
+    return not q.is_cuda and not rule.cap
 
 
-def _block_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, seen: Tensor, rule: ScoreRule
+def _as_fused(*inputs: Tensor) -> Iterator[Tensor]:
+    """`inputs` of one width, and in the wide dtype: gradients of keys are summed over blocks in it."""
+    width = max(x.shape[-1] for x in inputs)
+    return (padded(x, width).to(wide(x.dtype)) for x in inputs)
+
+
+def _explicit(
+    q: Tensor, k: Tensor, v: Tensor, documents_bs: Tensor | None, rule: ScoreRule, window: int
+) -> tuple[Tensor, Tensor]:
+    """The result and its lse, in the wide dtype."""
+    out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide(q.dtype))
+    lse = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
+    for queries, keys in _blocks(q.shape[2], window):
+        seen = _seen(queries, keys, window, documents_bs, q.device)
+        out[:, :, queries], lse[:, :, queries] = reference(
+            q[:, :, queries], k[:, :, keys], v[:, :, keys], causal=False, rule=rule, seen=seen
+        )
+    return out, lse
+
+
+def _explicit_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents_bs: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    rule: ScoreRule,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v by a block, in the wide dtype."""
-    if not _is_fused(q, rule):
-        return reference_backward(grad_out, q, k, v, out, lse, causal=False, rule=rule, seen=seen)
-    width = max(q.shape[-1], v.shape[-1])
-    inputs = [padded(x, width).to(wide(x.dtype)) for x in (grad_out, q, k, v, out)]
-    grad_q, grad_k, grad_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *inputs, lse, 0.0, False, attn_mask=_added(seen, inputs[1]), scale=rule.factor(q)
-    )
-    return grad_q[..., : q.shape[-1]], grad_k[..., : k.shape[-1]], grad_v[..., : v.shape[-1]]
-
-
-def _added(seen: Tensor, like: Tensor) -> Tensor:
-    """What is added to the scores: 0 where a query attends a key, else -inf."""
-    return like.new_zeros(seen.shape).masked_fill_(~seen, -math.inf)
+    """The gradients of q, k and v. That of q has its dtype, the others the wide one."""
+    grad_q = torch.empty_like(q)
+    grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
+    grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
+    for queries, keys in _blocks(q.shape[2], window):
+        seen = _seen(queries, keys, window, documents_bs, q.device)
+        rows = (x[:, :, queries] for x in (grad_out, q))
+        block = (*rows, k[:, :, keys], v[:, :, keys], out[:, :, queries], lse[:, :, queries])
+        grad_q[:, :, queries], part_k, part_v = reference_backward(*block, causal=False, rule=rule, seen=seen)
+        grad_k[:, :, keys] += part_k
+        grad_v[:, :, keys] += part_v
+    return grad_q, grad_k, grad_v
 
 
 class _RuledAttention(torch.autograd.Function):
@@ -108,17 +118,17 @@ class _RuledAttention(torch.autograd.Function):
         rule: ScoreRule,
         window: int,
     ) -> Tensor:
+        if _is_fused(q, rule):
+            q_wide, k_wide, v_wide = _as_fused(q, k, v)
+            wide_out, lse = forward_by_rows(q_wide, k_wide, v_wide, rule.factor(q), window, documents_bs)
+            wide_out = wide_out[..., : v.shape[-1]]
+        else:
+            wide_out, lse = _explicit(q, k, v, documents_bs, rule, window)
+        if sinks_n is not None:
+            add_sinks(wide_out, lse, sinks_n)
         b, n, s, _ = q.shape
         # In the order of the layer after attention.
-        out = q.new_empty(s, b, n, v.shape[-1]).permute(1, 2, 0, 3)
-        lse = q.new_empty(b, n, s, dtype=wide(q.dtype))
-        for queries, keys in _blocks(q, rule, window):
-            seen = _seen(queries, keys, window, documents_bs, q.device)
-            part, part_lse = _block(q[:, :, queries], k[:, :, keys], v[:, :, keys], seen, rule)
-            if sinks_n is not None:
-                add_sinks(part, part_lse, sinks_n)
-            out[:, :, queries] = part
-            lse[:, :, queries] = part_lse
+        out = q.new_empty(s, b, n, v.shape[-1]).permute(1, 2, 0, 3).copy_(wide_out)
         ctx.save_for_backward(q, k, v, sinks_n, documents_bs, out, lse)
         ctx.rule = rule
         ctx.window = window
@@ -128,22 +138,18 @@ class _RuledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks_n, documents_bs, out, lse = ctx.saved_tensors
-        grad_q = torch.empty_like(q)
-        grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
-        grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
-        for queries, keys in _blocks(q, ctx.rule, ctx.window):
-            seen = _seen(queries, keys, ctx.window, documents_bs, q.device)
-            grad_rows, q_rows, out_rows, lse_rows = (x[:, :, queries] for x in (grad_out, q, out, lse))
-            part_q, part_k, part_v = _block_backward(
-                grad_rows, q_rows, k[:, :, keys], v[:, :, keys], out_rows, lse_rows, seen, ctx.rule
+        if _is_fused(q, ctx.rule):
+            inputs = _as_fused(grad_out, q, k, v, out)
+            wide_grads = backward_by_rows(
+                *inputs, lse=lse, scale=ctx.rule.factor(q), window=ctx.window, documents_bs=documents_bs
             )
-            grad_q[:, :, queries] = part_q
-            grad_k[:, :, keys] += part_k
-            grad_v[:, :, keys] += part_v
+        else:
+            wide_grads = _explicit_backward(grad_out, q, k, v, documents_bs, out, lse, ctx.rule, ctx.window)
+        grads = (grad[..., : x.shape[-1]].to(x.dtype) for grad, x in zip(wide_grads, (q, k, v), strict=True))
         grad_sinks = None
         if sinks_n is not None:
             grad_sinks = sink_gradient(rowsums(grad_out, out, lse.dtype), lse, sinks_n)
-        return grad_q, grad_k.to(k.dtype), grad_v.to(v.dtype), grad_sinks, None, None, None
+        return *grads, grad_sinks, None, None, None
 
 
 class _TiledAttention(torch.autograd.Function):
