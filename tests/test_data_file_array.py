@@ -1,5 +1,6 @@
 """Arrays in files: NumPy's numbers at every place, and a line where the file no longer has them."""
 
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from megapar.data.file_array import DataFile, FileArray
 from megapar.data.indexed import IndexedDataset, IndexedWriter
-from megapar.errors import DataError
+from megapar.errors import DataError, OutOfMemoryError
 
 NUMBERS = np.arange(1000, 2000, dtype="<i4")
 
@@ -118,6 +119,15 @@ def test_what_cannot_be_opened_or_read_is_named(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "fifo")
     with pytest.raises(DataError, match="fifo: is a FIFO, not a regular file"):
         DataFile(tmp_path / "fifo")
+
+
+def test_too_many_open_files_are_named(array: FileArray, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(OutOfMemoryError, match=r"may not open more than .* files"):
+        DataFile(array.file.path)
 
 
 def test_an_error_of_the_disk_is_named(array: FileArray, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapar.errors import DataError, reason_of
+from megapar.system import limits
 from megapar.system.regular_files import open_regular
 
 
@@ -22,20 +23,21 @@ class DataFile:
     """A file of data that is open for reading. `size` is its number of bytes when it was opened.
 
     A file that later takes its name changes nothing: the one that was opened is read on.
-    Raises DataError if it is missing, or no regular file.
+    Raises DataError if it is missing, or no regular file, and OutOfMemoryError if no more files can be opened.
     """
 
     def __init__(self, path: Path):
         self.path = path
         try:
-            self._descriptor = open_regular(path)
+            with limits.named():
+                self._descriptor = open_regular(path)
         except OSError as error:
             raise DataError(f"{path}: {reason_of(error)}") from error
         self.size = os.fstat(self._descriptor).st_size
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, into: memoryview, at: int) -> None:
-        """Fill `into`, which is one of bytes, from byte `at` on. Raises DataError if the file ends before, or fails."""
+        """Fill the bytes `into` from byte `at` of the file on. Raises DataError if it ends before, or on an error."""
         while into:
             try:
                 count = os.preadv(self._descriptor, [into], at)
