@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
-_QUERIES, _KEYS = 256, 2048  # of a block of `largest_scores`
+_QUERIES, _KEYS = 256, 2048  # of a block of `largest_scores`; the queries are also those of a compiled graph
 _ROWS = 64  # of a block of queries on a CPU, see `in_blocks_of_rows`; with 32 the calls cost as much as that saves
 
 FusedAttention = Literal["torch", "cudnn"]
@@ -270,9 +270,10 @@ def _blocks_of_rows(
     """Of each block of queries: their positions, those of their keys, and what is added to their scores."""
     length = q.shape[2]
     window = min(window or length, length)
-    # A compiled graph has a copy of the loop.
-    rows = _ROWS if not torch.compiler.is_compiling() else _QUERIES
-    # Row i of a block attends the keys i to i + window - 1, counted from the first one of its first row.
+    # A compiled graph has a copy of each turn of the loop: fewer turns there.
+    rows = _QUERIES if torch.compiler.is_compiling() else _ROWS
+    # A column is a key, and column 0 the first key that the first query of a block may attend. So query i attends the
+    # columns i to i + window - 1, in every block.
     unseen = q.new_full((rows, window - 1 + rows), -math.inf)
     unseen = unseen.tril(-1).add_(unseen.triu_(window))
     for start in range(0, length, rows):

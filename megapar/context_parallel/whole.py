@@ -41,7 +41,7 @@ def whole_attention(
     """
     documents = None
     impl = kernels.masked_attention
-    # On a GPU without our kernels one fused call with a mask beats explicit scores, though it computes them all.
+    # Else, on a GPU without our kernels, one fused call with a mask: docs/kernels.md has its time beside ours.
     in_blocks = serves(impl, q_sbnd, v_sbnd) or for_cpu(q_sbnd, kernels.attention)
     if rule.cap or sinks_n is not None or (window and in_blocks):
         if batch.starts is not None:
