@@ -18,6 +18,8 @@ from megapar.errors import CommunicationError, MegaparError
 from megapar.expert_parallel.experts import Experts
 from megapar.main_grad import DeferredWeightGradient
 from megapar.meanwhile import Meanwhile
+from megapar.pipeline.actions import Action
+from megapar.pipeline.runtime import _Execution
 from megapar.products import MatrixProducts
 from megapar.train.state import TrainState
 from megapar.train.step import train_step
@@ -37,6 +39,7 @@ LAYOUTS = [
     Layout(SHARED, dp=2, ep=2, recompute="full", zero_stage=2, micro_batch_size=3),
     Layout(SIGMOID, dp=2, pp=2, ep=2, micro_batch_size=3),
     Layout(SIGMOID, dp=2, pp=2, ep=2, schedule="zb-h1", micro_batch_size=3),
+    Layout(FOUR_LAYERS, dp=2, pp=2, ep=2, vpp=2, schedule="dualpipe-v"),
     Layout(SIGMOID, dp=2, pp=2, ep=2, schedule="breadth", zero_stage=3),
     Layout(SHARED, tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, micro_batch_size=3),
     Layout(MIXTRAL, dp=2, ep=2, adapter=AdapterConfig(rank=4, targets=("*.experts.*",)), micro_batch_size=3),
@@ -70,7 +73,7 @@ def in_all_ways(layout: Layout) -> list[Bits]:
 
 
 @pytest.mark.gpus
-@pytest.mark.parametrize("layout", slow_but([0, 2], LAYOUTS), ids=name)
+@pytest.mark.parametrize("layout", slow_but([0, 2, 6], LAYOUTS), ids=name)
 def test_no_bit_depends_on_when_rows_arrive(layout: Layout) -> None:
     for expected, *others in run_ranks(layout.world, in_all_ways, layout):
         for found, what in zip(others, ("as they come", "in time", "late"), strict=True):
@@ -207,9 +210,45 @@ def most_kept(layout: Layout) -> int:
     return kept
 
 
-def test_no_more_is_kept_than_a_layer_has() -> None:
-    """Else a rank that others wait for would keep the rows of all layers."""
-    assert run_ranks(2, most_kept, LAYOUTS[0]) == [2, 2]
+def test_no_more_is_kept_than_three_layers_have() -> None:
+    """Else a rank that others wait for would keep the rows of all four layers."""
+    assert run_ranks(2, most_kept, LAYOUTS[0]) == [6, 6]
+
+
+# What a backward pass leaves for the forward pass after it
+
+
+def passes(layout: Layout) -> str:
+    """The passes of a step, each with a "w" for each of its weight gradients. Rows are late in forward passes alone."""
+    config = layout.config()
+    state = make_state(config)
+    run_action, add = _Execution._run_action, MatrixProducts.add_grouped_weight_gradient
+    noted: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+
+        def running(self: _Execution, action: Action, received: tuple[Tensor, ...]) -> None:
+            noted.append(f" {action.kind}")
+            patch.setattr(Pending, "has_arrived", lambda _: action.kind != "F")
+            run_action(self, action, received)
+
+        def adding(self: MatrixProducts, *args: Any, **options: Any) -> None:
+            noted.append("w")
+            add(self, *args, **options)
+
+        patch.setattr(_Execution, "_run_action", running)
+        patch.setattr(MatrixProducts, "add_grouped_weight_gradient", adding)
+        state.pipeline.step(micro_batches(config, state.ctx, 0))
+    return "".join(noted).strip()
+
+
+@pytest.mark.parametrize(("layout", "expected"), [
+    # Two layers have four weight gradients, all of which may be left. The last backward leaves none.
+    (Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=2), "F B Fwwww B Fwwww Bwwww"),
+    (Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=2, zero_stage=2), " ".join(["F F F F B Bww Bww B"] * 3)),
+], ids=["ZeRO-1", "ZeRO-2"])  # fmt: skip
+def test_a_backward_leaves_weight_gradients_for_the_next_forward(layout: Layout, expected: str) -> None:
+    """ZeRO-2 reduces gradients after each backward, so nothing may be left there."""
+    assert run_ranks(2, passes, layout) == [expected, expected]
 
 
 # A step that fails, and plants

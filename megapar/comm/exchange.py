@@ -6,7 +6,7 @@
 
 What runs between the two functions runs while the rows travel. In backward too: autograd runs what was recorded later
 first, so the backward of the work in between runs while the gradients travel. Then weight gradients of experts run
-until the gradients of rows are here (`megapar.meanwhile`).
+until the rows, or their gradients, are here (`megapar.meanwhile`).
 
 Rows may travel in several parts, one all-to-all each. They may start together and be waited for one by one, or start
 one by one and be waited for together. No part is copied for that: rows leave from slices of one tensor, and arrive in
@@ -111,6 +111,8 @@ class _Arrived(torch.autograd.Function):
     def forward(ctx: Any, parts: Sequence[ArrivingRows], *memories: Tensor) -> Tensor:
         ctx.parts = parts
         for part in parts:
+            # What the last micro-batch's backward has left. On a GPU it leaves nothing.
+            part.axis.meanwhile.run_until(part.pending.has_arrived)
             part.pending.wait()
         return parts[0].arrivals[0].take()
 

@@ -3,6 +3,7 @@
 import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -114,7 +115,10 @@ class PipelineRuntime:
             on_last_backward(None)
             return run.finish()
         position, last = adding[-1]
-        run.execute(plan[:position])
+        # A unit is reduced after a backward, and a W adds after the B before it: both need what that backward adds.
+        leaves = self.units is None and all(item.kind == "B" for _, item in adding)
+        with self.meanwhile.across_backwards() if leaves else nullcontext():
+            run.execute(plan[:position])
         on_last_backward((last.kind, last.stage))
         run.execute(plan[position:])
         return run.finish()
