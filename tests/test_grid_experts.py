@@ -70,8 +70,8 @@ def test_layout_of_experts_changes_nothing(layout: Layout) -> None:
     check_on_ranks(layout)
 
 
-def all_to_expert_zero(logits_te: Tensor, rule: route.RouterRule, bias_e: Tensor | None = None) -> Tensor:
-    return torch.arange(rule.top_k, device=logits_te.device).expand(logits_te.shape[0], -1)
+def all_to_expert_zero(scores_te: Tensor, rule: route.RouterRule, bias_e: Tensor | None = None) -> Tensor:
+    return torch.arange(rule.top_k, device=scores_te.device).expand(scores_te.shape[0], -1)
 
 
 FORCED = of(MIXTRAL, router_z_loss_coef=0.02)

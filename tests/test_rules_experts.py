@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
 from megapar.errors import ConfigError
-from megapar.expert_parallel.route import RouterRule, select, weights
+from megapar.expert_parallel.route import RouterRule, scores, select, weights
 from tests.support import grid
 from tests.support.options import load
 from tests.support.rules import check_against_plain
@@ -121,20 +121,19 @@ def test_experts_by_rules_compute_what_they_say() -> None:
 
 def test_the_other_groups_at_zero_may_win_over_negative_scores() -> None:
     """As in DeepSeek-V2; with -inf they never do."""
-    logits = torch.tensor([[4.0, 3.0, 0.0, 0.0]])
     bias = torch.tensor([-9.0, -9.5, -10.0, -10.0])
     rule = RouterRule(top_k=1, scoring_func="sigmoid", n_group=2, topk_group=1, group_score="best")
-    assert select(logits, rule, bias).item() == 0
-    assert select(logits, replace(rule, zero_other_groups=True), bias).item() == 2
+    scores_te = scores(torch.tensor([[4.0, 3.0, 0.0, 0.0]]), rule)
+    assert select(scores_te, rule, bias).item() == 0
+    assert select(scores_te, replace(rule, zero_other_groups=True), bias).item() == 2
 
 
 def test_weights_are_divided_by_their_sum_and_epsilon() -> None:
-    logits = torch.full((1, 2), -100.0)
     rule = RouterRule(top_k=2, scoring_func="sigmoid")
     indices = torch.tensor([[0, 1]])
-    assert weights(logits, indices, rule).isfinite().all()
+    assert weights(scores(torch.full((1, 2), -100.0), rule), indices, rule).isfinite().all()
     score = 1 / (1 + math.exp(1.0))
-    found = weights(torch.full((1, 2), -1.0), indices, replace(rule, norm_epsilon=EPSILON))
+    found = weights(scores(torch.full((1, 2), -1.0), rule), indices, replace(rule, norm_epsilon=EPSILON))
     assert found[0, 0].item() == pytest.approx(score / (2 * score + EPSILON))
 
 

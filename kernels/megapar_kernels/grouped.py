@@ -8,6 +8,7 @@ Shapes: g groups (experts), o outputs and i inputs of a matrix. Rows are sorted 
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,7 +39,7 @@ class RowGroups:
         ends = torch.tensor(sizes, dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return cls(len(sizes), ends.to(device), lambda: sizes)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
         """The number of rows of each group, on the host."""
         return list(self.on_host())

@@ -62,9 +62,10 @@ class BalanceRule:
 
 @dataclass(frozen=True)
 class Routing:
-    """Where this rank's tokens go: logits fp32 [t, e], chosen experts int64 [t, k] and their weights fp32 [t, k]."""
+    """Where this rank's tokens go: fp32 logits and scores [t, e], int64 chosen experts [t, k], fp32 weights [t, k]."""
 
     logits: Tensor
+    scores: Tensor
     indices: Tensor
     weights: Tensor
 
@@ -151,7 +152,6 @@ class Router(nn.Module):
     ):
         super().__init__()
         self.tally = Tally("expert", layer, (sharding.tp, sharding.grad_axis))
-        self.num_experts = num_experts
         self.rule = rule
         self.balance = balance
         piece = shared_piece(f"{name}.weight", (num_experts, hidden_size), sharding.tp, partial=True)
@@ -174,16 +174,22 @@ class Router(nn.Module):
     def forward(self, x_sbh: Tensor, indices: Tensor | None = None) -> Routing:
         """Choose the experts of this rank's tokens, and compute their weights.
 
-        A recomputed forward pass gives the `indices` chosen in the first forward pass. In training, choices are counted
-        when they are made, so a recomputed forward pass does not count them again.
+        A recomputed forward pass gives the `indices` chosen in the first forward pass.
         """
         logits = LinearFunction.apply(x_sbh.flatten(0, -2), self.weight, self.logit_bias, LOCAL, self.products)
+        scores = route.scores(logits, self.rule)
         if indices is None:
             bias = self.bias if self.balance.kind == "bias" else None
-            indices = route.select(logits, self.rule, bias)
-            if self.training:
-                self.step_counts += route.counts(indices, self.num_experts)
-        return Routing(logits, indices, route.weights(logits, indices, self.rule))
+            indices = route.select(scores, self.rule, bias)
+        return Routing(logits, scores, indices, route.weights(scores, indices, self.rule))
+
+    def count(self, chosen_e: Tensor) -> None:
+        """Add to `step_counts`, in training, how often the tokens of a forward pass chose each expert, int64 [e].
+
+        A recomputed forward pass chooses nothing, and is not counted.
+        """
+        if self.training:
+            self.step_counts += chosen_e
 
     def loss(self, routing: Routing, weights_sb: Tensor, axes: Sequence[Axis]) -> Tensor:
         """The sum of this layer's losses over this rank's tokens, 0-d fp32. It is 0 if all losses are turned off.
@@ -193,17 +199,17 @@ class Router(nn.Module):
         """
         balance = self.balance
         shape = weights_sb.shape
-        logits_sbe = routing.logits.unflatten(0, shape)
+        scores_sbe = routing.scores.unflatten(0, shape)
         loss = routing.logits.new_zeros(())
         if balance.kind == "sequence":
             indices_sbk = routing.indices.unflatten(0, shape)
-            probabilities_sbe = route.probabilities(logits_sbe, self.rule)
+            probabilities_sbe = route.probabilities(scores_sbe, self.rule)
             loss = loss + balance.coef * sequence_loss(probabilities_sbe, indices_sbk, weights_sb, axes)
         if balance.kind == "global":
-            probabilities_sbe = route.probabilities(logits_sbe, self.rule)
+            probabilities_sbe = route.probabilities(scores_sbe, self.rule)
             loss = loss + balance.coef * lagged_loss(probabilities_sbe, weights_sb, self.last_counts)
         if balance.z_coef:
-            loss = loss + balance.z_coef * z_loss(logits_sbe, weights_sb)
+            loss = loss + balance.z_coef * z_loss(routing.logits.unflatten(0, shape), weights_sb)
         return loss
 
     def end_step(self, counts_e: Tensor, skip_update: Tensor) -> None:

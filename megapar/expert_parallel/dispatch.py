@@ -60,6 +60,8 @@ class Dispatch:
     etp: Axis
     indices_tk: Tensor
     """int64 [t, k]: the experts of each token."""
+    chosen_e: Tensor
+    """int64 [E]: how often this rank's tokens chose each expert."""
     token_of_row: Tensor
     """int64 [t k]: the token of each row. Rows are sorted by chunk and expert, and the rows of one expert by token."""
     row_of_choice: Tensor
@@ -107,7 +109,8 @@ def plan_dispatch(
     """
     top_k = indices_tk.shape[1]
     chosen = indices_tk.reshape(-1)
-    sent_e, arriving_qpe = _count_rows(chosen, num_experts, ep, etp)
+    chosen_e = counts(chosen, num_experts)
+    arriving_qpe = _arriving_rows(chosen_e, ep, etp)
     if chosen.is_meta:
         chosen_qpe = load.chosen(layer, chosen.numel(), num_experts, ep.size, etp.size)
         of_experts = chosen_qpe[..., slice(*cut(num_experts, ep))]
@@ -115,7 +118,7 @@ def plan_dispatch(
         numbers: Callable[[], Tensor] = partial(_same, counted)
     else:
         # Begun here and waited for behind the copies of rows: a GPU would be idle while the host gets it.
-        numbers = device.HostCopy(torch.cat([sent_e, arriving_qpe.reshape(-1)])).wait
+        numbers = device.HostCopy(torch.cat([chosen_e, arriving_qpe.reshape(-1)])).wait
     row_counts = RowCounts(ep, etp, num_experts, chosen.numel(), arriving_qpe, numbers)
     choice_of_weight = torch.argsort(chosen, stable=True)
     weight_of_choice = inverse_of(choice_of_weight).view(indices_tk.shape)
@@ -128,6 +131,7 @@ def plan_dispatch(
         ep,
         etp,
         indices_tk=indices_tk,
+        chosen_e=chosen_e,
         token_of_row=choice_of_row // top_k,
         row_of_choice=row_of_choice,
         choice_of_weight=choice_of_weight,
@@ -141,19 +145,18 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _count_rows(chosen: Tensor, num_experts: int, ep: Axis, etp: Axis) -> tuple[Tensor, Tensor]:
-    """Count the rows sent by this rank, int64 [E] by expert, and the arriving rows, int64 [q, p, e].
+def _arriving_rows(chosen_e: Tensor, ep: Axis, etp: Axis) -> Tensor:
+    """The numbers of arriving rows, int64 [q, p, e]. Each rank's tokens choose experts `chosen_e` times, int64 [E].
 
-    The element [q, p, e] of the second is the number of rows for this rank's e-th expert received by position q of etp
-    from position p of ep.
+    The element [q, p, e] is the number of rows for this rank's e-th expert received by position q of etp from position
+    p of ep.
     """
-    experts = experts_of(num_experts, ep)
-    sent_e = counts(chosen, num_experts)
-    received_pe = collectives.all_gather(sent_e, ep).view(ep.size, num_experts)[:, experts.start : experts.stop]
+    experts = experts_of(len(chosen_e), ep)
+    received_pe = collectives.all_gather(chosen_e, ep).view(ep.size, -1)[:, experts.start : experts.stop]
     if not len(experts):
         # There is nothing to gather over etp. Its ranks hold parts of the same experts, so all of them leave it out.
-        return sent_e, received_pe.expand(etp.size, ep.size, 0)
-    return sent_e, collectives.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
+        return received_pe.expand(etp.size, ep.size, 0)
+    return collectives.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
 
 
 def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch") -> Arriving:

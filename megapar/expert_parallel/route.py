@@ -1,8 +1,8 @@
 """Routing: which experts a token goes to, and with which weights.
 
-`select` chooses the experts, without a gradient. `weights` computes the weights of chosen experts, with a gradient.
-They are two functions, so a recomputed forward pass can use the experts chosen by the first one. If it chose again,
-logits with a different last bit could give other experts.
+`scores` come from the logits. `select` chooses the experts by them, without a gradient. `weights` are the weights of
+chosen experts, with a gradient. Choosing is a function of its own, so a recomputed forward pass can use the experts
+chosen by the first one. If it chose again, logits with a different last bit could give other experts.
 
 Shapes: t tokens of this rank, e experts, k experts of a token. Scores are computed in fp32, or in fp64 if logits are
 fp64.
@@ -62,32 +62,29 @@ def scores(logits_te: Tensor, rule: RouterRule) -> Tensor:
     return logits.softmax(dim=-1)
 
 
-def probabilities(logits_te: Tensor, rule: RouterRule) -> Tensor:
+def probabilities(scores_te: Tensor, rule: RouterRule) -> Tensor:
     """The scores [t, e] as probabilities with the sum 1, for the losses that balance experts."""
-    scores_te = scores(logits_te, rule)
     if rule.scoring_func == "softmax":
         return scores_te  # their sum is 1 already
     return scores_te / (scores_te.sum(dim=-1, keepdim=True) + _SIGMOID_EPSILON)
 
 
 @torch.no_grad()
-def select(logits_te: Tensor, rule: RouterRule, bias_e: Tensor | None = None) -> Tensor:
+def select(scores_te: Tensor, rule: RouterRule, bias_e: Tensor | None = None) -> Tensor:
     """The experts of each token, int64 [t, k], the best one first.
 
     `bias_e` is added to the scores. It changes the choice of experts, but not their weights. Of experts with equal
     scores, those with the lowest numbers are chosen.
     """
-    biased_te = scores(logits_te, rule)
-    if bias_e is not None:
-        biased_te = biased_te + bias_e
+    biased_te = scores_te if bias_e is None else scores_te + bias_e
     if rule.n_group > 1:
         biased_te = _only_best_groups(biased_te, rule)
     return _best(biased_te, rule.top_k)
 
 
-def weights(logits_te: Tensor, indices_tk: Tensor, rule: RouterRule) -> Tensor:
+def weights(scores_te: Tensor, indices_tk: Tensor, rule: RouterRule) -> Tensor:
     """The weights of the chosen experts, [t, k], from scores without the selection bias."""
-    chosen = scores(logits_te, rule).gather(-1, indices_tk)
+    chosen = scores_te.gather(-1, indices_tk)
     if rule.norm_topk_prob:
         total = chosen.sum(dim=-1, keepdim=True)
         chosen = chosen / (total + rule.norm_epsilon)

@@ -365,9 +365,9 @@ def _not_sorted(patch: Patch, rank: int) -> None:
 
 def _norm_of_weights_forgotten(patch: Patch, rank: int) -> None:
     def wrap(original: Any) -> Callable[..., torch.Tensor]:
-        def weights(logits_te: torch.Tensor, indices_tk: torch.Tensor, rule: route.RouterRule) -> torch.Tensor:
+        def weights(scores_te: torch.Tensor, indices_tk: torch.Tensor, rule: route.RouterRule) -> torch.Tensor:
             other = replace(rule, norm_topk_prob=not rule.norm_topk_prob)
-            chosen: torch.Tensor = original(logits_te, indices_tk, other)
+            chosen: torch.Tensor = original(scores_te, indices_tk, other)
             return chosen
 
         return weights

@@ -140,6 +140,7 @@ class MixtureOfExperts(nn.Module):
             self.place_e,
         )
         context.dispatches[self.number] = dispatch
+        self.router.count(dispatch.chosen_e)
         return routing, dispatch
 
     def _with_losses(self, y_sbh: Tensor, routing: Routing, context: ForwardContext) -> Tensor:
