@@ -52,7 +52,7 @@ setup(
         "triton>=3.6; sys_platform == 'linux'",  # fused kernels; torch's own ops serve where there is none
         "einops>=0.8",  # shape changes that read as what they mean
         "typing_extensions>=4.12",  # type variables with defaults, which Python has from 3.13 on
-        "numpy>=1.26",  # memory-mapped tokens and counter-based weight initialization
+        "numpy>=1.26",  # tokens in files, and counter-based weight initialization
         "safetensors>=0.4",  # checkpoints that hold tensors and cannot hold code
         "sentencepiece>=0.2",  # the tokenizer that the quickstart trains
         "tyro>=1.0",  # dataclasses to a command line with --help

@@ -96,6 +96,7 @@ LAYOUTS = [
     Layout(LLAMA, dp=2, tp=2, zero_stage=3, micro_batch_size=3, adapter=DORA),
     Layout(LATENT, tp=2, sequence_parallel=True, pp=2, adapter=replace(DORA, targets=("*.attention.*",))),
     Layout(LLAMA, dp=2, zero_stage=2, pp=2, micro_batch_size=3, adapter=DORA),
+    Layout(LLAMA, dp=2, zero_stage=0, micro_batch_size=3, adapter=ALL),
 ]
 
 

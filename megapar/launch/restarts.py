@@ -40,7 +40,6 @@ _LOST = CommunicationError.exit_code
 # A rewind is no failure: it wants the next start.
 _MAY_PASS = (_LOST, MegaparError.exit_code, CheckpointError.exit_code, Rewind.exit_code)
 _MOST_WITHOUT_PROGRESS = 3
-_LONGEST_PAUSE_SECONDS = 30.0
 _MEMORY = Path("/dev/shm")
 _PREFIX = "megapar-snapshots-"
 
@@ -87,7 +86,7 @@ def judge(faults: Sequence[Fault], smaller: Callable[[int], int], most: int) -> 
         return Verdict(ends=f"it came twice at step {last.step}")
     if len(stuck) >= _MOST_WITHOUT_PROGRESS:
         return Verdict(ends=f"{len(stuck)} starts came no further than step {furthest}")
-    return Verdict(last.world, min(2.0 ** (len(stuck) - 1) - 1, _LONGEST_PAUSE_SECONDS))
+    return Verdict(last.world, pause_seconds=float(len(stuck) - 1))
 
 
 def keep_running(main: Main, prepare: Callable[[int], Main], config: Config) -> int:

@@ -1,4 +1,4 @@
-"""The training step, and the evaluation of one global batch."""
+"""The training step."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -155,7 +155,7 @@ def _rules(config: Config, kinds: Set[LayerKind] | None = None) -> tuple[ModelRu
 
 
 def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
-    """What attention by rules does not do. With a window its scores are those of whole samples, with a mask."""
+    """What attention by rules does not do. With a window it needs whole samples."""
     parallel = config.parallel
     gathers = parallel.cp > 1 and parallel.cp_attention != "ulysses"
     if any(kind.score_cap or kind.sinks for kind in kinds if kind.attention_dropout):

@@ -108,6 +108,7 @@ def _act(kind: str, args: tuple[Any, ...]) -> None:
             sum(range(1 << 20))
     elif kind == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(1)  # another thread may take the signal: this one would go on meanwhile
     elif kind == "slow":
         end = time.monotonic() + SLOW_SECONDS
         while time.monotonic() < end:
