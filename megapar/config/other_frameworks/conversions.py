@@ -184,6 +184,24 @@ def dense_layers(job: Job, words: Words) -> Ours:
     return {"model.moe.first_k_dense_replace": (found[1],)}
 
 
+def window(job: Job, words: Words) -> Ours:
+    """--window-size, the tokens before and after a token, which itself counts here."""
+    found = re.fullmatch(r"\(?(\d+),\s*0\)?", " ".join(words))
+    if not found:
+        raise NoCounterpart("only windows such as (4095, 0), of earlier tokens alone, are read")
+    return {"model.sliding_window": (str(whole(found[1]) + 1),)}
+
+
+def layers_with_window(job: Job, words: Words) -> Ours:
+    """--window-attn-skip-freq N: each N-th layer has no window."""
+    text = "".join(words)
+    layers = job.whole("num-layers", 0)
+    if not text.isdecimal() or not int(text) or not layers:
+        raise NoCounterpart("only a number is read, and with --num-layers; model.layer_types has a type for each layer")
+    kinds = ("full_attention", *["sliding_attention"] * (whole(text) - 1))
+    return {"model.layer_types": tuple(kinds[number % whole(text)] for number in range(1, layers + 1))}
+
+
 # Megatron-LM: batches, steps and the learning rate
 
 

@@ -8,8 +8,10 @@ from megapar.config.other_frameworks.rows import (
     FROM_OTHERS,
     GRADIENTS_ARE_SUMS,
     LESS_WARMUP,
+    LOCAL_DISKS,
     NO_PROFILER,
     NO_TRACKER,
+    PLANS,
     SCALES_ITSELF,
     WARMUP_FROM_0,
     WEIGHTS_STAY,
@@ -106,7 +108,7 @@ FLAGS = (
     ),
     computed("zero_optimization.offload_param", "optimizer.zero_stage", f"3: {WEIGHTS_STAY}", convert=c.kept_on_device),
     sets("zero_optimization.cpu_offload", "optimizer.offload", "1"),
-    lacking("zero_optimization.sub_group_size", "a rank updates its shard at once"),
+    lacking("zero_optimization.sub_group_size", "a rank updates its shard at once, with optimizer.offload in pieces"),
     lacking("zero_optimization.stage3_prefetch_bucket_size", GATHERS_LAYERS),
     lacking("zero_optimization.stage3_param_persistence_threshold", GATHERS_LAYERS),
     lacking("zero_optimization.stage3_max_live_parameters", GATHERS_LAYERS),
@@ -140,7 +142,7 @@ FLAGS = (
     lacking("data_efficiency", "data.stages changes the weights of a blend"),
     always("checkpoint.load_universal", "a checkpoint loads into any layout"),
     always("checkpoint.parallel_write", "each rank writes its part"),
-    lacking("checkpoint.use_node_local_storage", "all ranks write to run_dir"),
+    lacking("checkpoint.use_node_local_storage", LOCAL_DISKS),
     # Logs
     same("steps_per_print", "log.every", convert=c.printed, default="10"),
     computed(
@@ -162,10 +164,10 @@ FLAGS = (
     # What else a ds_config may hold
     sets("compile", "kernels.compile", "true", COMPILES),
     lacking("elasticity", "launch.max_restarts with launch.min_dp goes on with fewer replicas; the global batch stays"),
-    lacking("autotuning", "dry_run prints the memory of a layout"),
+    lacking("autotuning", PLANS),
     lacking("compression_training", "weights are neither pruned nor quantized"),
     lacking("progressive_layer_drop", "every layer is computed in every step"),
-    lacking("sparse_attention", "attention sees all earlier positions"),
+    lacking("sparse_attention", "attention sees all earlier positions, or a window of them (model.sliding_window)"),
     always("zero_allow_untested_optimizer", "every optimizer of optimizer.name runs with every zero_stage"),
     # The launcher
     lacking("deepspeed", "tools/from_deepspeed.py turns a ds_config into options"),

@@ -6,10 +6,12 @@ from megapar.config.other_frameworks.rows import (
     COMPILES,
     COUNTS_BATCH,
     EPOCHS,
+    LOCAL_DISKS,
     NO_HUB,
     NO_NOISE,
     OF_MEMORY,
     ONE_COMPILER,
+    PLANS,
     RESUMES,
     always,
     choice,
@@ -30,7 +32,7 @@ TRAINING_ARGUMENTS = (
     ),
     same("max_steps", "train.steps", convert=c.max_steps),
     computed("num_train_epochs", "train.steps", EPOCHS, convert=c.epochs, default="3"),
-    lacking("auto_find_batch_size", "dry_run prints the memory of a layout"),
+    lacking("auto_find_batch_size", PLANS),
     # Optimizer
     same("learning_rate", "optimizer.lr", default="5e-5"),
     choice(
@@ -132,7 +134,7 @@ TRAINING_ARGUMENTS = (
     computed("save_strategy", "checkpoint.every", "it counts steps; 0 saves the last alone", convert=c.save_strategy),
     same("save_total_limit", "checkpoint.keep_last"),
     lacking("save_only_model", "a checkpoint is complete"),
-    lacking("save_on_each_node", "all ranks write to run_dir"),
+    lacking("save_on_each_node", LOCAL_DISKS),
     computed("resume_from_checkpoint", "checkpoint.resume", f"auto, none or a folder; {RESUMES}", convert=c.resumed),
     lacking("load_best_model_at_end", "checkpoint.keep_every keeps checkpoints to choose from"),
     lacking("metric_for_best_model", "checkpoint.keep_every keeps checkpoints to choose from"),
@@ -155,7 +157,7 @@ TRAINING_ARGUMENTS = (
     computed("report_to", "log.tensorboard", "true or false; with wandb log.wandb PROJECT", convert=c.reported),
     computed("run_name", "run_dir", "the name of a run is that of its folder", convert=nothing),
     always("include_num_input_tokens_seen", "metrics.jsonl has tokens and consumed_samples"),
-    lacking("disable_tqdm", "log.every says how often a line is printed"),
+    sets("disable_tqdm", "log.view", "lines"),
     lacking("log_level", "log.every says how often a line is printed"),
 )
 

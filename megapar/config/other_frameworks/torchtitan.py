@@ -68,7 +68,7 @@ FLAGS = (
         {"always": "3", "never": "2"},
         convert=c.resharded,
     ),
-    lacking("parallelism.enable_fsdp_symm_mem", "GPUs exchange through NCCL"),
+    lacking("parallelism.enable_fsdp_symm_mem", "tensor parallelism alone has parallel.tp_symmetric_memory"),
     sets("parallelism.enable_sequence_parallel", "parallel.sequence_parallel", "true"),
     choice(
         "parallelism.pipeline_parallel_schedule",
