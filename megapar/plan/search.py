@@ -27,6 +27,8 @@ _OF_A_GRID = 6
 """How many of them may be of one grid with one recomputation, so that an error of the estimate hides no other grid."""
 _WITHIN = 1.6
 """Layouts with longer estimated steps than the shortest, times this, are looked at only if too few others fit."""
+_CLOSE = 1.05
+"""Other schedules are planned of grids whose fastest layout takes at most so many times as long as the fastest."""
 _SLACK = 1.05
 """Estimated bytes may be so many times those that fit."""
 _ROUNDS = 3
@@ -168,13 +170,29 @@ class _Search:
         return layouts[: max(_SHORTLIST, 6 * self.top)]
 
     def plan_neighbors(self, progress: Progress) -> None:
-        """Plan what differs from the fastest layout in one part, for the estimate may have missed something."""
-        best: Row | None = None
-        while self.found.rows and self.found.rows[0] is not best:
-            best = self.found.rows[0]
-            layouts = sorted(set(_neighbors(best.layout, self.space)) - self.seen)
-            for layout in progress(layouts, len(layouts), "planning neighbors of the fastest"):
+        """Plan what differs in one part from the fastest layout, for the estimate may have missed something.
+
+        Of other grids, whose fastest layout comes close to it, other schedules are planned: a few of them differ by
+        less than the estimate can tell, and fill what is planned of a grid.
+        """
+        while self.found.rows:
+            layouts = set(_neighbors(self.found.rows[0].layout, self.space))
+            for row in self.fastest_of_grids():
+                layouts.update(_other_schedules(row.layout, self.space))
+            unseen = sorted(layouts - self.seen)
+            if not unseen:
+                return
+            for layout in progress(unseen, len(unseen), "planning neighbors of the fastest"):
                 self.add(layout)
+
+    def fastest_of_grids(self) -> list[Row]:
+        """The fastest row of each grid, if it comes close to the fastest of all."""
+        limit = _CLOSE * self.found.rows[0].seconds
+        fastest: dict[tuple[int, ...], Row] = {}
+        for row in self.found.rows:
+            if row.seconds <= limit:
+                fastest.setdefault(_grid_of(row.layout), row)
+        return list(fastest.values())
 
     def confirm(self, progress: Progress) -> None:
         """Plan the memory of the first rows for the whole step. Until here it is that of `_ROUNDS` of the pipeline."""
@@ -248,12 +266,10 @@ def _shortened(config: Config) -> Config:
 
 def _neighbors(layout: Layout, space: Space) -> Iterator[Layout]:
     """Yield the layouts of a grid that differ from `layout` in one part."""
+    yield from _other_schedules(layout, space)
     for grid in space.grids:
         if _grid_of(grid.mildest) != _grid_of(layout):
             continue
-        for schedule, vpp in grid.pipelines:
-            if schedule != "breadth" or layout.zero_stage >= 2:
-                yield layout._replace(schedule=schedule, vpp=vpp)
         for zero_stage, shard_ranks in grid.states:
             if layout.schedule != "breadth" or zero_stage >= 2:
                 yield layout._replace(zero_stage=zero_stage, shard_ranks=shard_ranks)
@@ -263,6 +279,15 @@ def _neighbors(layout: Layout, space: Space) -> Iterator[Layout]:
             yield layout._replace(micro_batch_size=size)
         for recompute, every in grid.recomputes:
             yield layout._replace(recompute=recompute, recompute_every=every)
+
+
+def _other_schedules(layout: Layout, space: Space) -> Iterator[Layout]:
+    """Yield `layout` with each schedule of its grid."""
+    for grid in space.grids:
+        if _grid_of(grid.mildest) == _grid_of(layout):
+            for schedule, vpp in grid.pipelines:
+                if schedule != "breadth" or layout.zero_stage >= 2:
+                    yield layout._replace(schedule=schedule, vpp=vpp)
 
 
 def _grid_of(layout: Layout) -> tuple[int, ...]:
