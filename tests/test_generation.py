@@ -1,5 +1,6 @@
 """A cache of keys and values and a batch of prompts change nothing in what is generated, for every model type."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,17 @@ def test_a_cache_changes_no_logit_of_any_prompt(name: str, tmp_path: Path) -> No
     """Prompts of unequal lengths: as whole forward passes of each alone."""
     stage = stage_of(name, tmp_path)
     # longrope turns keys in one way alone where all rows are longer than the context it began with.
-    prompts = [prompt for prompt in PROMPTS if name != "phi3, long samples" or len(prompt) > 1]
+    check_cache(stage, [prompt for prompt in PROMPTS if name != "phi3, long samples" or len(prompt) > 1])
+
+
+@pytest.mark.parametrize("name", slow_but([ROWS.index(name) for name in RULES][::3], ROWS))
+def test_a_cache_changes_no_logit_of_prompts_of_one_length(name: str, tmp_path: Path) -> None:
+    """No column fills a row, so attention has no mask."""
+    longest = max(PROMPTS, key=len)
+    check_cache(stage_of(name, tmp_path), [longest, longest[::-1]])
+
+
+def check_cache(stage: Stage, prompts: Sequence[Sequence[int]]) -> None:
     rows = [list(prompt) for prompt in prompts]
     assert not why_no_cache(stage, rows, 12)
     found = {}
@@ -51,6 +62,16 @@ def test_a_cache_changes_no_logit_of_any_prompt(name: str, tmp_path: Path) -> No
             step, number = (int(part) for part in name.split()[1:])
             expected[name] = next_logits(stage, [rows[number][: len(prompts[number]) + step]])[0]
     assert_close(found, expected, 5e-6)
+
+
+@pytest.mark.parametrize("name", slow_but([ROWS.index(name) for name in RULES][::3], ROWS))
+def test_no_bit_of_a_logit_depends_on_whether_gradients_are_recorded(name: str, tmp_path: Path) -> None:
+    """Without them the functions of layers are called in another way (`dispatch.apply_function`)."""
+    stage = stage_of(name, tmp_path)
+    found = next_logits(stage, PROMPTS)
+    assert found.requires_grad
+    with torch.no_grad():
+        assert torch.equal(next_logits(stage, PROMPTS), found)
 
 
 def test_what_is_drawn_does_not_depend_on_the_batch(tmp_path: Path) -> None:

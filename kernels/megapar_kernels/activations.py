@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 from megapar_kernels.dispatch import (
     LOG2_E,
     Implementation,
+    apply_function,
     exp,
     fused,
     launches,
@@ -438,14 +439,14 @@ def _gated(gate_up: Tensor, weights: Tensor | None, activation: Activation, impl
     if weights is not None and weights.shape != (*gate_up.shape[:-1], 1):
         raise ValueError(f"weights {tuple(weights.shape)} do not fit gate and up {tuple(gate_up.shape)}: one a row")
     if fused(impl, gate_up):
-        return _Activation.apply(gate_up, None, weights, activation, True)
+        return apply_function(_Activation, gate_up, None, weights, activation, True)
     if impl == "inductor":
         if weights is not None:
             raise ValueError(
                 "an activation with weights is not compiled: choose torch, as Kernels.activation_of_experts"
             )
         return _Compiled.apply(gate_up, None, activation, True)
-    return _TorchGated.apply(gate_up, weights, activation)
+    return apply_function(_TorchGated, gate_up, weights, activation)
 
 
 def _plain(x: Tensor, activation: Activation, impl: Implementation) -> Tensor:

@@ -22,6 +22,7 @@ from megapar_kernels import apex
 from megapar_kernels.dispatch import (
     Implementation,
     MainGrad,
+    apply_function,
     fused,
     launches,
     main_grad_of,
@@ -462,7 +463,7 @@ def _fused_passes(impl: Implementation, x: Tensor) -> _Passes | None:
 def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     _check(x, None, weight, bias)
     if passes := _fused_passes(impl, x):
-        return _Norm.apply(x, None, weight, bias, eps, passes)
+        return apply_function(_Norm, x, None, weight, bias, eps, passes)
     return _unfused_norm(x, weight, bias, eps, impl)
 
 
@@ -471,9 +472,9 @@ def _add_norm(
 ) -> tuple[Tensor, Tensor]:
     _check(x, residual, weight, bias)
     if passes := _fused_passes(impl, x):
-        return _Norm.apply(x, residual, weight, bias, eps, passes)
+        return apply_function(_Norm, x, residual, weight, bias, eps, passes)
     if impl == "torch" and x.dtype == residual.dtype and closed_form(x, weight, impl):
-        return _Norm.apply(x, residual, weight, bias, eps, _TORCH)
+        return apply_function(_Norm, x, residual, weight, bias, eps, _TORCH)
     total = (x + residual).to(x.dtype)
     return _unfused_norm(total, weight, bias, eps, impl), total
 
@@ -481,7 +482,7 @@ def _add_norm(
 def _unfused_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
     if impl != "apex":
         if closed_form(x, weight, impl):
-            return _Norm.apply(x, None, weight, bias, eps, _TORCH)
+            return apply_function(_Norm, x, None, weight, bias, eps, _TORCH)
         return torch_norm(x, weight, bias, eps)
     if bias is None:
         return apex.rms_norm(x, weight, eps)

@@ -12,7 +12,16 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar_kernels.dispatch import Implementation, fused, launches, next_power_of_2, on_gpu, tl, triton
+from megapar_kernels.dispatch import (
+    Implementation,
+    apply_function,
+    fused,
+    launches,
+    next_power_of_2,
+    on_gpu,
+    tl,
+    triton,
+)
 from megapar_kernels.one_graph import OneGraph
 
 __all__ = ["rotate", "rotate_qk", "split_and_rotate_qkv"]
@@ -360,4 +369,4 @@ def split_and_rotate_qkv(
     if impl == "inductor":
         return _CompiledSplitAndRotate.apply(qkv_sbc, q_heads, kv_heads, cos_sd, sin_sd, heads_apart)
     use_kernel = fused(impl, qkv_sbc)
-    return _SplitAndRotate.apply(qkv_sbc, q_heads, kv_heads, cos_sd, sin_sd, use_kernel, heads_apart)
+    return apply_function(_SplitAndRotate, qkv_sbc, q_heads, kv_heads, cos_sd, sin_sd, use_kernel, heads_apart)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megapar_kernels.dispatch import main_grad_of
+from megapar_kernels.dispatch import apply_function, main_grad_of
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
@@ -49,7 +49,8 @@ def column_linear(
     if lora is None:
         if in_chunks:
             return gather_linear(x, weight, bias, chunked, products)
-        return LinearFunction.apply(x, weight, bias, region, products)
+        y: Tensor = apply_function(LinearFunction, x, weight, bias, region, products)
+        return y
     rule = lora.for_pass(tokens)
     inside = lora.bias_inside(bias)
     if in_chunks:
@@ -72,7 +73,8 @@ def local_linear(
     The adapter's dropout needs the tokens of x.
     """
     if lora is None:
-        return LinearFunction.apply(x, weight, bias, LOCAL, products)
+        product: Tensor = apply_function(LinearFunction, x, weight, bias, LOCAL, products)
+        return product
     rule = lora.for_pass(tokens)
     y = AdaptedLinear.apply(x, weight, lora.bias_inside(bias), lora.a, lora.b, LOCAL, products, rule)
     return lora.scaled(y, weight, bias)
@@ -165,7 +167,7 @@ class RowParallelLinear(nn.Module):
             z = LinearFunction.apply(x_sbi, lora.a, None, LOCAL, rule.products_of_a(self.products))
             return linear_reduce(x_sbi, self.weight, region, self.products, z, lora.b, rule)
         if lora is None:
-            partial = LinearFunction.apply(x_sbi, self.weight, None, LOCAL, self.products)
+            partial = apply_function(LinearFunction, x_sbi, self.weight, None, LOCAL, self.products)
         else:
             rule = lora.for_pass(tokens)
             partial = AdaptedLinear.apply(x_sbi, self.weight, None, lora.a, lora.b, LOCAL, self.products, rule)

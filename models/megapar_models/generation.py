@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from megapar_kernels.block_attention import wide
 from torch import Tensor, nn
 
@@ -91,6 +92,7 @@ class _CachedAttention(nn.Module):
         super().__init__()
         self.core = core
         self.first_b = first_b
+        self.is_ragged = bool(first_b.any())
         self.capacity = capacity
         self.length = 0
 
@@ -105,12 +107,13 @@ class _CachedAttention(nn.Module):
         largest: LargestLogits | None = None,
     ) -> Tensor:
         """As `CoreAttention`, with the columns of earlier calls. Nothing is noted in `largest`: no update follows."""
+        # [b, k, s, d]: the keys of a head follow one another, as they are read.
+        keys, values = (x.permute(1, 2, 0, 3) for x in (k_sbnd, v_sbnd))
         if self.length == 0:
-            self.keys = k_sbnd.new_empty((self.capacity, *k_sbnd.shape[1:]))
-            self.values = v_sbnd.new_empty((self.capacity, *v_sbnd.shape[1:]))
+            self.keys, self.values = (x.new_empty((*x.shape[:2], self.capacity, x.shape[3])) for x in (keys, values))
         start, self.length = self.length, self.length + len(k_sbnd)
-        self.keys[start : self.length] = k_sbnd
-        self.values[start : self.length] = v_sbnd
+        self.keys[:, :, start : self.length] = keys
+        self.values[:, :, start : self.length] = values
         if start == 0:
             y: Tensor = self.core(q_sbnd, k_sbnd, v_sbnd, batch, dropout, sinks_n)
             return y
@@ -118,26 +121,32 @@ class _CachedAttention(nn.Module):
 
     def _of_newest(self, q_bnd: Tensor, sinks_n: Tensor | None) -> Tensor:
         """The attention of the newest column, [1, b, n * e]."""
-        keys, values = self.keys[: self.length], self.values[: self.length]
-        if self.core.kv_index is not None:
-            keys, values = (x.index_select(2, self.core.kv_index) for x in (keys, values))
+        core = self.core
+        start = max(self.length - core.window, 0) if core.window else 0
+        keys, values = (x[:, :, start : self.length] for x in (self.keys, self.values))
+        if core.kv_index is not None:
+            keys, values = (x.index_select(1, core.kv_index) for x in (keys, values))
+        seen_bs = None
+        if self.is_ragged:
+            columns = torch.arange(start, self.length, device=q_bnd.device)
+            seen_bs = (columns >= self.first_b[:, None])[:, None, None]
+        # The query heads of a key head are queries of one head.
+        q_bkrd = q_bnd.unflatten(1, (keys.shape[1], -1))
+        scale = core.rule.factor(q_bnd)
+        if sinks_n is None and not core.rule.cap:
+            y = F.scaled_dot_product_attention(q_bkrd, keys, values, seen_bs, scale=scale)
+            return y.flatten(1)[None]
         dtype = wide(q_bnd.dtype)
-        samples = len(q_bnd)
-        q_bkrd = q_bnd.unflatten(1, (keys.shape[2], -1)).to(dtype)
-        scores = torch.einsum("bkrd,sbkd->bkrs", q_bkrd, keys.to(dtype)) * self.core.rule.factor(q_bnd)
-        if self.core.rule.cap:
-            scores = self.core.rule.cap * (scores / self.core.rule.cap).tanh()
-        columns = torch.arange(self.length, device=q_bnd.device)
-        unseen_bs = columns < self.first_b[:, None]
-        if self.core.window:
-            unseen_bs = unseen_bs | (columns < self.length - self.core.window)
-        scores = scores.masked_fill(unseen_bs[:, None, None], float("-inf"))
+        scores = scale * (q_bkrd.to(dtype) @ keys.to(dtype).transpose(-1, -2))
+        if core.rule.cap:
+            scores = core.rule.cap * (scores / core.rule.cap).tanh()
+        if seen_bs is not None:
+            scores = scores.masked_fill(~seen_bs, float("-inf"))
         if sinks_n is not None:
-            sinks = sinks_n.to(dtype).view(1, keys.shape[2], -1, 1).expand(samples, -1, -1, -1)
+            sinks = sinks_n.to(dtype).view(1, keys.shape[1], -1, 1).expand(len(q_bnd), -1, -1, -1)
             scores = torch.cat((scores, sinks), dim=-1)
-        weights = scores.softmax(-1)[..., : self.length]
-        y = torch.einsum("bkrs,sbke->bkre", weights, values.to(dtype)).to(q_bnd.dtype)
-        return y.flatten(1)[None]
+        weights = scores.softmax(-1)[..., : keys.shape[2]]
+        return (weights @ values.to(dtype)).to(q_bnd.dtype).flatten(1)[None]
 
 
 @contextmanager
