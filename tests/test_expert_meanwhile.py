@@ -168,6 +168,33 @@ def test_a_rank_that_ends_is_named_by_the_one_that_computes_meanwhile(fault: Cal
         run_ranks(2, backward_without_a_rank, fault)
 
 
+def forward_without_a_rank(layout: Layout, fault: Callable[[], None]) -> None:
+    """Rank 1 has the fault in the forward pass of the second micro-batch. Rank 0 has weight gradients of the first."""
+    config = layout.config()
+    state = make_state(config)
+    run_action, has_arrived = _Execution._run_action, Pending.has_arrived
+    with pytest.MonkeyPatch.context() as patch:
+
+        def running(self: _Execution, action: Action, received: tuple[Tensor, ...]) -> None:
+            patch.setattr(Pending, "has_arrived", (lambda _: True) if action.kind == "B" else has_arrived)
+            if action == Action("F", 0, 1):
+                if state.ctx.ep.rank == 1:
+                    patch.setattr(ArrivingRows, "post", lambda *_: fault())
+                else:
+                    assert state.pipeline.meanwhile.nbytes
+            run_action(self, action, received)
+
+        patch.setattr(_Execution, "_run_action", running)
+        state.pipeline.step(micro_batches(config, state.ctx, 0))
+
+
+@pytest.mark.parametrize("fault", [end_at_once, raise_an_error])
+def test_a_rank_that_ends_in_a_forward_pass_is_named_too(fault: Callable[[], None]) -> None:
+    layout = Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=2)
+    with pytest.raises(AssertionError, match=r"rank 0:(.|\n)*CommunicationError:.*rank 1"):
+        run_ranks(2, forward_without_a_rank, layout, fault)
+
+
 def test_a_peer_that_is_gone_is_no_bare_error() -> None:
     """An operation that goes on while somebody asks for another one may have lost its peer."""
 
