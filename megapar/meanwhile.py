@@ -28,9 +28,9 @@ class Meanwhile(WeightGradientQueue):
 
     @contextmanager
     def across_backwards(self) -> Iterator[None]:
-        """A context in which a backward pass may leave gradients for the forward pass after it. Its end computes them.
+        """A context in which a backward pass may leave gradients for the forward pass after it.
 
-        Nobody may read main gradients before.
+        Its end computes what is left. Until then main gradients may lack some.
         """
         self._across_backwards = True
         try:

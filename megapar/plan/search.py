@@ -28,7 +28,7 @@ _OF_A_GRID = 6
 _WITHIN = 1.6
 """Layouts with longer estimated steps than the shortest, times this, are looked at only if too few others fit."""
 _CLOSE = 1.05
-"""Other schedules are planned of grids whose fastest layout takes at most so many times as long as the fastest."""
+"""A grid comes close if its fastest layout takes at most so many times as long as the fastest of all."""
 _SLACK = 1.05
 """Estimated bytes may be so many times those that fit."""
 _ROUNDS = 3
@@ -172,8 +172,8 @@ class _Search:
     def plan_neighbors(self, progress: Progress) -> None:
         """Plan what differs in one part from the fastest layout, for the estimate may have missed something.
 
-        Of other grids, whose fastest layout comes close to it, other schedules are planned: a few of them differ by
-        less than the estimate can tell, and fill what is planned of a grid.
+        Of each grid that comes close, all schedules are planned. The estimate cannot tell some of them apart, so one
+        alone, with several numbers of stages, may be all that the shortlist has of a grid.
         """
         while self.found.rows:
             layouts = set(_neighbors(self.found.rows[0].layout, self.space))
@@ -186,7 +186,7 @@ class _Search:
                 self.add(layout)
 
     def fastest_of_grids(self) -> list[Row]:
-        """The fastest row of each grid, if it comes close to the fastest of all."""
+        """The fastest row of each grid that comes close."""
         limit = _CLOSE * self.found.rows[0].seconds
         fastest: dict[tuple[int, ...], Row] = {}
         for row in self.found.rows:

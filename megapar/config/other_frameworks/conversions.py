@@ -185,7 +185,7 @@ def dense_layers(job: Job, words: Words) -> Ours:
 
 
 def window(job: Job, words: Words) -> Ours:
-    """--window-size, the tokens before and after a token, which itself counts here."""
+    """--window-size (before, after). megapar's number also counts the token itself."""
     found = re.fullmatch(r"\(?(\d+),\s*0\)?", " ".join(words))
     if not found:
         raise NoCounterpart("only windows such as (4095, 0), of earlier tokens alone, are read")
