@@ -148,7 +148,9 @@ def _published(rank_of: Sequence[int], num_microbatches: int, memory: Memory) ->
     pp = max(rank_of) + 1
     vpp = len(rank_of) // pp
     if list(rank_of) == looped(pp, vpp):
-        return list(filter(fits, [zb_1p(pp, vpp, num_microbatches)]))
+        # Groups of pp keep least. If they leave a rest, a few more in each may leave none, as in torch's order.
+        even = -(-num_microbatches // max(1, num_microbatches // pp))
+        return list(filter(fits, [zb_1p(pp, vpp, num_microbatches, group) for group in sorted({pp, even})]))
     if list(rank_of) != v_shaped(pp, 2):
         return []
     return (

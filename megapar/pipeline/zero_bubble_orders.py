@@ -50,26 +50,20 @@ class _RankOrder:
         return self._order
 
 
-def zb_1p(pp: int, vpp: int, num_microbatches: int) -> Orders:
+def zb_1p(pp: int, vpp: int, num_microbatches: int, group: int) -> Orders:
     """Interleaved 1F1B with backwards in halves, and each W deferred by as many I's as its rank's number (ZB-1P).
 
     It is the order of torch's ScheduleInterleavedZeroBubble (Qi et al., arXiv 2401.10241). With one stage on each rank
-    it is ZB-H1. Micro-batches go through the stages of a rank in groups of pp or a few more. If no such groups make up
-    `num_microbatches`, the last group is smaller, and such an order may not be able to run.
+    it is ZB-H1. Groups of `group` micro-batches go through the stages of a rank. If the last group is not full, the
+    actions of the missing micro-batches are left out. A valid order stays valid without all actions of a micro-batch.
     """
-    group = -(-num_microbatches // max(1, num_microbatches // pp))
     orders = []
+    rounds = -(-num_microbatches // group)
     for rank in range(pp):
         stages = range(rank, pp * vpp, pp)
         rank_order = _RankOrder(stages)
-        forwards = []
-        inputs = []
-        for start in range(0, num_microbatches, group):
-            size = min(group, num_microbatches - start)
-            for stage in stages:
-                forwards += [stage] * size
-            for stage in reversed(stages):
-                inputs += [stage] * size
+        forwards = [stage for stage in stages for _ in range(group)] * rounds
+        inputs = [stage for stage in reversed(stages) for _ in range(group)] * rounds
         # The first group goes through all stages of the rank but the last. Each later rank needs one forward more.
         warm_up = (vpp - 1) * group + pp - 1 - rank
         for stage in forwards[:warm_up]:
@@ -81,7 +75,7 @@ def zb_1p(pp: int, vpp: int, num_microbatches: int) -> Orders:
             if number >= rank:
                 rank_order.add_weights()
         rank_order.add_all_weights()
-        orders.append(rank_order.finished())
+        orders.append([action for action in rank_order.finished() if action.microbatch < num_microbatches])
     return orders
 
 
