@@ -8,30 +8,50 @@ them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, groupby
+from typing import TypeVar
 
 from megapar.pipeline.actions import Action, Kind
+from megapar.pipeline.lowering import Message, MessageBatch
+
+Step = TypeVar("Step", Action, Action | MessageBatch)
+"""What a plan consists of, or an order of actions alone."""
 
 
 def refine(
-    orders: Sequence[Sequence[Action]], fine_stages: Sequence[int], *, breadth_first: bool = False
-) -> list[list[Action]]:
-    """The orders of the fine stages, for `orders` of a schedule's stages.
+    plans: Sequence[Sequence[Step]], fine_stages: Sequence[int], *, breadth_first: bool = False
+) -> list[list[Step]]:
+    """The plans of the fine stages, for `plans` of a schedule's stages.
 
     `fine_stages[stage]` is the number of fine stages of a stage. Fine stages are numbered in ascending order through
     all stages. A forward of a stage runs its fine stages in ascending order, and a backward in descending order.
+
+    Batches of messages stay where they are. If they were made for fine stages, a receive would be posted one layer
+    before its use in place of a whole stage: 1f1b on 8 ranks with ZeRO-2 would take 16% longer.
 
     With `breadth_first`, consecutive actions of one kind and stage are refined together: each fine stage runs the
     micro-batches of all of them before the next fine stage starts.
     """
     first_fine_stage = [0, *accumulate(fine_stages)]
-    refined = []
-    for order in orders:
-        refined_order: list[Action] = []
-        for kind, stage, microbatches in _groups(order, breadth_first):
-            ascending = range(first_fine_stage[stage], first_fine_stage[stage + 1])
-            for fine_stage in ascending if kind == "F" else reversed(ascending):
-                refined_order += [Action(kind, fine_stage, microbatch) for microbatch in microbatches]
-        refined.append(refined_order)
+
+    def in_order(kind: Kind, stage: int) -> Sequence[int]:
+        ascending = range(first_fine_stage[stage], first_fine_stage[stage + 1])
+        return ascending if kind == "F" else ascending[::-1]
+
+    def for_first(message: Message) -> Message:
+        """The message for the fine stage that runs first."""
+        kind, stage, microbatch = message.consumer
+        return Message(Action(kind, in_order(kind, stage)[0], microbatch), message.peer)
+
+    refined: list[list[Step]] = []
+    for plan in plans:
+        fine: list[Step] = []
+        for item, microbatches in _groups(plan, breadth_first):
+            if isinstance(item, MessageBatch):
+                fine.append(MessageBatch(list(map(for_first, item.sends)), list(map(for_first, item.receives))))
+                continue
+            for fine_stage in in_order(item.kind, item.stage):
+                fine += [Action(item.kind, fine_stage, microbatch) for microbatch in microbatches]
+        refined.append(fine)
     return refined
 
 
@@ -51,11 +71,13 @@ def stages_of_runs(breadth_first: bool, pp: int, fine_stages: Sequence[int]) -> 
     return dict(enumerate(stage for stage, number in enumerate(fine_stages) for _ in range(number)))
 
 
-def _groups(order: Sequence[Action], breadth_first: bool) -> Iterator[tuple[Kind, int, list[int]]]:
-    """Yield (kind, stage, micro-batches) of actions refined together, in order."""
+def _groups(plan: Sequence[Step], breadth_first: bool) -> Iterator[tuple[Step, list[int]]]:
+    """Yield (item, micro-batches): each batch of messages with none, and the first of the actions refined together
+    with those of all."""
     if not breadth_first:
-        for action in order:
-            yield action.kind, action.stage, [action.microbatch]
+        for item in plan:
+            yield item, [item.microbatch] if isinstance(item, Action) else []
         return
-    for (kind, stage), group in groupby(order, key=lambda action: (action.kind, action.stage)):
-        yield kind, stage, [action.microbatch for action in group]
+    for _, group in groupby(plan, key=lambda item: item[:2] if isinstance(item, Action) else id(item)):
+        items = list(group)
+        yield items[0], [item.microbatch for item in items if isinstance(item, Action)]

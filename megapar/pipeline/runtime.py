@@ -146,12 +146,6 @@ class PipelineRuntime:
         for number, max_microbatches in numbers_of_microbatches:
             self.plan(number, max_microbatches, backward=True)
 
-    def orders(self, num_microbatches: int) -> list[list[Action]]:
-        """The actions of each pipeline rank in order."""
-        coarse = make(self.schedule, self.axis.size, self.vpp, num_microbatches)
-        breadth_first = runs_breadth_first(self.schedule.breadth_first, self.axis.size)
-        return refine(coarse, self.fine_stages, breadth_first=breadth_first)
-
     def plan(self, num_microbatches: int, max_microbatches: int = 0, *, backward: bool) -> Sequence[Item]:
         """The plan of this rank for so many micro-batches. `max_microbatches` is as in `step`."""
         if self.units is None:
@@ -161,9 +155,12 @@ class PipelineRuntime:
             return []
         key = num_microbatches, max_microbatches, backward
         if key not in self._plans:
-            orders = self.orders(max_microbatches)
+            orders = make(self.schedule, self.axis.size, self.vpp, max_microbatches)
             kept = [[action for action in order if backward or action.kind == "F"] for order in orders]
-            plan: Sequence[Item] = lower_one(kept, self.num_stages, self.axis.rank)
+            coarse = lower_one(kept, self.axis.size * self.vpp, self.axis.rank)
+            breadth_first = runs_breadth_first(self.schedule.breadth_first, self.axis.size)
+            plan: Sequence[Item]
+            (plan,) = refine([coarse], self.fine_stages, breadth_first=breadth_first)
             if self.units is not None:
                 runs = stages_of_runs(self.schedule.breadth_first, self.axis.size, self.fine_stages)
                 plan = first_microbatches(insert_unit_actions(plan, self.units, runs), num_microbatches)
