@@ -23,6 +23,7 @@ from megapar.plan.memory import reports
 from megapar.plan.plan_report import rejections
 from megapar.plan.search import Found, nearest, search
 from megapar.plan.space import Layout, Space, layout_of, searchable
+from megapar.plan.step_time import StepTime
 from megapar.plan.verdict import for_uneven_experts
 from tests.support.built_plan import built_report
 from tests.support.options import load
@@ -183,9 +184,24 @@ def test_order_of_enumeration_and_estimates_change_no_row(monkeypatch: pytest.Mo
     assert estimated[0] == rows[0]
 
 
+def test_times_that_are_a_little_wrong_change_no_first_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rows are simulated. What chooses them may be off by some percent, to either side."""
+    few = (*FEW[1:], "train.recompute_every=1")
+    rows = first_rows(found(config_of(), 2, H100, *few, top=5))[:5]
+    time = plan.ModelPlanner.time
+    noise = random.Random(7)
+
+    def wrong(self: plan.ModelPlanner, config: Config) -> StepTime:
+        right = time(self, config)
+        return replace(right, seconds=noise.uniform(0.95, 1.05) * right.seconds)
+
+    monkeypatch.setattr(plan.ModelPlanner, "time", wrong)
+    assert first_rows(found(config_of(), 2, H100, *few, top=5))[:5] == rows
+
+
 @pytest.mark.slow
 def test_schedules_that_an_estimate_cannot_tell_apart_hide_no_faster_one() -> None:
-    """Six layouts with zb-interleaved hid v-half of Llama 2 7B: 2.7% faster."""
+    """Six layouts with zb-interleaved hid v-half of Llama 2 7B."""
     config = load(["--config", str(Path(TINY).with_name("llama_7b.toml"))], presets()).config
     every = found(config, 8, H100, "train.recompute=none", top=4)
     v_half = found(
@@ -255,6 +271,17 @@ def test_what_it_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     assert picture.std() > 0.1
     events = json.loads((tmp_path / "plan_1.trace.json").read_text())["traceEvents"]
     assert max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") <= 1e6 * first["step_seconds"] * 2
+
+
+def test_sizes_of_a_step_that_nobody_gave_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A preset has none: 70B would be planned for 8 samples of 128 tokens."""
+    flags = ("--config", "gpt2-124m", "--gpus", 1, "--top", 1, "--fix", *FEW)
+    assert run(monkeypatch, *flags, "--train.global_batch_size", 4) == 0
+    assert "planned for --train.seq_length 128, by default" in capsys.readouterr().out
+    assert run(monkeypatch, *flags, "--train.global_batch_size", 4, "--train.seq_length", 64) == 0
+    assert "by default" not in capsys.readouterr().out
 
 
 def test_a_given_layout_that_does_not_fit_is_marked_with_the_nearest_that_does() -> None:

@@ -44,6 +44,7 @@ from megapar.plan.step_time import StepTime, step_time
 from megapar.system.atomic_files import write_json
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
+_OF_A_STEP = ("train.seq_length", "train.global_batch_size")
 _SIZES = ("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads")
 
 
@@ -142,8 +143,12 @@ class ModelPlanner:
     def time(self, config: Config) -> StepTime:
         return step_time(with_kernels(self._with_chunks(config)), self.parts, self._machine)
 
+    def timeline(self, config: Config) -> StepTime:
+        """The time of the step with its timeline, by simulation of all micro-batches."""
+        return step_time(with_kernels(self._with_chunks(config)), self.parts, self._machine, timeline=True)
+
     def simulated(self, config: Config) -> StepTime:
-        """The time with the timeline of the step."""
+        """The time of the step, from simulations of few micro-batches with the collectives of ZeRO-2 and 3."""
         return step_time(with_kernels(self._with_chunks(config)), self.parts, self._machine, simulated=True)
 
     def _with_chunks(self, config: Config) -> Config:
@@ -318,7 +323,8 @@ def plan(args: Arguments, resolved: Resolved) -> None:
     run = Run(args.tokens or config.train.samples() * config.train.seq_length, args.gpus, machine)
     report = as_json(found, rows, space, config, run, answers, why)
     with console.capture() as text:
-        write(console, [f"{in_words} on {args.gpus:,} x {machine.name}, {machine.gpus_per_node} a node", ""])
+        write(console, [f"{in_words} on {args.gpus:,} x {machine.name}, {machine.gpus_per_node} a node"])
+        write(console, [*_defaults_in_words(resolved), ""])
         write(console, [f"{answer.question}: {answer.answer}." for answer in answers])
         console.print()
         console.print(table(rows, found))
@@ -336,6 +342,14 @@ def plan(args: Arguments, resolved: Resolved) -> None:
         print(f"{args.write}: the first row, for --config")
 
 
+def _defaults_in_words(resolved: Resolved) -> Iterable[str]:
+    """A line about the sizes of a step that nobody has given. A preset has none."""
+    values = flatten(resolved.config)
+    defaults = [f"--{path} {values[path]}" for path in _OF_A_STEP if resolved.sources[path] == "default"]
+    if defaults:
+        yield f"planned for {' '.join(defaults)}, by default: give those of your run"
+
+
 def explained(
     number: int, rows: Sequence[Row], planner: ModelPlanner, machine: hardware.Hardware, console: Console
 ) -> dict[str, Any]:
@@ -343,19 +357,18 @@ def explained(
     if not 1 <= number <= len(rows):
         raise ConfigError(f"--explain {number}: there are rows 1 to {len(rows)}")
     row = rows[number - 1]
-    assert row.time is not None
     config = with_kernels(row.config)
-    simulated = planner.simulated(row.config)
+    time = planner.timeline(row.config)
     reports = memory.reports(row.config, planner.parts)
-    traffic = explain.traffic(config, planner.parts, machine, row.time)
+    traffic = explain.traffic(config, planner.parts, machine, time)
     title = f"row {number}: {layout_in_words(config.parallel)}, {config.parallel.schedule}"
-    files = explain.draw(simulated, number, title, Path())
+    files = explain.draw(time, number, title, Path())
     write(console, ["", f"row {number}: {layout_in_flags(row)}"])
-    write(console, explain.seconds_in_words(row.time, simulated))
+    write(console, explain.seconds_in_words(time))
     console.print(explain.bytes_by_rank(reports))
     console.print(explain.traffic_table(traffic))
     write(console, [str(path) for path in files])
-    return explain.as_json(reports, traffic, simulated, files)
+    return explain.as_json(reports, traffic, files)
 
 
 def _progress(layouts: Iterable[Layout], count: int, text: str, *, console: Console, quiet: bool) -> Iterable[Layout]:

@@ -108,7 +108,7 @@ def rows(runs: Sequence[Run], parts: Parts, machine_of: Callable[[str], Hardware
         parallel = run.config.parallel
         sizes = {"tp": parallel.tp, "cp": parallel.cp, "pp": parallel.pp, "vpp": parallel.vpp, "ep": parallel.ep}
         layout = [f"{name} {size}" for name, size in {**sizes, "dp": parallel.dp}.items() if size > 1]
-        predicted = step_time(run.config, parts, machine_of(run.machine), simulated=True).tokens_per_second_per_gpu
+        predicted = step_time(run.config, parts, machine_of(run.machine), timeline=True).tokens_per_second_per_gpu
         gpus = parallel.tp * parallel.cp * parallel.pp * parallel.dp
         found.append(
             Row(run.name, run.source, run.machine, gpus, ", ".join(layout), run.role, run.published, predicted)

@@ -107,7 +107,7 @@ def predicted(args: Arguments, config: Config) -> StepTime | None:
     if not args.gpu:
         return None
     parts = Parts(StageBuilder())
-    return step_time(with_planned_kernels(config), parts, load_hardware(args.gpu, args.gpus_per_node), simulated=True)
+    return step_time(with_planned_kernels(config), parts, load_hardware(args.gpu, args.gpus_per_node), timeline=True)
 
 
 def time_in_words(gpu: str, time: StepTime) -> str:

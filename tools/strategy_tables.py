@@ -68,7 +68,7 @@ class Planner:
 
     def time(self, config: Config, machine: Hardware | None = None) -> StepTime:
         """The simulated step, by default on nodes of 8 H100s."""
-        return step_time(config, self.parts, machine or hardware.load(_GPU), simulated=True)
+        return step_time(config, self.parts, machine or hardware.load(_GPU), timeline=True)
 
 
 # The tables

@@ -29,7 +29,7 @@ from megapar.plan.work import Attention, Kernel, Operations, Product, Started, W
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight or an activation
 # The pipeline whose idle time and kept micro-batches stand for those of others with the same schedule.
 _SAMPLE_PP = 4
-_SAMPLE_BATCHES = 12
+_SAMPLE_ROUNDS = 3  # of micro-batches, as many in each as there are ranks
 _SAMPLE_MESSAGE = 0.02  # in forwards of a rank
 
 
@@ -171,7 +171,7 @@ class Estimator:
         self._kept_by_a_layer = kept_by_a_layer
         self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
         self._width = _WIDTH[config.train.precision]
-        self._pipelines: dict[tuple[str, int], _Pipeline] = {}
+        self._pipelines: dict[tuple[str, int, int], _Pipeline] = {}
         self._layers: dict[tuple[object, ...], _Layer] = {}
         self._networks: dict[tuple[object, ...], Network] = {}
 
@@ -184,16 +184,17 @@ class Estimator:
             for breadth in (False, True)
         }
         # The layers of a rank depend on no other part of a layout.
-        pipelines = [
-            (self._pipeline(grid.pp, schedule, vpp), self._layers_of_rank(grid.pp, vpp))
-            for schedule, vpp in part.pipelines
-        ]
+        layers_of_rank = {vpp: self._layers_of_rank(grid.pp, vpp) for _, vpp in part.pipelines}
         too_large = 0
         for in_parts, form in part.sequences:
             for size in part.micro_batch_sizes:
                 sized = grid._replace(sequence_parallel=in_parts, cp_attention=form, micro_batch_size=size)
                 layer = self._layer_like(sized)
                 micro_batches = -(-self.config.train.global_batch_size // (size * grid.dp))
+                pipelines = [
+                    (self._pipeline(grid.pp, schedule, vpp, micro_batches), layers_of_rank[vpp])
+                    for schedule, vpp in part.pipelines
+                ]
                 ends_kept = self._ends_kept(sized)
                 for recompute, every in part.recomputes:
                     layout = sized._replace(recompute=recompute, recompute_every=every)
@@ -402,14 +403,17 @@ class Estimator:
 
     # Pipelines
 
-    def _pipeline(self, pp: int, schedule: str, vpp: int) -> _Pipeline:
+    def _pipeline(self, pp: int, schedule: str, vpp: int, micro_batches: int) -> _Pipeline:
         if pp == 1:
             return _Pipeline(schedule, vpp, 0.0, 1.0)
-        key = (schedule, vpp)
+        # Several stages on a rank leave it idle in a round that has fewer micro-batches than there are ranks.
+        rounds, rest = divmod(micro_batches, pp)
+        batches = min(rounds, _SAMPLE_ROUNDS) * _SAMPLE_PP + -(-rest * _SAMPLE_PP // pp)
+        key = (schedule, vpp, batches)
         if key not in self._pipelines:
-            orders = make(schedule, _SAMPLE_PP, vpp, _SAMPLE_BATCHES)
+            orders = make(schedule, _SAMPLE_PP, vpp, batches)
             timeline = simulate(lower(orders, _SAMPLE_PP * vpp), 1 / vpp, 2 / vpp, _SAMPLE_MESSAGE / vpp)
-            idle = (timeline.makespan - 3 * _SAMPLE_BATCHES) / (_SAMPLE_PP - 1)
+            idle = (timeline.makespan - 3 * batches) / (_SAMPLE_PP - 1)
             self._pipelines[key] = _Pipeline(schedule, vpp, idle, max(timeline.peak_live) / vpp / _SAMPLE_PP)
         return self._pipelines[key]
 

@@ -136,12 +136,9 @@ def traffic_table(rows: list[Traffic]) -> Table:
     return shown
 
 
-def seconds_in_words(time: StepTime, simulated: StepTime) -> Iterator[str]:
+def seconds_in_words(time: StepTime) -> Iterator[str]:
     """Yield lines about where the time of a step goes."""
-    yield (
-        f"a step takes {time.seconds:,.3f} s by formula, by which layouts are ranked, and "
-        f"{simulated.seconds:,.3f} s by simulation of every action, of which ranks idle {simulated.idle_share:.1%}"
-    )
+    yield f"a step takes {time.seconds:,.3f} s"
     kinds = {**time.busy, **{f"waiting for {axis}": seconds for axis, seconds in time.exposed.items()}}
     kinds["idle in the pipeline"] = time.idle_share * time.seconds
     for name, seconds in sorted(kinds.items(), key=lambda item: -item[1]):
@@ -167,9 +164,7 @@ def draw(time: StepTime, number: int, title: str, folder: Path) -> list[Path]:
     return [picture, trace]
 
 
-def as_json(
-    reports: Mapping[RankReport, list[int]], rows: list[Traffic], simulated: StepTime, files: list[Path]
-) -> dict[str, Any]:
+def as_json(reports: Mapping[RankReport, list[int]], rows: list[Traffic], files: list[Path]) -> dict[str, Any]:
     """The explanation for --json."""
     return {
         "ranks": [
@@ -177,7 +172,5 @@ def as_json(
             for report, ranks in reports.items()
         ],
         "axes": [vars(row) for row in rows],
-        "simulated_seconds": simulated.seconds,
-        "simulated_idle": simulated.idle_share,
         "files": [str(path) for path in files],
     }

@@ -27,10 +27,16 @@ _OF_A_GRID = 6
 """How many of them may be of one grid with one recomputation, so that an error of the estimate hides no other grid."""
 _WITHIN = 1.6
 """Layouts with longer estimated steps than the shortest, times this, are looked at only if too few others fit."""
+_FASTEST = 3
+"""So many layouts have their neighbors planned. The first may be full, and the second take the same time with less."""
 _CLOSE = 1.05
 """A grid comes close if its fastest layout takes at most so many times as long as the fastest of all."""
 _SLACK = 1.05
 """Estimated bytes may be so many times those that fit."""
+_SOONEST = 0.9
+"""A simulated step is expected to take at least so many times its planned seconds."""
+_MOST_ACTIONS = 400_000
+"""Of simulated layouts. They take half a minute."""
 _ROUNDS = 3
 """Rounds of a pipeline that show what its ranks keep at most. In longer steps the same repeats."""
 _REPEATING = ("1f1b", "interleaved", "dualpipe-v", *ZERO_BUBBLE)
@@ -44,7 +50,10 @@ class Planner(Protocol):
         """The memory of the fullest rank. Raises ConfigError if the schedule cannot be made."""
 
     def time(self, config: Config) -> StepTime:
-        """The time of a step."""
+        """The time of a step, in milliseconds."""
+
+    def simulated(self, config: Config) -> StepTime:
+        """The time of a step, more exactly and slowly."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,10 @@ class _Search:
         self.top = top
         self.found = Found()
         self.seen: set[Layout] = set()
+        self.planned: list[Row] = []
+        """Those that fit, the fastest first, by `Planner.time`."""
+        self.simulated: dict[Layout, Row] = {}
+        """Those of them with the time by simulation."""
         self.best = Best(0, math.inf)
 
     def plan_shortlist(self, progress: Progress) -> None:
@@ -153,9 +166,9 @@ class _Search:
             layouts = self.shortlist(within)
             for layout in progress(layouts, len(layouts), "planning layouts"):
                 self.add(layout)
-                if len(self.found.rows) >= max(_ENOUGH, 3 * self.top):
+                if len(self.planned) >= max(_ENOUGH, 3 * self.top):
                     break
-            if len(self.found.rows) >= self.top:
+            if len(self.planned) >= self.top:
                 return
         if not self.seen and self.best.smallest is not None:
             # Nothing fits by the estimate. How much the smallest lacks is planned for the user.
@@ -170,13 +183,14 @@ class _Search:
         return layouts[: max(_SHORTLIST, 6 * self.top)]
 
     def plan_neighbors(self, progress: Progress) -> None:
-        """Plan what differs in one part from the fastest layout, for the estimate may have missed something.
+        """Plan what differs in one part from the fastest layouts, for the estimate may have missed something.
 
         Of each grid that comes close, all schedules are planned. The estimate cannot tell some of them apart, so one
         alone, with several numbers of stages, may be all that the shortlist has of a grid.
         """
-        while self.found.rows:
-            layouts = set(_neighbors(self.found.rows[0].layout, self.space))
+        while self.planned:
+            self.simulate(progress)
+            layouts = {near for row in self.found.rows[:_FASTEST] for near in _neighbors(row.layout, self.space)}
             for row in self.fastest_of_grids():
                 layouts.update(_other_schedules(row.layout, self.space))
             unseen = sorted(layouts - self.seen)
@@ -184,6 +198,25 @@ class _Search:
                 return
             for layout in progress(unseen, len(unseen), "planning neighbors of the fastest"):
                 self.add(layout)
+
+    def simulate(self, progress: Progress) -> None:
+        """Time the fastest rows by simulation, until no other is expected among the first `top`."""
+        simulated: list[Row] = []
+        actions = 0
+        layouts = [row.layout for row in self.planned]
+        for row, _ in zip(self.planned, progress(layouts, len(layouts), "simulating the fastest"), strict=True):
+            actions += _simulated_actions(row.config)
+            is_expected = len(simulated) < self.top or _SOONEST * row.seconds < simulated[self.top - 1].seconds
+            if not is_expected or (simulated and actions > _MOST_ACTIONS):
+                break
+            insort(simulated, self.exact(row), key=_rank)
+        self.found.rows = sorted([*simulated, *self.planned[len(simulated) :]], key=_rank)
+
+    def exact(self, row: Row) -> Row:
+        """`row` with the time by simulation."""
+        if row.layout not in self.simulated:
+            self.simulated[row.layout] = replace(row, time=self.planner.simulated(row.config))
+        return self.simulated[row.layout]
 
     def fastest_of_grids(self) -> list[Row]:
         """The fastest row of each grid that comes close."""
@@ -231,7 +264,7 @@ class _Search:
             return
         row = Row(layout, layout.of(self.space.base), config, report, time, fits)
         if fits:
-            insort(self.found.rows, row, key=_rank)
+            insort(self.planned, row, key=_rank)
         else:
             self.found.too_large.append(row)
 
@@ -244,12 +277,23 @@ class _Search:
         """The row of the given config. It has a time even if it does not fit."""
         report = self.planner.memory(config)
         fits = self.fits(config, report)
-        return Row(layout_of(config), options, config, report, self.planner.time(config), fits, given=True)
+        return Row(layout_of(config), options, config, report, self.planner.simulated(config), fits, given=True)
 
 
 def _rank(row: Row) -> tuple[float, Layout]:
     """What rows are sorted by. Of equally fast ones the simplest comes first."""
     return row.seconds, row.layout
+
+
+def _simulated_actions(config: Config) -> int:
+    """About how many actions are simulated for the time of a layout (`megapar.plan.step_time`)."""
+    parallel = config.parallel
+    # With units, layers are actions of their own.
+    parts = config.model.num_hidden_layers if config.optimizer.zero_stage >= 2 else parallel.pp * parallel.vpp
+    micro_batches = num_microbatches(config)
+    if parallel.schedule != "breadth":
+        micro_batches = min(micro_batches, 5 * parallel.pp + 12)
+    return micro_batches * parts
 
 
 def _shortened(config: Config) -> Config:

@@ -1,14 +1,15 @@
 """Predicts the time of a training step of any layout on any machine, before anything is rented.
 
 The work of each part of the model is recorded from the program itself (`megapar.plan.work`), and timed for the machine
-(`megapar.plan.durations`). The pipeline runs by the plan of the runtime (`megapar.pipeline.simulation`). To rank many
-layouts, a formula takes its place. Both differ by at most a tenth. After the pipeline come the exposed reductions of
-gradients, the optimizer, and the gathers of new weights.
+(`megapar.plan.durations`). The pipeline runs by the plan of the runtime (`megapar.pipeline.simulation`). To choose
+among many layouts, few of its micro-batches are simulated, and the waits of ZeRO-2 and 3 are estimated: up to 2% off,
+with breadth-first 5%, with slow gathers a tenth. After the pipeline come the exposed reductions of gradients, the
+optimizer, and the gathers of new weights.
 """
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
@@ -20,7 +21,7 @@ from megapar.optimizer import muon, table
 from megapar.pipeline.actions import Event
 from megapar.pipeline.lowering import Message, lower
 from megapar.pipeline.refine import refine
-from megapar.pipeline.schedules import placement
+from megapar.pipeline.schedules import SCHEDULES, placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
 from megapar.plan.buffers import update_traffic
@@ -35,12 +36,17 @@ from megapar.plan.stage_works import stages_of
 OPTIMIZER = "optimizer and norm"
 HOST_LINK = "host"
 """The link of a device to its host, among the axes."""
-_WITH_FORMULA = ("1f1b", "gpipe", "breadth", "interleaved")
+_LEAST_FEW = 8
+"""Of a pipeline at least so many micro-batches are simulated, and two rounds of them."""
 _IN_HALVES = ("zb-h1", "zb-2p", "zb-interleaved", "zb-v", "v-half", "v-min", "dualpipe-v")
 
 
 StageSeconds = tuple[Duration, float, float]
 """One micro-batch through a stage: all of it, the seconds of F, and those of B, or of I and W."""
+
+
+_Run = Sequence[float]
+"""The seconds of a pipeline; on the mean of its ranks those of work, and of waits for units; each rank's end."""
 
 
 @dataclass(frozen=True)
@@ -66,13 +72,16 @@ class StepTime:
         return sum(self.exposed.values()) / self.seconds
 
 
-def step_time(config: Config, parts: Parts, hardware: Hardware, *, simulated: bool = False) -> StepTime:
+def step_time(
+    config: Config, parts: Parts, hardware: Hardware, *, simulated: bool = False, timeline: bool = False
+) -> StepTime:
     """The time of a step of `config`, a validated configuration for a whole world.
 
-    With `simulated` the plan of the runtime is simulated. This brings the timeline, and takes a second for large
-    pipelines. Raises ConfigError if the machine lacks the precision.
+    With `simulated` the plan of the runtime is simulated for few micro-batches, and with `timeline` for all. The first
+    takes a tenth of a second for large pipelines, the second up to minutes. Raises ConfigError if the machine lacks the
+    precision.
     """
-    return _Step(config, parts, hardware).time(simulated)
+    return _Step(config, parts, hardware).time(simulated, timeline)
 
 
 @dataclass(frozen=True)
@@ -132,8 +141,8 @@ class _Step:
                     fine[part] = self._fine(part)
             self.stages.append([replace(fine[part], number=number) for part, number in stage])
 
-    def time(self, simulated: bool) -> StepTime:
-        """The step, by simulation or by formula."""
+    def time(self, simulated: bool, timeline: bool) -> StepTime:
+        """The step, as `step_time` says."""
         config = self.config
         pp = config.parallel.pp
         # Most stages are alike.
@@ -144,12 +153,14 @@ class _Step:
             if key not in times_of:
                 times_of[key] = self._stage(stage)
             stage_times.append(times_of[key])
-        if simulated:
-            pipeline, ends_of_ranks, events, waited = self._simulated()
+        events: Sequence[Event] = ()
+        if timeline:
+            run, events = self._simulated(self.microbatches)
+        elif simulated:
+            run = self._of_few(lambda number: self._simulated(number)[0])
         else:
-            pipeline, ends_of_ranks = self._by_formula(stage_times)
-            events = []
-            waited = [0.0] * pp
+            run = self._by_stages(stage_times)
+        pipeline, working, waited, *ends_of_ranks = run
         rank_times: list[Duration] = []
         for rank in range(pp):
             own = [times for times, home in zip(stage_times, self.rank_of, strict=True) if home == rank]
@@ -160,13 +171,10 @@ class _Step:
         reduced = max(end + ends.seconds for end, ends in zip(ends_of_ranks, after, strict=True))
         seconds = max(reduced, pipeline) + overhead
         exposed = scaled(added(*(work.exposed for work in rank_times), *(ends.exposed for ends in after)), 1 / pp)
-        if simulated and self.zero_stage >= 2:
-            exposed["grad"] = sum(waited) / pp
+        if (simulated or timeline) and self.zero_stage >= 2:
+            exposed["grad"] = waited
         busy = scaled(added(*(work.busy for work in rank_times)), 1 / pp)
         busy[OPTIMIZER] = sum(ends.optimizer for ends in after) / pp
-        working = sum(work.seconds for work in rank_times) / pp
-        if simulated:
-            working = sum(event.end - event.start for event in events) / pp + sum(waited) / pp
         idle = max(pipeline - working, 0.0) / seconds
         tokens = config.train.global_batch_size * config.train.seq_length
         world = self.network.grid.world_size
@@ -240,66 +248,49 @@ class _Step:
 
     # The pipeline
 
-    def _by_formula(self, stages: Sequence[StageSeconds]) -> tuple[float, list[float]]:
-        """The time of the pipeline, and the end of each rank's last backward.
+    def _of_few(self, run: Callable[[int], Sequence[float]]) -> Sequence[float]:
+        """What `run` returns for all micro-batches, from what it returns for few.
 
-        Formulas: Narayanan et al., arXiv 2104.04473, section 2.2. With unequal stages the slowest one sets the pace,
-        and micro-batches still pass all. Other schedules have no formula for unequal times of F, I and W.
+        Once a pipeline is full, each further round of micro-batches takes the same time.
         """
+        schedule = self.config.parallel.schedule
+        pp = self.config.parallel.pp
+        # Of short pipelines the first two rounds are not yet like the others.
+        few = max(2, -(-_LEAST_FEW // pp)) * pp + self.microbatches % pp
+        # A schedule from a file may be for one number of micro-batches only. Breadth-first, the collectives of a unit
+        # run under all micro-batches.
+        if self.microbatches <= few + pp or schedule not in SCHEDULES or self._breadth_first:
+            return run(self.microbatches)
+        rounds = (self.microbatches - few) / pp
+        return [a + rounds * (b - a) for a, b in zip(run(few), run(few + pp), strict=True)]
+
+    def _by_stages(self, stages: Sequence[StageSeconds]) -> _Run:
+        """A step whose actions each take the time of a whole stage, waits for units included."""
         parallel = self.config.parallel
         pp = parallel.pp
-        m = self.microbatches
-        rank_seconds = [0.0] * pp
-        for (whole, _, _), rank in zip(stages, self.rank_of, strict=True):
-            rank_seconds[rank] += whole.seconds
-        slowest = max(rank_seconds)
+        working = self.microbatches * sum(whole.seconds for whole, _, _ in stages) / pp
         if pp == 1:
-            return m * slowest, [m * slowest]
-        backwards = sum(backward for _, _, backward in stages)
-        if parallel.schedule in _WITH_FORMULA:
-            message = self._message_seconds()
-            # A rank sends a micro-batch's output and its gradient for each of its stages. A slow link sets the pace.
-            slowest = max(slowest, 2 * parallel.vpp * message)
-            passing = sum(whole.seconds for whole, _, _ in stages) / parallel.vpp
-            messages = 2 * (pp - 1)
-            if parallel.schedule == "1f1b":
-                messages += m  # each rank waits for its neighbor's message once a micro-batch
-            fill = passing * (pp - 1) / pp + messages * message
-            seconds = m * slowest + fill
-        else:
-            seconds = self._by_few_microbatches(stages)
+            return working, working, 0.0, working
+        (seconds,) = self._of_few(lambda number: [self._pipeline_seconds(number, stages)])
         # A rank's last backward ends when those of all stages before it still have to run.
-        per_stage = backwards / (pp * parallel.vpp)
-        return seconds, [seconds - rank * per_stage for rank in range(pp)]
+        per_stage = sum(backward for _, _, backward in stages) / (pp * parallel.vpp)
+        return seconds, working, 0.0, *(seconds - rank * per_stage for rank in range(pp))
 
-    def _by_few_microbatches(self, stages: Sequence[StageSeconds]) -> float:
-        """The time of the pipeline, from simulations of few micro-batches.
-
-        Once a pipeline is full, each further micro-batch takes the same time.
-        """
-        pp = self.config.parallel.pp
-        m = self.microbatches
+    def _pipeline_seconds(self, number: int, stages: Sequence[StageSeconds]) -> float:
+        """The time of the pipeline for so many micro-batches, by simulation without units."""
         forward = [seconds for _, seconds, _ in stages]
         backward = [seconds for _, _, seconds in stages]
         weights = None
         if self.in_halves:
-            weights = [sum(fine.weights.seconds * fine.number for fine in stage) for stage in self.stages]
+            # What is added to the shards of ZeRO-2 and 3 is what a W has computed.
+            weights = [sum((fine.weights.seconds + fine.add) * fine.number for fine in stage) for stage in self.stages]
         message = self._message_seconds()
-
-        def simulated(number: int) -> float:
-            # Layouts that differ in ZeRO's groups of ranks have the same pipeline with the same times.
-            key = (*self._pipeline(number), *forward, *backward, *(weights or ()), message)
-            if key not in self.parts.times:
-                timeline = simulate(self._plans(number), forward, backward, message, weights)
-                self.parts.times[key] = timeline.makespan
-            return self.parts.times[key]
-
-        few = 2 * pp
-        # A schedule from a file may be for one number of micro-batches only.
-        if m <= few + pp or not self.in_halves:
-            return simulated(m)
-        start = simulated(few)
-        return start + (m - few) * (simulated(few + pp) - start) / pp
+        # Layouts that differ in ZeRO's groups of ranks have the same pipeline with the same times.
+        key = (*self._pipeline(number), *forward, *backward, *(weights or ()), message)
+        if key not in self.parts.times:
+            timeline = simulate(self._plans(number), forward, backward, message, weights)
+            self.parts.times[key] = timeline.makespan
+        return self.parts.times[key]
 
     def _plans(self, number: int) -> Sequence[Sequence[Item]]:
         """The plans of all ranks for so many micro-batches, without units. They are made once."""
@@ -322,10 +313,10 @@ class _Step:
         boundary = max(fine.part.boundary_bytes for stage in self.stages for fine in stage)
         return self.network.message(self.network.span("pp").nodes > 1, boundary)
 
-    def _simulated(self) -> tuple[float, list[float], list[Event], list[float]]:
-        """As `_by_formula`, then the timeline, and the time of each rank's waits for units."""
+    def _simulated(self, number: int) -> tuple[_Run, Sequence[Event]]:
+        """A step of so many micro-batches with its units, and its timeline."""
         parallel = self.config.parallel
-        orders = self.parts.orders(parallel, self.microbatches, self.memory).actions
+        orders = self.parts.orders(parallel, number, self.memory).actions
         splits = self.zero_stage >= 2
         # The stages of the plan: those of the schedule, or their parts.
         parts: list[list[_Fine]] = []
@@ -345,11 +336,11 @@ class _Step:
         forward = [s * sum(fine.forward.seconds for fine in part) for (s, _), part in zip(slowed, parts, strict=True)]
         backward = [s * sum(map(self._backward_of, part)) for (_, s), part in zip(slowed, parts, strict=True)]
         weights = [s * sum(fine.weights.seconds for fine in part) for (_, s), part in zip(slowed, parts, strict=True)]
+        lowered = lower(orders, parallel.pp * parallel.vpp)
+        plans: Sequence[Sequence[Item]] = lowered
         if splits:
-            orders = refine(orders, counts, breadth_first=self._breadth_first and parallel.pp == 1)
-        plans: list[list[Item]] = [list(plan) for plan in lower(orders, len(parts))]
-        if splits:
-            plans = [insert_unit_actions(plan, self._units(len(parts)), self._runs(counts)) for plan in plans]
+            fine = refine(lowered, counts, breadth_first=self._breadth_first and parallel.pp == 1)
+            plans = [insert_unit_actions(plan, self._units(len(parts)), self._runs(counts)) for plan in fine]
 
         def message(rank: int, one: Message) -> float:
             return message_seconds
@@ -360,7 +351,12 @@ class _Step:
 
         message_seconds = self._message_seconds()
         timeline = simulate(plans, forward, backward, message, weights if self.in_halves else None, unit)
-        return timeline.makespan, timeline.ends, timeline.events, timeline.unit_waits
+        # What follows a wait for a sum of gradients counts as a part of it: it is added to a shard.
+        items = [(rank, item) for rank, plan in enumerate(plans) for item in plan]
+        adds = sum(unit(rank, item) for rank, item in items if isinstance(item, UnitAction) and item.kind == "add")
+        waited = (sum(timeline.unit_waits) + adds) / parallel.pp
+        working = sum(event.end - event.start for event in timeline.events) / parallel.pp + waited
+        return (timeline.makespan, working, waited, *timeline.ends), timeline.events
 
     def _backward_of(self, fine: _Fine) -> float:
         if self.in_halves:
