@@ -164,7 +164,7 @@ def test_orders_of_torch_are_candidates_as_they_are() -> None:
 
 @pytest.mark.parametrize("vpp", [1, 2, 4])
 def test_a_rest_of_micro_batches_takes_no_longer_than_a_full_group(vpp: int) -> None:
-    """torch refuses most of these numbers. 100 micro-batches on 8 ranks took longer than 104."""
+    """Fault last-group-is-slow: 100 on 8 ranks took longer than 104. torch refuses most of these numbers."""
     name = "zb-interleaved" if vpp > 1 else "zb-h1"
     for pp in (3, 4, 8):
         rank_of = looped(pp, vpp)

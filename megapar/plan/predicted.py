@@ -44,7 +44,7 @@ def prediction_of(config: Config, parts: Parts, ctx: ParallelContext) -> Predict
         say(f"no prediction of the step: {device.describe(ctx.device)} is no known machine; --gpu names one")
         return None
     try:
-        time = step_time(config, parts, hardware.load(name))
+        time = step_time(config, parts, hardware.load(name), simulated=True)
     except ConfigError as error:
         say(f"no prediction of the step: {error}")
         return None
