@@ -276,11 +276,11 @@ def test_what_it_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_sizes_of_a_step_that_nobody_gave_are_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A preset has none: 70B would be planned for 8 samples of 128 tokens."""
-    flags = ("--config", "gpt2-124m", "--gpus", 1, "--top", 1, "--fix", *FEW)
-    assert run(monkeypatch, *flags, "--train.global_batch_size", 4) == 0
-    assert "planned for --train.seq_length 128, by default" in capsys.readouterr().out
-    assert run(monkeypatch, *flags, "--train.global_batch_size", 4, "--train.seq_length", 64) == 0
+    """A preset has none: 70B would be planned for 8 samples of 128 tokens, in fp32."""
+    flags = ("--config", "gpt2-124m", "--gpus", 1, "--top", 1, "--fix", *FEW, "--train.global_batch_size", 4)
+    assert run(monkeypatch, *flags) == 0
+    assert "planned for --train.seq_length 128 --train.precision fp32, by default" in capsys.readouterr().out
+    assert run(monkeypatch, *flags, "--train.precision", "bf16", "--train.seq_length", 64) == 0
     assert "by default" not in capsys.readouterr().out
 
 

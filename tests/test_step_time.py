@@ -25,7 +25,7 @@ from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
 from megapar.plan import hardware
-from megapar.plan.durations import duration
+from megapar.plan.durations import duration, kernel_seconds
 from megapar.plan.estimate import Estimator
 from megapar.plan.hardware import Hardware, Link
 from megapar.plan.network import Network
@@ -146,6 +146,19 @@ def test_attention_counts_what_its_mask_leaves() -> None:
     split = sum(x.flops for x in in_ring.forward if isinstance(x, Attention))
     assert split == pytest.approx(causal / 2, rel=0.01)
     assert [x.backward for x in work.backward if isinstance(x, Attention)] == [True]
+
+
+def test_attention_in_fp32_has_the_share_of_its_own_peak() -> None:
+    """At the rate of 16 bits, long samples in fp32 had an MFU of 190 %."""
+    seconds = {
+        precision: kernel_seconds(Attention(1e15, 128, False, precision, 0), replace(H100, kernel_us=0.0))[1]
+        for precision in ("bf16", "fp16", "fp32")
+    }
+    assert seconds["bf16"] == seconds["fp16"]
+    assert seconds["fp32"] / seconds["bf16"] == pytest.approx(989 / 66.9)
+    # A file that was measured in fp32 alone has the rates of fp32.
+    measured = replace(H100, peak_tflops={"fp32": 66.9}, kernel_us=0.0)
+    assert kernel_seconds(Attention(1e15, 128, False, "fp32", 0), measured)[1] == seconds["bf16"]
 
 
 @needs_triton

@@ -44,7 +44,7 @@ from megapar.plan.step_time import StepTime, step_time
 from megapar.system.atomic_files import write_json
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
-_OF_A_STEP = ("train.seq_length", "train.global_batch_size")
+_OF_A_STEP = ("train.seq_length", "train.global_batch_size", "train.precision")
 _SIZES = ("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads")
 
 
@@ -343,7 +343,7 @@ def plan(args: Arguments, resolved: Resolved) -> None:
 
 
 def _defaults_in_words(resolved: Resolved) -> Iterable[str]:
-    """A line about the sizes of a step that nobody has given. A preset has none."""
+    """A line about what decides the time of a step and nobody has given. A preset has none of it."""
     values = flatten(resolved.config)
     defaults = [f"--{path} {values[path]}" for path in _OF_A_STEP if resolved.sources[path] == "default"]
     if defaults:

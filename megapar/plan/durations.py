@@ -83,8 +83,8 @@ def kernel_seconds(operation: Product | Attention | Kernel, hardware: Hardware) 
             if operation.grouped:
                 return EXPERTS, max(computed / hardware.matrix.grouped_share, moved) + overhead
             return PRODUCTS, max(computed, moved) + overhead
-        case Attention(flops, width, backward):
-            rate = hardware.attention_rate(width)
+        case Attention(flops, width, backward, precision):
+            rate = hardware.attention_rate(width, precision)
             if operation.tiled:
                 flops *= TILED[next(most for most in TILED if width <= most)][backward]
             if backward:

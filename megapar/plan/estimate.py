@@ -348,7 +348,8 @@ class Estimator:
 
     def _attention(self, layout: Layout, tokens: float) -> Attention:
         """Forward."""
-        return Attention(tokens * self.sizes.attention / layout.tp, self.config.model.key_width, False, 0)
+        flops = tokens * self.sizes.attention / layout.tp
+        return Attention(flops, self.config.model.key_width, False, self.config.train.precision, 0)
 
     def _products(self, layout: Layout, tokens: float) -> list[Product]:
         """The products of a forward pass: four matrices, and those of a rank's experts."""

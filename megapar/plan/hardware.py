@@ -115,10 +115,19 @@ class Hardware:
         work = 2.0 * (m + rates.half) * (n + rates.half) * (k + rates.half_depth)
         return work / (rates.share * self.peak(precision))
 
-    def attention_rate(self, width: int) -> AttentionRate:
-        """The rates of the narrowest listed head of at least this width, else those of the widest."""
+    def attention_rate(self, width: int, precision: str) -> AttentionRate:
+        """The rates of the narrowest listed head of at least this width, else those of the widest.
+
+        The listed ones are those of 16 bits, unless the file has no peak for them (tools/calibrate.py). In fp32 the
+        share of the peak is taken to be the same. Raises ConfigError for a precision without a peak.
+        """
         wide_enough = [listed for listed in self.attention if listed >= width]
-        return self.attention[min(wide_enough, default=max(self.attention))]
+        listed = self.attention[min(wide_enough, default=max(self.attention))]
+        in_16_bits = [peak for name, peak in self.peak_tflops.items() if name in ("bf16", "fp16")]
+        if precision != "fp32" or not in_16_bits:
+            return listed
+        slower = self.peak("fp32") / 1e12 / max(in_16_bits)
+        return AttentionRate(slower * listed.forward, slower * listed.backward)
 
     def memory_seconds(self, moved_bytes: float) -> float:
         """Seconds to read or write so many bytes in all."""

@@ -51,6 +51,7 @@ class Attention(NamedTuple):
     flops: float
     width: int
     backward: bool
+    precision: str
     moved_bytes: int
     tiled: bool = False
 
@@ -251,7 +252,7 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | No
         tensors, pairs, backward = args
         q, _, v = tensors[backward:][:3]
         flops = 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
-        return Attention(flops, q.shape[3], backward, sum(map(_nbytes, tensors)), tiled=True)
+        return Attention(flops, q.shape[3], backward, _PRECISIONS[q.dtype], sum(map(_nbytes, tensors)), tiled=True)
     if name == _WEIGHT_GRADIENTS:
         totals, grad, x = args
         groups, outputs_of, inputs_of = totals.shape
@@ -302,7 +303,7 @@ def _attention(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence
     if causal:
         flops /= 2
     moved = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
-    return Attention(flops, width, backward, moved)
+    return Attention(flops, width, backward, _PRECISIONS[q.dtype], moved)
 
 
 def _are_alike(one: Product, other: Product) -> bool:
