@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from itertools import accumulate, product
+from itertools import accumulate, pairwise, product
 
 import pytest
 
@@ -189,6 +189,20 @@ def test_every_plan_uses_units_only_while_they_are_there(name: str, vpp: int) ->
                 # A W may run between: it needs no weights.
                 assert min(sorted(checker.hidden)[first:]) >= 1
                 assert halves or set(checker.hidden[first:]) == {1}
+
+
+@pytest.mark.parametrize(("name", "vpp"), SCHEDULES)
+def test_a_result_leaves_before_a_rank_waits_for_a_sum(name: str, vpp: int) -> None:
+    sent = 0
+    for pp, halves in product((2, 3), (False, True)):
+        plans, num_stages = fine_plans(name, pp, vpp, 5, breadth=False, halves=halves)
+        for plan in plans:
+            full = insert_unit_actions(plan, units_of(stages_in(plan), num_stages))
+            for before, item in pairwise(full):
+                if isinstance(item, MessageBatch):
+                    assert not isinstance(before, UnitAction)
+                    sent += len(item.sends)
+    assert sent > 0
 
 
 def test_a_unit_is_collected_again_only_when_its_sum_has_left() -> None:
