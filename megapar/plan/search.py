@@ -23,8 +23,9 @@ _SHORTLIST = 300
 """How many of the layouts with the shortest estimated steps are planned, if so many do not fit."""
 _ENOUGH = 60
 """How many of them need fit."""
-_OF_A_GRID = 6
-"""How many of them may be of one grid with one recomputation, so that an error of the estimate hides no other grid."""
+_OF_A_GRID = 3
+"""How many of them may be of one grid with one recomputation, so that an error of the estimate hides no other grid.
+More rows to show are no reason for more: what is planned first would be variants of fewer grids."""
 _WITHIN = 1.6
 """Layouts with longer estimated steps than the shortest, times this, are looked at only if too few others fit."""
 _FASTEST = 3
@@ -176,7 +177,7 @@ class _Search:
 
     def shortlist(self, within: float) -> list[Layout]:
         """The layouts with the shortest estimated steps."""
-        best = self.best = Best(max(_OF_A_GRID, self.top // 2), within)
+        best = self.best = Best(_OF_A_GRID, within)
         grids = self.space.grids
         self.found.estimated_too_large = sum(self.estimator.of_grid(grid, _SLACK * self.limit, best) for grid in grids)
         layouts = [estimate.layout for estimate in best.sorted() if estimate.layout not in self.seen]
