@@ -7,7 +7,7 @@ fp32 too: `tools/benchmark.py products` measures both.
 import torch
 from torch import Tensor
 
-# oneDNN compiles code for each new number of rows, and keeps it: half a millisecond, and memory. So it gets the rows of
+# oneDNN compiles code for each new number of rows, and keeps it: a millisecond, and 1 to 2 MiB. So it gets the rows of
 # whole micro-batches and of their equal chunks. Rows of experts and of prompts have any number.
 MULTIPLE_OF_ROWS = 64
 LEAST_MATRIX = 1 << 16  # elements; for a smaller matrix a call costs more than it saves
