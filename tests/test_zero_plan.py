@@ -256,6 +256,8 @@ def test_a_replica_with_fewer_micro_batches_joins_all_collectives(name: str, vpp
         plans, num_stages = fine_plans(name, pp, vpp, 4, breadth=False, halves=False)
         full = [insert_unit_actions(plan, units_of(stages_in(plan), num_stages)) for plan in plans]
         fewer = [first_microbatches(plan, number) for plan in full]
+        if number:
+            simulate(fewer, 1.0, 2.0, 0.3)  # raises ValueError if ranks wait for each other in a circle
         sent, received = set(), set()
         for rank, (mine, most) in enumerate(zip(fewer, full, strict=True)):
             collectives = [item for item in mine if isinstance(item, UnitAction)]

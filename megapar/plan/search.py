@@ -14,7 +14,7 @@ from megapar.plan.estimate import Best, Estimator
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import RankReport
 from megapar.plan.space import Layout, Space, layout_of
-from megapar.plan.step_time import StepTime
+from megapar.plan.step_time import StepTime, microbatches_simulated
 from megapar.plan.verdict import for_uneven_experts
 
 _ALL = 600
@@ -37,7 +37,7 @@ _SLACK = 1.05
 _SOONEST = 0.9
 """A simulated step is expected to take at least so many times its planned seconds."""
 _MOST_ACTIONS = 400_000
-"""Of simulated layouts. They take half a minute."""
+"""Of all simulated layouts. A few of 64 pipeline ranks have as many. Without a limit 100 of them would take long."""
 _ROUNDS = 3
 """Rounds of a pipeline that show what its ranks keep at most. In longer steps the same repeats."""
 _REPEATING = ("1f1b", "interleaved", "dualpipe-v", *ZERO_BUBBLE)
@@ -51,10 +51,10 @@ class Planner(Protocol):
         """The memory of the fullest rank. Raises ConfigError if the schedule cannot be made."""
 
     def time(self, config: Config) -> StepTime:
-        """The time of a step, in milliseconds."""
+        """The time of a step, soon and up to a tenth off."""
 
     def simulated(self, config: Config) -> StepTime:
-        """The time of a step, more exactly and slowly."""
+        """The same more exactly, and more slowly."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,10 @@ class _Search:
                 self.add(layout)
 
     def simulate(self, progress: Progress) -> None:
-        """Time the fastest rows by simulation, until no other is expected among the first `top`."""
+        """Time the fastest rows by simulation, until no other is expected among the first `top`.
+
+        If they have too many actions, the others keep the time of `Planner.time`.
+        """
         simulated: list[Row] = []
         actions = 0
         layouts = [row.layout for row in self.planned]
@@ -287,14 +290,11 @@ def _rank(row: Row) -> tuple[float, Layout]:
 
 
 def _simulated_actions(config: Config) -> int:
-    """About how many actions are simulated for the time of a layout (`megapar.plan.step_time`)."""
+    """How many forward passes are simulated for the time of a layout."""
     parallel = config.parallel
-    # With units, layers are actions of their own.
+    # With ZeRO-2 and 3, layers are actions of their own.
     parts = config.model.num_hidden_layers if config.optimizer.zero_stage >= 2 else parallel.pp * parallel.vpp
-    micro_batches = num_microbatches(config)
-    if parallel.schedule != "breadth":
-        micro_batches = min(micro_batches, 5 * parallel.pp + 12)
-    return micro_batches * parts
+    return parts * sum(microbatches_simulated(config))
 
 
 def _shortened(config: Config) -> Config:

@@ -20,7 +20,7 @@ from megapar.launch.grid import grid_of
 from megapar.optimizer import muon, table
 from megapar.pipeline.actions import Event
 from megapar.pipeline.lowering import Message, lower
-from megapar.pipeline.refine import refine
+from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
 from megapar.pipeline.schedules import SCHEDULES, placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
@@ -82,6 +82,19 @@ def step_time(
     precision.
     """
     return _Step(config, parts, hardware).time(simulated, timeline)
+
+
+def microbatches_simulated(config: Config) -> list[int]:
+    """The numbers of micro-batches that stand for a whole step: those of all, or two, one round of a pipeline apart."""
+    parallel = config.parallel
+    number = num_microbatches(config)
+    # Of short pipelines the first two rounds are not yet like the others.
+    few = max(2, -(-_LEAST_FEW // parallel.pp)) * parallel.pp + number % parallel.pp
+    # A schedule from a file may be for one number of micro-batches only. Breadth-first, the collectives of a unit run
+    # under all micro-batches.
+    if number <= few + parallel.pp or parallel.schedule not in SCHEDULES or parallel.schedule == "breadth":
+        return [number]
+    return [few, few + parallel.pp]
 
 
 @dataclass(frozen=True)
@@ -253,16 +266,11 @@ class _Step:
 
         Once a pipeline is full, each further round of micro-batches takes the same time.
         """
-        schedule = self.config.parallel.schedule
-        pp = self.config.parallel.pp
-        # Of short pipelines the first two rounds are not yet like the others.
-        few = max(2, -(-_LEAST_FEW // pp)) * pp + self.microbatches % pp
-        # A schedule from a file may be for one number of micro-batches only. Breadth-first, the collectives of a unit
-        # run under all micro-batches.
-        if self.microbatches <= few + pp or schedule not in SCHEDULES or self._breadth_first:
-            return run(self.microbatches)
-        rounds = (self.microbatches - few) / pp
-        return [a + rounds * (b - a) for a, b in zip(run(few), run(few + pp), strict=True)]
+        few, *more = microbatches_simulated(self.config)
+        if not more:
+            return run(few)
+        rounds = (self.microbatches - few) / (more[0] - few)
+        return [a + rounds * (b - a) for a, b in zip(run(few), run(more[0]), strict=True)]
 
     def _by_stages(self, stages: Sequence[StageSeconds]) -> _Run:
         """A step whose actions each take the time of a whole stage, waits for units included."""
@@ -339,8 +347,9 @@ class _Step:
         lowered = lower(orders, parallel.pp * parallel.vpp)
         plans: Sequence[Sequence[Item]] = lowered
         if splits:
-            fine = refine(lowered, counts, breadth_first=self._breadth_first and parallel.pp == 1)
-            plans = [insert_unit_actions(plan, self._units(len(parts)), self._runs(counts)) for plan in fine]
+            fine = refine(lowered, counts, breadth_first=runs_breadth_first(self._breadth_first, parallel.pp))
+            runs = stages_of_runs(self._breadth_first, parallel.pp, counts)
+            plans = [insert_unit_actions(plan, self._units(len(parts)), runs) for plan in fine]
 
         def message(rank: int, one: Message) -> float:
             return message_seconds
@@ -373,11 +382,6 @@ class _Step:
             overlap=self.config.optimizer.overlap_grad_reduce,
             add_in_i={number - 1} if chunked else (),
         )
-
-    def _runs(self, counts: Sequence[int]) -> Mapping[int, int] | None:
-        if not self._breadth_first or self.config.parallel.pp == 1:
-            return None
-        return dict(enumerate(stage for stage, count in enumerate(counts) for _ in range(count)))
 
     @property
     def _breadth_first(self) -> bool:
