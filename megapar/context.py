@@ -148,15 +148,15 @@ def single(device: torch.device | None = None, flight: Flight | None = None, cor
     return ParallelContext(**axes, device=device, flight=flight or Flight(), cores=cores, expert_load=EVEN)
 
 
-def planned(grid: Grid, rank: int, *, device: torch.device) -> ParallelContext:
+def planned(grid: Grid, rank: int, *, device: torch.device, transport: Transport = PLANNED) -> ParallelContext:
     """The context of `rank` as `create` would return it, but without process groups.
 
-    Collectives work with it on the meta device alone, where they compute shapes.
+    Collectives work with it on the meta device alone, where they compute shapes. `transport` is that of all axes.
     """
     # Dry runs read sizes and positions alone, so `ranks` need not be the global ranks.
     axes = {}
     for name, (size, position) in grid.positions(rank).items():
-        axes[name] = Axis(name, size, position, tuple(range(size)))
+        axes[name] = Axis(name, size, position, tuple(range(size)), transport if size > 1 else ALONE)
     return ParallelContext(**_with_parts(axes), device=device, flight=Flight(), cores=1, expert_load=EVEN)
 
 

@@ -36,6 +36,8 @@ class DeferredWeightGradient(NamedTuple):
     Read it after Pending.wait(). `add(total, grad_y, input, overwrite)` computes the gradient and adds it to `total`,
     fp32 of the parameter's shape. With `overwrite` the values of `total` count as zero.
 
+    `add_in_parts`, if there is one, does as `add`, and yields between its parts.
+
     For a gradient computed by autograd, `grad_y` and `x` are both this gradient.
     """
 
@@ -44,6 +46,7 @@ class DeferredWeightGradient(NamedTuple):
     x: Tensor
     add: Callable[[Tensor, Tensor, Tensor, bool], None]
     enter: Callable[[Tensor], tuple[Tensor, Pending]] = _without_communication
+    add_in_parts: Callable[[Tensor, Tensor, Tensor, bool], Iterator[None]] | None = None
 
     def add_or_defer(self, meanwhile: "WeightGradientQueue | None" = None) -> None:
         """Append this gradient to the queue open on the main gradient. If there is none, append it to `meanwhile`, and
@@ -59,6 +62,16 @@ class DeferredWeightGradient(NamedTuple):
         product_input, entering = self.enter(self.x)
         entering.wait()
         self.add_now(product_input)
+
+    def enter_and_add_in_parts(self) -> Iterator[None]:
+        """Do as `enter_and_add`, and yield between the parts. Until the last one nobody else may add."""
+        if self.add_in_parts is None:
+            self.enter_and_add()
+            return
+        product_input, entering = self.enter(self.x)
+        entering.wait()
+        yield from self.add_in_parts(self.main_grad.tensor, self.grad_y, product_input, self.main_grad.is_stale)
+        self.main_grad.note_added()
 
     def add_now(self, product_input: Tensor) -> None:
         """Add this gradient to the main gradient. `product_input` is what `enter` returned."""

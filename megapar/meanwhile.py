@@ -2,8 +2,9 @@
 
 Experts append theirs to the queue of ep (`megapar.context.Axis`), and exchanges of rows run them before they wait
 (`megapar.comm.exchange`). A rank whose experts have fewer rows than others' computes weight gradients while it waits
-for the others, which leave theirs for later: for an earlier layer's backward, or for the next micro-batch's forward. On
-a GPU all of a layer's are computed while its rows travel.
+for the others, which leave theirs for later: for an earlier layer's backward, or for the next micro-batch's forward.
+Rows that have arrived wait for the gradient of one expert at most. On a GPU all of a layer's are computed while its
+rows travel.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from megapar.main_grad import DeferredWeightGradient, WeightGradientQueue
 _MOST_KEPT = 6
 """Three layers of experts without chunks have as many: of gate with up, and of down. Each keeps its rows and their
 gradients in memory, also where a layer is recomputed. With 2 a step of ep 2 took 2% longer, with 8 as long."""
+_ENDED = object()
 
 
 class Meanwhile(WeightGradientQueue):
@@ -24,6 +26,7 @@ class Meanwhile(WeightGradientQueue):
 
     def __init__(self) -> None:
         super().__init__()
+        self._begun: Iterator[None] | None = None  # what is left of the oldest one
         self._across_backwards = False
 
     @contextmanager
@@ -42,16 +45,30 @@ class Meanwhile(WeightGradientQueue):
     def append(self, entry: DeferredWeightGradient) -> None:
         super().append(entry)
         if len(self._entries) > _MOST_KEPT:
+            self._finish_begun()
             self._entries.popleft().enter_and_add()
         if not self._across_backwards:
             # By autograd, so that no caller of backward can forget them. FSDP ends its backward so too.
             Variable._execution_engine.queue_callback(self.run)
 
     def run_until(self, has_arrived: Callable[[], bool]) -> None:
-        """Compute and add gradients, the oldest first, until `has_arrived` says so. It is asked before each of them."""
-        while self._entries and not has_arrived():
-            self._entries.popleft().enter_and_add()
+        """Compute and add gradients, the oldest first, until `has_arrived` says so. It is asked before each part."""
+        while (self._begun or self._entries) and not has_arrived():
+            if self._begun is None:
+                self._begun = self._entries.popleft().enter_and_add_in_parts()
+            if next(self._begun, _ENDED) is _ENDED:
+                self._begun = None
+
+    def run(self) -> None:
+        self._finish_begun()
+        super().run()
+
+    def _finish_begun(self) -> None:
+        for _ in self._begun or ():
+            pass
+        self._begun = None
 
     def drop(self) -> None:
         """Forget those of a backward that failed."""
+        self._begun = None
         self._entries.clear()

@@ -138,6 +138,8 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
         assert torch.equal(collectives.all_to_all(x, sent, received, axis), torch.cat(parts))
     to_others = (sum(sent) - sent[axis.rank]) * 5 * dtype.itemsize
     assert axis.traffic.sent["all_to_all"] - before == 2 * to_others
+    if axis.transport.sorts_groups:
+        check_groups(axis, dtype)
     with pytest.raises(ValueError, match="all_to_all of"):
         collectives.all_to_all(all_x[axis.rank], [*sent[1:], sent[0] + 1], received, axis)
     if dtype.is_floating_point:
@@ -147,6 +149,26 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
         (y * torch.cat(factors).to(y.device, dtype) * (1 + axis.rank)).sum().backward()
         targets = torch.cat([torch.full((n, 5), float(1 + j)) for j, n in enumerate(sent)])
         assert torch.equal(x.grad.cpu().float(), targets * (2 + axis.rank))
+
+
+def check_groups(axis: Axis, dtype: torch.dtype) -> None:
+    """Three groups, also without rows: rows arrive in their order, and go back from it. Through packets and blocks."""
+    for columns in (5, 3000):
+        counts = [[[(3 * i + 2 * j + g) % 4 for g in range(3)] for j in range(axis.size)] for i in range(axis.size)]
+        sizes = [[sum(groups) for groups in of_source] for of_source in counts]
+        all_x = [numbers(rank, (sum(row), columns), dtype) for rank, row in enumerate(sizes)]
+        sent = sizes[axis.rank]
+        received = [row[axis.rank] for row in sizes]
+        groups = [of_source[axis.rank] for of_source in counts]
+        arriving = [x.split(row)[axis.rank].split(of) for x, row, of in zip(all_x, sizes, groups, strict=True)]
+        sorted_rows = torch.cat([of_source[group] for group in range(3) for of_source in arriving])
+        for x in (all_x[axis.rank].clone(), strided(all_x[axis.rank])):
+            out, pending = collectives.all_to_all_async(x, sent, received, axis, received_groups=groups)
+            pending.wait()
+            assert torch.equal(out, sorted_rows)
+            back, pending = collectives.all_to_all_async(out, received, sent, axis, sent_groups=groups)
+            pending.wait()
+            assert torch.equal(back, x)
 
 
 def every_function(sizes: dict[str, int], use_shared_memory: bool) -> None:

@@ -15,6 +15,7 @@ from megapar.comm.exchange import ArrivingRows
 from megapar.comm.pending import Pending
 from megapar.config.options import AdapterConfig
 from megapar.errors import CommunicationError, MegaparError
+from megapar.expert_parallel import row_counts
 from megapar.expert_parallel.experts import Experts
 from megapar.main_grad import DeferredWeightGradient
 from megapar.meanwhile import Meanwhile
@@ -80,6 +81,21 @@ def test_no_bit_depends_on_when_rows_arrive(layout: Layout) -> None:
             assert_bitwise(found, expected, what)
 
 
+def with_and_without_sorted_arrivals(layout: Layout) -> list[Bits]:
+    found = [two_steps(layout)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(row_counts.Chunk, "arrives_sorted", False)
+        found.append(two_steps(layout))
+    return found
+
+
+@pytest.mark.parametrize("layout", slow_but([0, 2], LAYOUTS), ids=name)
+def test_no_bit_depends_on_who_sorts_rows(layout: Layout) -> None:
+    """The all-to-all through shared memory does, and a layer where it does not."""
+    for sorted_rows, expected in run_ranks(layout.world, with_and_without_sorted_arrivals, layout):
+        assert_bitwise(expected, sorted_rows, "sorted in the exchange")
+
+
 # What is computed when
 
 
@@ -128,7 +144,8 @@ def test_a_rank_computes_weight_gradients_while_it_waits_for_another() -> None:
     """The one that is waited for finds all rows there, and goes on to earlier layers at once."""
     first, second = run_ranks(2, events_of, Case(num_experts=4), 0.5)
     of_both = ["weight gradient", "weight gradient"]
-    assert first == ["sent", "waits", "sent", *of_both, "waits"]
+    of_each_expert = 2 * of_both
+    assert first == ["sent", "waits", "sent", *of_each_expert, "waits"]
     assert second == ["sent", "waits", "sent", "waits", *of_both]
 
 
@@ -215,9 +232,10 @@ def events_if_rows_arrive_after_one(case: Case) -> list[str]:
         return events_of(case, 0.0)
 
 
-def test_rows_are_asked_for_before_each_weight_gradient() -> None:
+def test_rows_are_asked_for_before_the_weight_gradient_of_each_expert() -> None:
+    """The other expert's of the same parameter comes behind the wait, then both experts' of the other parameter."""
     for noted in run_ranks(2, events_if_rows_arrive_after_one, Case(num_experts=4)):
-        assert noted == ["sent", "waits", "sent", "weight gradient", "waits", "weight gradient"]
+        assert noted == ["sent", "waits", "sent", "weight gradient", "waits", "weight gradient", "weight gradient"]
 
 
 def most_kept(layout: Layout) -> int:
@@ -269,26 +287,33 @@ def passes(layout: Layout) -> str:
 
 
 @pytest.mark.parametrize(("layout", "expected"), [
-    # Two layers have four weight gradients, all of which may be left. The last backward leaves none.
-    (Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=2), "F B Fwwww B Fwwww Bwwww"),
+    # Two layers have four weight gradients, all of which may be left. While rows are awaited each is computed expert by
+    # expert, of which rank 0 has two and rank 1 three. The last backward leaves none.
+    (Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=2), "F B F{late} B F{late} Bwwww"),
     (Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=2, zero_stage=2), " ".join(["F F F F B Bww Bww B"] * 3)),
 ], ids=["ZeRO-1", "ZeRO-2"])  # fmt: skip
 def test_a_backward_leaves_weight_gradients_for_the_next_forward(layout: Layout, expected: str) -> None:
     """ZeRO-2 reduces gradients after each backward, so nothing may be left there."""
-    assert run_ranks(2, passes, layout) == [expected, expected]
+    assert run_ranks(2, passes, layout) == [expected.format(late=4 * experts * "w") for experts in (2, 3)]
 
 
 # A step that fails, and plants
 
 
-def steps_around_a_failure(layout: Layout) -> Bits:
-    """The state after two steps. Between them a step fails after a backward, before its last weight gradients."""
+def steps_around_a_failure(layout: Layout, *, begun: bool = False) -> Bits:
+    """The state after two steps. Between them a step fails after a backward, before its last weight gradients.
+
+    If one is `begun`, that of its first expert has been added.
+    """
     config = layout.config()
     state = make_state(config)
     train_step(state, micro_batches(config, state.ctx, 0))
 
     def fail(self: Meanwhile) -> None:
         assert self._entries
+        if begun:
+            self.run_until(iter([False, True]).__next__)
+            assert self._begun is not None
         raise MegaparError("planted")
 
     with pytest.MonkeyPatch.context() as patch:
@@ -301,13 +326,14 @@ def steps_around_a_failure(layout: Layout) -> Bits:
     return bits(state)
 
 
-def with_and_without_a_failure(layout: Layout) -> tuple[Bits, Bits]:
-    return steps_around_a_failure(layout), two_steps(layout)
+def with_and_without_a_failure(layout: Layout) -> list[Bits]:
+    return [two_steps(layout), *(steps_around_a_failure(layout, begun=begun) for begun in (False, True))]
 
 
 def test_what_a_failed_step_left_is_not_added_to_the_next() -> None:
-    for found, expected in run_ranks(2, with_and_without_a_failure, LAYOUTS[0]):
-        assert_bitwise(found, expected, "after a failed step")
+    for expected, *others in run_ranks(2, with_and_without_a_failure, LAYOUTS[0]):
+        for found, what in zip(others, ("none begun", "one begun"), strict=True):
+            assert_bitwise(found, expected, f"after a failed step with {what}")
 
 
 def nothing_is_dropped(patch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import json
 import zlib
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megapar.comm.pending import Pending, as_communication_errors
 from megapar.comm.store import StoreUser, part_of
-from megapar.comm.transport import Transfers
+from megapar.comm.transport import GroupCounts, SortsGroups, Transfers
 from megapar.context import Axis
 
 _PIECE = 4 << 20  # bytes of one value in the store; TCPStore closes the connection above 8 MiB
@@ -129,13 +129,23 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_to_all_async(
-    x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis, out: Tensor | None = None
+    x: Tensor,
+    sent_rows: Sequence[int],
+    received_rows: Sequence[int],
+    axis: Axis,
+    out: Tensor | None = None,
+    sent_groups: GroupCounts | None = None,
+    received_groups: GroupCounts | None = None,
 ) -> tuple[Tensor, Pending]:
     """Start sending rows of `x` to every position of `axis`. Read the result, in `out` if given, after `wait`.
 
     The first `sent_rows[0]` rows go to position 0, the next `sent_rows[1]` to position 1, and so on. `received_rows[i]`
     rows arrive from position i. The result holds the rows from position 0, then those from position 1, and so on.
     Raises ValueError unless both have a count for each position and `x` has as many rows as are sent.
+
+    If the axis's transport `sorts_groups`, rows of `x` may lie in groups instead: first those of group 0 for all
+    positions, then those of group 1, and so on. `sent_groups` has their numbers. So may rows of the result, by
+    `received_groups`.
     """
     if len(sent_rows) != axis.size or len(received_rows) != axis.size or sum(sent_rows) != x.shape[0]:
         raise ValueError(
@@ -146,7 +156,13 @@ def all_to_all_async(
     position = _begin(axis, "all_to_all", x, x.nbytes - kept_bytes)
     if out is None:
         out = _result(x, sum(received_rows), axis)
-    return out, axis.transport.all_to_all(x, out, sent_rows, received_rows).logged(axis.log, position, position)
+    if sent_groups is None and received_groups is None:
+        pending = axis.transport.all_to_all(x, out, sent_rows, received_rows)
+    else:
+        sent = [[rows] for rows in sent_rows] if sent_groups is None else sent_groups
+        received = [[rows] for rows in received_rows] if received_groups is None else received_groups
+        pending = cast(SortsGroups, axis.transport).all_to_all_by_group(x, out, sent, received)
+    return out, pending.logged(axis.log, position, position)
 
 
 def all_to_all(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:

@@ -10,21 +10,36 @@ until the rows, or their gradients, are here (`megapar.meanwhile`).
 
 Rows may travel in several parts, one all-to-all each. They may start together and be waited for one by one, or start
 one by one and be waited for together. No part is copied for that: rows leave from slices of one tensor, and arrive in
-slices of one tensor.
+slices of one tensor. Through shared memory rows also arrive sorted by expert, and leave so (`Counts`).
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megapar.comm import collectives
 from megapar.comm.pending import Pending
+from megapar.comm.transport import GroupCounts
 from megapar.context import Axis
 
-Counts = tuple[Sequence[int], Sequence[int]]
-"""For each position of an axis the number of rows sent there, and the number of rows received from there."""
+
+class Counts(NamedTuple):
+    """For each position of an axis the number of rows sent there, and the number of rows received from there.
+
+    Rows that are sent or received may be in groups (`collectives.all_to_all_async`).
+    """
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    sent_groups: GroupCounts | None = None
+    received_groups: GroupCounts | None = None
+
+    @property
+    def back(self) -> "Counts":
+        """Those of the way back."""
+        return Counts(self.received, self.sent, self.received_groups, self.sent_groups)
 
 
 class Memory:
@@ -55,31 +70,31 @@ class ArrivingRows:
     """Rows on their way to this rank, by one all-to-all. `start_exchanges` makes it."""
 
     def __init__(self, counts: Counts, axis: Axis, gradients: tuple[Memory, int], arrivals: tuple[Memory, int] | None):
-        # Copies of the counts: backward needs them, and the caller may change its lists.
-        self.sent_rows = tuple(counts[0])
-        self.received_rows = tuple(counts[1])
+        # Copies: backward needs them, and the caller may change its lists.
+        self.counts = counts._replace(sent=tuple(counts.sent), received=tuple(counts.received))
         self.axis = axis
         self.pending = Pending()
         self.gradients = gradients  # where the gradients of the rows that were sent arrive
-        self.arrivals = arrivals or (Memory([sum(self.received_rows)]), 0)
+        self.arrivals = arrivals or (Memory([sum(counts.received)]), 0)
         self.memory: Tensor | None = None  # of the rows, for autograd
 
     def post(self, x: Tensor) -> Tensor:
         """Start to send the rows `x`. Returns the memory in which rows arrive."""
         memory, number = self.arrivals
-        out, self.pending = collectives.all_to_all_async(
-            x, self.sent_rows, self.received_rows, self.axis, memory.part(number, x)
-        )
-        return out
+        return self._send(x, self.counts, memory.part(number, x))
 
     def post_gradient(self, grad: Tensor) -> Tensor:
         """Start to send the gradient of the rows back. Returns what autograd takes for the gradient of `memory`."""
         memory, number = self.gradients
-        place = memory.part(number, grad)
-        _, self.pending = collectives.all_to_all_async(grad, self.received_rows, self.sent_rows, self.axis, place)
+        self._send(grad, self.counts.back, memory.part(number, grad))
         # autograd wants a gradient of the shape of `memory`. The gradients in flight have the shape of what was sent,
         # so they wait in `gradients`, and autograd gets zeros that take no memory.
         return grad.new_zeros(()).expand(grad.shape)
+
+    def _send(self, x: Tensor, counts: Counts, place: Tensor) -> Tensor:
+        groups = counts.sent_groups, counts.received_groups
+        out, self.pending = collectives.all_to_all_async(x, counts.sent, counts.received, self.axis, place, *groups)
+        return out
 
     def wait(self) -> Tensor:
         """The rows received: those from position 0, then those from position 1, and so on. Call it once."""
@@ -91,7 +106,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, parts: Sequence[ArrivingRows]) -> tuple[Tensor, ...]:
         ctx.parts = parts
         ctx.host_waits = x.device.type == "cpu"
-        pieces = x.split([sum(part.sent_rows) for part in parts])
+        pieces = x.split([sum(part.counts.sent) for part in parts])
         return tuple(part.post(piece) for part, piece in zip(parts, pieces, strict=True))
 
     @staticmethod
@@ -118,7 +133,7 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pieces = grad.split([sum(part.received_rows) for part in ctx.parts])
+        pieces = grad.split([sum(part.counts.received) for part in ctx.parts])
         # Autograd goes backward: it asks for the gradients of the last part first.
         found = [part.post_gradient(piece) for part, piece in zip(ctx.parts[::-1], pieces[::-1], strict=True)]
         return None, *found[::-1]
@@ -134,12 +149,14 @@ def start_exchanges(
     axis of one rank nothing is sent. Raises ValueError unless a part has counts for each position, and `x` as many rows
     as are sent.
     """
-    gradients = Memory([sum(sent) for sent, _ in counts])
+    sent_rows = [sum(each.sent) for each in counts]
+    gradients = Memory(sent_rows)
     parts = [ArrivingRows(each, axis, (gradients, number), arrivals) for number, each in enumerate(counts)]
-    if axis.size == 1:
-        memories = x.split([sum(sent) for sent, _ in counts]) if len(counts) > 1 else [x]
-    else:
+    memories: Sequence[Tensor] = [x]
+    if axis.size > 1:
         memories = _Start.apply(x, parts)
+    elif len(counts) > 1:
+        memories = x.split(sent_rows)
     for part, memory in zip(parts, memories, strict=True):
         part.memory = memory
     return parts
@@ -163,5 +180,5 @@ def all_arrived(parts: Sequence[ArrivingRows]) -> Tensor:
 
 def exchange_rows(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
     """Send rows of `x` [rows, ...] to every position of `axis`, and wait for those received, as `start_exchanges`."""
-    (arriving,) = start_exchanges(x, [(sent_rows, received_rows)], axis)
+    (arriving,) = start_exchanges(x, [Counts(sent_rows, received_rows)], axis)
     return arriving.wait()

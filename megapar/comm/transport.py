@@ -21,6 +21,8 @@ from megapar.comm.pending import Pending
 
 Transfers = Sequence[tuple[Tensor, int]]
 """Tensors, each with its destination or source: a position on the axis."""
+GroupCounts = Sequence[Sequence[int]]
+"""For each position of an axis the number of rows of each group, such as those of an expert."""
 _FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
@@ -34,6 +36,8 @@ class Transport(Protocol):
     name: ClassVar[str]
     sends: ClassVar[bool]
     """Whether anything leaves this rank. Only then is an operation counted and logged."""
+    sorts_groups: bool
+    """Whether it also has `all_to_all_by_group`."""
 
     def all_reduce(self, x: Tensor, op: str) -> Pending:
         """Reduce `x` in place; `op` is sum, max or min."""
@@ -80,6 +84,16 @@ def fold(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
         _FOLDS[op](out, part, out=out)
 
 
+def parts_of_positions(x: Tensor, counts_pg: GroupCounts) -> list[Sequence[Tensor]]:
+    """For each position of an axis its rows of `x`: a part for each group.
+
+    `x` has the rows of group 0 first, those of position 0 before those of position 1. Then it has those of group 1.
+    """
+    sizes = [count for of_positions in zip(*counts_pg, strict=True) for count in of_positions]
+    parts = x.split(sizes)
+    return [parts[position :: len(counts_pg)] for position in range(len(counts_pg))]
+
+
 def rows_by_exchange(
     transport: Transport, rank: int, x: Tensor, out: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]
 ) -> Pending:
@@ -94,11 +108,23 @@ def rows_by_exchange(
     return transport.exchange(sends, receives)
 
 
+class SortsGroups(Transport, Protocol):
+    """A transport that sorts rows while it copies them."""
+
+    def all_to_all_by_group(self, x: Tensor, out: Tensor, sent: GroupCounts, received: GroupCounts) -> Pending:
+        """`all_to_all` of rows in groups: first those of group 0 for each position, then those of group 1, and so on.
+
+        With one group in `sent` or `received`, `x` or `out` has the rows of each position together.
+        """
+        ...
+
+
 class OneRank:
     """The transport of an axis of size 1. Everything received comes from this rank itself."""
 
     name: ClassVar[str] = "one rank"
     sends: ClassVar[bool] = False
+    sorts_groups: bool = False
 
     def all_reduce(self, x: Tensor, op: str) -> Pending:
         return Pending()
@@ -133,10 +159,14 @@ class Meta:
     """The transport of ranks existing only in a plan. Results have their shapes and no values.
 
     Each method raises RuntimeError on a tensor that is not on the meta device: its values would be wrong.
+    `sorts_groups` says whether the transport of the run will.
     """
 
     name: ClassVar[str] = "meta"
     sends: ClassVar[bool] = False
+
+    def __init__(self, *, sorts_groups: bool = False):
+        self.sorts_groups = sorts_groups
 
     def all_reduce(self, x: Tensor, op: str) -> Pending:
         return _nothing(x)
@@ -153,6 +183,9 @@ class Meta:
     def all_to_all(self, x: Tensor, out: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
         return _nothing(x)
 
+    def all_to_all_by_group(self, x: Tensor, out: Tensor, sent: GroupCounts, received: GroupCounts) -> Pending:
+        return self.all_to_all(x, out, [sum(groups) for groups in sent], [sum(groups) for groups in received])
+
     def exchange(self, sends: Transfers, receives: Transfers) -> Pending:
         return _nothing(*(x for x, _ in [*sends, *receives]))
 
@@ -167,3 +200,5 @@ def _nothing(*tensors: Tensor) -> Pending:
 
 
 PLANNED = Meta()
+PLANNED_ON_ONE_HOST = Meta(sorts_groups=True)
+"""The transport of planned ranks on the CPUs of one host."""

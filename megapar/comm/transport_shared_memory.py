@@ -7,7 +7,7 @@ Reductions add the ranks' parts in the order of ranks. So a sum rounds the same 
 same way as over gloo.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from torch import Tensor
 from megapar.comm.flight import AxisLog
 from megapar.comm.pending import Pending, as_communication_errors
 from megapar.comm.shared_memory import SMALL, Host, Message, Operation, Steps
-from megapar.comm.transport import Transfers, fold, put, rows_by_exchange
+from megapar.comm.transport import GroupCounts, Transfers, fold, parts_of_positions, put
 
 # An all-reduce of more bytes, over three and more ranks, is a reduce-scatter and an all-gather: every rank would read
 # the whole tensor of every other one. For fewer bytes the second exchange of messages costs more.
@@ -32,6 +32,7 @@ class SharedMemory:
 
     name: ClassVar[str] = "shared memory"
     sends: ClassVar[bool] = True
+    sorts_groups: bool = True
 
     def __init__(self, host: Host, channel: int, rank: int, ranks: tuple[int, ...], log: AxisLog | None):
         self.host = host
@@ -60,7 +61,12 @@ class SharedMemory:
         return self._start(_reduce_scatter(x.contiguous().chunk(self.size), out, self))
 
     def all_to_all(self, x: Tensor, out: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int]) -> Pending:
-        return rows_by_exchange(self, self.rank, x, out, sent_rows, received_rows)
+        return self.all_to_all_by_group(x, out, [[n] for n in sent_rows], [[n] for n in received_rows])
+
+    def all_to_all_by_group(self, x: Tensor, out: Tensor, sent: GroupCounts, received: GroupCounts) -> Pending:
+        outgoing, arriving = parts_of_positions(x.contiguous(), sent), parts_of_positions(out, received)
+        _copy(outgoing[self.rank], arriving[self.rank])
+        return self._start(_all_to_all(outgoing, arriving, self))
 
     def exchange(self, sends: Transfers, receives: Transfers) -> Pending:
         return self._start(_exchange(sends, receives, self))
@@ -102,11 +108,39 @@ class SharedMemory:
             for position in positions:
                 self.host.send_small(self.ranks[position], channel, payload)
             return
-        block = self.host.block(x.nbytes)
-        block.tensor()[: x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+        self._send_block(x.nbytes, lambda memory: memory.view(x.dtype).view(x.shape).copy_(x), channel, positions)
+
+    def send_parts(self, parts: Sequence[Tensor], position: int) -> None:
+        """Send `parts`, rows each, to `position`: one after the other in one message of phase 0."""
+        nbytes = sum(part.nbytes for part in parts)
+        if nbytes <= SMALL:
+            self.send(torch.cat(list(parts)), [position])
+            return
+
+        def fill(memory: Tensor) -> None:
+            _copy(parts, [memory.view(parts[0].dtype).view(-1, *parts[0].shape[1:])])
+
+        self._send_block(nbytes, fill, 2 * self.channel, [position])
+
+    def _send_block(
+        self, nbytes: int, fill: Callable[[Tensor], object], channel: int, positions: Sequence[int]
+    ) -> None:
+        """Send `nbytes` to each of `positions`. `fill` writes them into memory, uint8, that the others map."""
+        block = self.host.block(nbytes)
+        fill(block.tensor()[:nbytes])
         for position in positions:
-            self.host.send(self.ranks[position], channel, block, x.nbytes)
+            self.host.send(self.ranks[position], channel, block, nbytes)
         self.host.let_go(block)
+
+
+def _copy(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    """Copy the rows of the parts, one after the other, into the places, one after the other."""
+    if len(places) == 1:
+        torch.cat(list(parts), out=places[0])
+        return
+    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    for place, part in zip(places, whole.split([len(place) for place in places]), strict=True):
+        place.copy_(part)
 
 
 def _fold_arrived(arriving: Mapping[int, Message], own_part: Tensor, out: Tensor, axis: SharedMemory, op: str) -> None:
@@ -165,6 +199,24 @@ def _all_gather(slices: Sequence[Tensor], axis: SharedMemory) -> Steps:
     """Send this rank's slice to all others, and receive theirs into their slices."""
     axis.send(slices[axis.rank], axis.peers())
     yield from _receive([(slices[position], position) for position in axis.peers()], axis)
+
+
+def _all_to_all(
+    outgoing: Sequence[Sequence[Tensor]], arriving: Sequence[Sequence[Tensor]], axis: SharedMemory
+) -> Steps:
+    """Send the parts outgoing[i] to position i, and receive what comes from there into arriving[i]."""
+    # No empty messages: both ends of a link know the count, so both leave it out.
+    for position in axis.peers():
+        if any(map(len, outgoing[position])):
+            axis.send_parts(outgoing[position], position)
+    sources = [position for position in axis.peers() if any(map(len, arriving[position]))]
+    messages = [axis.expect(position) for position in sources]
+    yield messages
+    for position, message in zip(sources, messages, strict=True):
+        places = arriving[position]
+        rows = sum(map(len, places))
+        _copy([message.content(places[0].new_empty(()).expand(rows, *places[0].shape[1:]))], places)
+        message.release()
 
 
 def _exchange(sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]], axis: SharedMemory) -> Steps:

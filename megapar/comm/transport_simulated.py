@@ -19,7 +19,8 @@ class Simulated(Meta):
     name: ClassVar[str] = "simulated"
     sends: ClassVar[bool] = True
 
-    def __init__(self, size: int, position: int):
+    def __init__(self, size: int, position: int, *, sorts_groups: bool = False):
+        super().__init__(sorts_groups=sorts_groups)
         self.to_position = [0] * size
         self._position = position
 

@@ -21,6 +21,7 @@ class TorchDistributed:
 
     name: ClassVar[str] = "torch.distributed"
     sends: ClassVar[bool] = True
+    sorts_groups: bool = False
 
     def __init__(self, group: dist.ProcessGroup, rank: int, ranks: tuple[int, ...], log: AxisLog | None):
         self.group = group

@@ -16,6 +16,8 @@ A row is the hidden state of one token for one of its experts. Rows travel in ch
                 all-to-all: each result row goes back to the rank of its token                ep
     combine     sums the result rows of each token
 
+Through shared memory, without etp, the all-to-alls themselves sort rows by expert and undo it: one copy less each way.
+
 All chunks leave at once, and arrive one by one. The results of a chunk travel while the experts work on the next one.
 Autograd runs the same backward: all gradients of results leave at once.
 
@@ -110,7 +112,17 @@ def plan_dispatch(
     top_k = indices_tk.shape[1]
     chosen = indices_tk.reshape(-1)
     chosen_e = counts(chosen, num_experts)
-    arriving_qpe = _arriving_rows(chosen_e, ep, etp)
+    # They travel while this rank sorts.
+    chosen_pe, arriving = collectives.all_gather_async(chosen_e, ep)
+    choice_of_weight = torch.argsort(chosen, stable=True)
+    weight_of_choice = inverse_of(choice_of_weight).view(indices_tk.shape)
+    choice_of_row, row_of_choice = choice_of_weight, weight_of_choice
+    if place_e is not None:
+        choice_of_row = torch.argsort(place_e[chosen], stable=True)
+        row_of_choice = inverse_of(choice_of_row).view(indices_tk.shape)
+    ep.meanwhile.run_until(arriving.has_arrived)
+    arriving.wait()
+    arriving_qpe = _arriving_rows(chosen_pe.view(ep.size, -1), ep, etp)
     if chosen.is_meta:
         chosen_qpe = load.chosen(layer, chosen.numel(), num_experts, ep.size, etp.size)
         of_experts = chosen_qpe[..., slice(*cut(num_experts, ep))]
@@ -120,13 +132,7 @@ def plan_dispatch(
         # Begun here and waited for behind the copies of rows: a GPU would be idle while the host gets it.
         numbers = device.HostCopy(torch.cat([chosen_e, arriving_qpe.reshape(-1)])).wait
     row_counts = RowCounts(ep, etp, num_experts, chosen.numel(), arriving_qpe, numbers)
-    choice_of_weight = torch.argsort(chosen, stable=True)
-    weight_of_choice = inverse_of(choice_of_weight).view(indices_tk.shape)
-    choice_of_row, row_of_choice = choice_of_weight, weight_of_choice
     whole = Chunk(row_counts, 0, 1)
-    if place_e is not None:
-        choice_of_row = torch.argsort(place_e[chosen], stable=True)
-        row_of_choice = inverse_of(choice_of_row).view(indices_tk.shape)
     return Dispatch(
         ep,
         etp,
@@ -145,14 +151,14 @@ def _same(x: Tensor) -> Tensor:
     return x
 
 
-def _arriving_rows(chosen_e: Tensor, ep: Axis, etp: Axis) -> Tensor:
-    """The numbers of arriving rows, int64 [q, p, e]. Each rank's tokens choose experts `chosen_e` times, int64 [E].
+def _arriving_rows(chosen_pe: Tensor, ep: Axis, etp: Axis) -> Tensor:
+    """The numbers of arriving rows, int64 [q, p, e]. Tokens of position p choose experts chosen_pe[p] times, int64 [E].
 
     The element [q, p, e] is the number of rows for this rank's e-th expert received by position q of etp from position
     p of ep.
     """
-    experts = experts_of(len(chosen_e), ep)
-    received_pe = collectives.all_gather(chosen_e, ep).view(ep.size, -1)[:, experts.start : experts.stop]
+    experts = experts_of(chosen_pe.shape[1], ep)
+    received_pe = chosen_pe[:, experts.start : experts.stop]
     if not len(experts):
         # There is nothing to gather over etp. Its ranks hold parts of the same experts, so all of them leave it out.
         return received_pe.expand(etp.size, ep.size, 0)
@@ -171,9 +177,8 @@ def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation 
     weights = permuted_rows(weights_tk.reshape(-1, 1), plan.choice_of_weight, plan.weight_of_choice.view(-1))
     # Before all rows, because the first chunk needs some of them. They are few bytes, but a message a chunk would cost
     # its latency each time.
-    (arriving_weights,) = start_exchanges(weights, [(plan.whole.sent_rows, plan.whole.received_rows)], plan.ep)
-    counts = [(chunk.sent_rows, chunk.received_rows) for chunk in plan.chunks]
-    return Arriving(start_exchanges(rows, counts, plan.ep), arriving_weights)
+    (arriving_weights,) = start_exchanges(weights, [plan.whole.travel], plan.ep)
+    return Arriving(start_exchanges(rows, [chunk.travel for chunk in plan.chunks], plan.ep), arriving_weights)
 
 
 def compute(
@@ -196,8 +201,7 @@ def compute(
         rows = experts(rows, weights_of_chunk, chunk.groups, chunk.experts)
         rows = _reorder(rows, chunk.arrival_order, chunk.expert_order, impl)
         rows = _sum_rows(rows, chunk.brought_rows, plan.etp)
-        back = [(chunk.received_rows, chunk.sent_rows)]
-        returning += start_exchanges(rows, back, plan.ep, (memory, chunk.number))
+        returning += start_exchanges(rows, [chunk.travel.back], plan.ep, (memory, chunk.number))
     return returning
 
 

@@ -18,7 +18,7 @@ equal on all ranks, and may be 0. Then both parameters have no element, and are 
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -307,7 +307,9 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_weight = total.to(weight.dtype)
             else:
                 # The rows have been dispatched already, so W communicates nothing.
-                DeferredWeightGradient(ctx.main_grad, grad, rows, add).add_or_defer(ctx.meanwhile)
+                by_expert = partial(_add_products_by_expert, ctx.products, ctx.shape, ctx.groups, ctx.experts)
+                deferred = DeferredWeightGradient(ctx.main_grad, grad, rows, add, add_in_parts=by_expert)
+                deferred.add_or_defer(ctx.meanwhile)
         return grad_rows, grad_weight, None, None, None, None, None
 
 
@@ -327,9 +329,33 @@ def _add_products(
     overwrite: bool,
 ) -> None:
     """Add the gradients of the matrices [out, in] of `experts` to `total`, those of all experts of `shape`."""
-    totals = total.view(shape)
-    if overwrite and groups.number < len(totals):
+    totals, overwrite = _totals_of(total.view(shape), experts, groups, overwrite)
+    products.add_grouped_weight_gradient(totals, grad, rows, groups, overwrite=overwrite)
+
+
+def _add_products_by_expert(
+    products: MatrixProducts,
+    shape: tuple[int, int, int],
+    groups: RowGroups,
+    experts: slice,
+    total: Tensor,
+    grad: Tensor,
+    rows: Tensor,
+    overwrite: bool,
+) -> Iterator[None]:
+    """Do as `_add_products`, one expert after the other, and yield in between."""
+    totals, overwrite = _totals_of(total.view(shape), experts, groups, overwrite)
+    parts = zip(totals.split(1), grad.split(groups.sizes), rows.split(groups.sizes), groups.sizes, strict=True)
+    for expert, (total_goi, grad_2d, rows_2d, size) in enumerate(parts):
+        if expert:
+            yield
+        products.add_grouped_weight_gradient(total_goi, grad_2d, rows_2d, RowGroups.of([size]), overwrite=overwrite)
+
+
+def _totals_of(totals_goi: Tensor, experts: slice, groups: RowGroups, overwrite: bool) -> tuple[Tensor, bool]:
+    """The main gradients of `experts` among those of all, and whether their values count as zero."""
+    if overwrite and groups.number < len(totals_goi):
         # The other experts' gradients are added later, to zeros.
-        totals.zero_()
+        totals_goi.zero_()
         overwrite = False
-    products.add_grouped_weight_gradient(totals[experts], grad, rows, groups, overwrite=overwrite)
+    return totals_goi[experts], overwrite

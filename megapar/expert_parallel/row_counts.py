@@ -16,6 +16,7 @@ import torch
 from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
+from megapar.comm.exchange import Counts
 from megapar.context import Axis
 from megapar.params import cut
 
@@ -111,6 +112,19 @@ class Chunk:
         return tuple(self._arriving[self.counts.etp.rank].sum(1).tolist())
 
     @cached_property
+    def travel(self) -> Counts:
+        """The numbers of rows on their way to this rank's experts."""
+        groups = self._arriving[0].tolist() if self.arrives_sorted else None
+        return Counts(self.sent_rows, self.received_rows, received_groups=groups)
+
+    @cached_property
+    def arrives_sorted(self) -> bool:
+        """Whether the all-to-all itself puts rows in the order of experts."""
+        counts = self.counts
+        several = self.experts.stop - self.experts.start > 1
+        return several and counts.etp.size == 1 and counts.ep.transport.sorts_groups
+
+    @cached_property
     def brought_rows(self) -> tuple[int, ...]:
         """The number of rows received over ep by each position of etp."""
         if self._is_known and self.counts.etp.size == 1:
@@ -132,13 +146,13 @@ class Chunk:
 
     @cached_property
     def expert_order(self) -> Tensor | None:
-        """int64 [rows]: the indices of the arrived rows in the order of experts. None if rows arrive in this order.
+        """int64 [rows]: the indices of the arrived rows in the order of experts. None if rows arrive in that order.
 
         Rows of one expert stay in their order of arrival.
         """
         arriving_qpe = self.counts.arriving_qpe[..., self.experts]
         etp_size, ep_size, experts = arriving_qpe.shape
-        if etp_size * ep_size == 1 or experts <= 1:
+        if etp_size * ep_size == 1 or experts <= 1 or self.arrives_sorted:
             return None
         expert_qpe = torch.arange(experts, device=arriving_qpe.device).expand(arriving_qpe.shape)
         # The sum is given, because repeat_interleave would otherwise wait for the GPU to read it.

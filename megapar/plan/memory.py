@@ -12,6 +12,7 @@ from itertools import accumulate
 import torch
 
 from megapar import context, device
+from megapar.comm.transport import PLANNED, PLANNED_ON_ONE_HOST, Transport
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, ParallelConfig
 from megapar.context import ParallelContext
@@ -148,6 +149,12 @@ def planned_device(config: Config) -> str:
     return "cpu"
 
 
+def planned_transport(config: Config) -> Transport:
+    """The transport of a planned rank. A plan for CPUs is one for a single host."""
+    on_one_host = planned_device(config) == "cpu" and config.launch.cpu_exchange == "shared_memory"
+    return PLANNED_ON_ONE_HOST if on_one_host else PLANNED
+
+
 def _with_kernels_of_the_planned_device(config: Config) -> Config:
     """Set `kernels.backend` to what auto means on the planned device. On the meta device auto would mean torch."""
     if config.kernels.backend != "auto" or config.kernels.compile or planned_device(config) == "cpu":
@@ -233,7 +240,7 @@ class _Plan:
 
     def context(self, rank: int) -> ParallelContext:
         """The context of a rank."""
-        return self.parts.context(self.grid, rank)
+        return self.parts.context(self.grid, rank, planned_transport(self.config))
 
     def report_of_shapes(self, rank: int) -> RankReport:
         """The report of the first rank with parameters of the same shapes as `rank`."""

@@ -15,6 +15,7 @@ from torch import nn
 
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, Targets
+from megapar.comm.transport import PLANNED, Transport
 from megapar.config.options import BY_LAYER, Config, ParallelConfig
 from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.layout import Update
@@ -216,7 +217,7 @@ class Parts:
         self._recordings: dict[Hashable, Recording] = {}
         self._layer_parts: dict[Hashable, list[LayerPart]] = {}
         self._batches: dict[Hashable, MicroBatch] = {}
-        self._contexts: dict[tuple[Grid, int], ParallelContext] = {}
+        self._contexts: dict[tuple[Grid, int, Transport], ParallelContext] = {}
         self._orders: dict[Hashable, Orders] = {}
         self._flops: dict[tuple[Hashable, ...], int] = {}
         self.memory: dict[Hashable, Any] = {}
@@ -224,11 +225,12 @@ class Parts:
         self.times: dict[Hashable, Any] = {}
         """What `megapar.plan.step_time` has computed before, by what decides it."""
 
-    def context(self, grid: Grid, rank: int) -> ParallelContext:
+    def context(self, grid: Grid, rank: int, transport: Transport = PLANNED) -> ParallelContext:
         """The planned context of a rank. Layouts with one grid have the same."""
-        if (grid, rank) not in self._contexts:
-            self._contexts[grid, rank] = context.planned(grid, rank, device=META)
-        return self._contexts[grid, rank]
+        key = (grid, rank, transport)
+        if key not in self._contexts:
+            self._contexts[key] = context.planned(grid, rank, device=META, transport=transport)
+        return self._contexts[key]
 
     def orders(self, parallel: ParallelConfig, num_microbatches: int, memory: Memory | None = None) -> Orders:
         """The orders of a schedule, made once for all layouts with this pipeline."""

@@ -27,7 +27,7 @@ from megapar.launch.grid import grid_of
 from megapar.optimizer.muon import Muon
 from megapar.optimizer.owners import Member, Part, Routes
 from megapar.pipeline.actions import Action
-from megapar.plan.memory import memory_limit, planned_device
+from megapar.plan.memory import memory_limit, planned_device, planned_transport
 from megapar.plan.parts import Parts
 from megapar.stage_set import StageSet
 from megapar.train import memory_report
@@ -101,7 +101,12 @@ def simulate(
     number of actions done and of all.
     """
     config = replace(with_planned_kernels(config), train=replace(config.train, batch_ramp=()))
-    ctx = context.simulated(grid_of(config), rank, lambda ranks, position: Simulated(len(ranks), position), load)
+    sorts_groups = planned_transport(config).sorts_groups
+
+    def transport(ranks: tuple[int, ...], position: int) -> Simulated:
+        return Simulated(len(ranks), position, sorts_groups=sorts_groups)
+
+    ctx = context.simulated(grid_of(config), rank, transport, load)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages, memory_limit(config, parts))

@@ -129,8 +129,9 @@ class _Recorder(Meta):
 
     name: ClassVar[str] = "recorder"
 
-    def __init__(self, axis: str, tape: Tape):
-        self._axis = axis
+    def __init__(self, axis: Axis, tape: Tape):
+        super().__init__(sorts_groups=axis.transport.sorts_groups)
+        self._axis = axis.name
         self._tape = tape
 
     def all_reduce(self, x: Tensor, op: str) -> Pending:
@@ -163,7 +164,7 @@ def recording(ctx: ParallelContext) -> tuple[ParallelContext, Tape]:
             return axis
         inner = axis.inner and noting(axis.inner)
         outer = axis.outer and noting(axis.outer)
-        return replace(axis, transport=_Recorder(axis.name, tape), inner=inner, outer=outer)
+        return replace(axis, transport=_Recorder(axis, tape), inner=inner, outer=outer)
 
     axes = {f.name: getattr(ctx, f.name) for f in fields(ctx)}
     noted: dict[str, Any] = {name: noting(axis) for name, axis in axes.items() if isinstance(axis, Axis)}

@@ -360,6 +360,7 @@ def _heads_reversed(patch: Patch, rank: int) -> None:
 
 
 def _not_sorted(patch: Patch, rank: int) -> None:
+    patch(row_counts.Chunk, "arrives_sorted", lambda original: False)
     patch(row_counts.Chunk, "expert_order", lambda original: None)
 
 

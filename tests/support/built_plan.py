@@ -21,7 +21,7 @@ from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.params import spec_of
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import most_live
-from megapar.plan.memory import RankReport
+from megapar.plan.memory import RankReport, planned_transport
 from megapar.plan.work import META, FusedAttention
 from megapar.train import memory_report
 from megapar.train.kept import DEFERRED, KeptBytes, Key
@@ -31,7 +31,7 @@ from megapar.train.trainer import assemble
 
 def built_report(config: Config, rank: int) -> RankReport:
     """The report of `rank`. `kernels.backend` must be given, because auto means another thing on a GPU."""
-    ctx = context.planned(grid_of(config), rank, device=META)
+    ctx = context.planned(grid_of(config), rank, device=META, transport=planned_transport(config))
     stages = build_stages(config, ctx)
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages)
