@@ -43,7 +43,7 @@ class Axis:
     """One direction of the rank grid: the ranks differing from this rank in this direction alone.
 
     `ranks` are global ranks. `rank` is this rank's position among them. `transport` moves tensors between the ranks. In
-    a dry run an axis of several ranks has the transport PLANNED. `log` keeps the newest operations; it is None at size
+    a dry run nothing moves them (`megapar.comm.transport.Meta`). `log` keeps the newest operations; it is None at size
     1 and in a plan. `meanwhile` has weight gradients to compute while rows of this axis travel
     (`megapar.comm.exchange`). `inner` and `outer` are set if the axis is split: into groups of neighbors, and the ranks
     of one position in these groups.

@@ -1,10 +1,10 @@
 """Weight gradients that a rank computes while it waits for other ranks.
 
-Experts append theirs to the queue of ep (`megapar.context.Axis`), and exchanges of rows run them before they wait
-(`megapar.comm.exchange`). A rank whose experts have fewer rows than others' computes weight gradients while it waits
-for the others, which leave theirs for later: for an earlier layer's backward, or for the next micro-batch's forward.
-Rows that have arrived wait for the gradient of one expert at most. On a GPU all of a layer's are computed while its
-rows travel.
+Experts append theirs to the queue of ep (`megapar.context.Axis`). Exchanges of rows (`megapar.comm.exchange`) and of
+their numbers (`megapar.expert_parallel.dispatch`) run them before they wait. A rank whose experts have fewer rows than
+others' computes weight gradients while it waits for the others, which leave theirs for later: for an earlier layer's
+backward, or for the next micro-batch's forward. Rows that have arrived wait for the gradient of one expert at most. On
+a GPU all of a layer's are computed while its rows travel.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,6 @@ from megapar.main_grad import DeferredWeightGradient, WeightGradientQueue
 _MOST_KEPT = 6
 """Three layers of experts without chunks have as many: of gate with up, and of down. Each keeps its rows and their
 gradients in memory, also where a layer is recomputed. With 2 a step of ep 2 took 2% longer, with 8 as long."""
-_ENDED = object()
 
 
 class Meanwhile(WeightGradientQueue):
@@ -26,7 +25,7 @@ class Meanwhile(WeightGradientQueue):
 
     def __init__(self) -> None:
         super().__init__()
-        self._begun: Iterator[None] | None = None  # what is left of the oldest one
+        self._begun: Iterator[None] | None = None  # what is left of the first entry
         self._across_backwards = False
 
     @contextmanager
@@ -45,28 +44,38 @@ class Meanwhile(WeightGradientQueue):
     def append(self, entry: DeferredWeightGradient) -> None:
         super().append(entry)
         if len(self._entries) > _MOST_KEPT:
+            self._begin()
             self._finish_begun()
-            self._entries.popleft().enter_and_add()
         if not self._across_backwards:
             # By autograd, so that no caller of backward can forget them. FSDP ends its backward so too.
             Variable._execution_engine.queue_callback(self.run)
 
     def run_until(self, has_arrived: Callable[[], bool]) -> None:
         """Compute and add gradients, the oldest first, until `has_arrived` says so. It is asked before each part."""
-        while (self._begun or self._entries) and not has_arrived():
-            if self._begun is None:
-                self._begun = self._entries.popleft().enter_and_add_in_parts()
-            if next(self._begun, _ENDED) is _ENDED:
-                self._begun = None
+        while self._entries and not has_arrived():
+            begun = self._begin()
+            if next(begun, self) is self:
+                self._forget_first()
 
     def run(self) -> None:
         self._finish_begun()
         super().run()
 
+    def _begin(self) -> Iterator[None]:
+        """What is left of the first entry. It stays in the queue until all of it has been added."""
+        if self._begun is None:
+            self._begun = self._entries[0].enter_and_add_in_parts()
+        return self._begun
+
     def _finish_begun(self) -> None:
-        for _ in self._begun or ():
-            pass
+        if self._begun is not None:
+            for _ in self._begun:
+                pass
+            self._forget_first()
+
+    def _forget_first(self) -> None:
         self._begun = None
+        self._entries.popleft()
 
     def drop(self) -> None:
         """Forget those of a backward that failed."""

@@ -14,6 +14,7 @@ from megapar import context
 from megapar.comm import collectives, transport_torch
 from megapar.comm.exchange import exchange_rows
 from megapar.comm.pending import Pending
+from megapar.comm.transport import Counts
 from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
 from megapar.grid import Grid
@@ -142,6 +143,12 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
         check_groups(axis, dtype)
     with pytest.raises(ValueError, match="all_to_all of"):
         collectives.all_to_all(all_x[axis.rank], [*sent[1:], sent[0] + 1], received, axis)
+    unlike = [n + 1 if position == axis.rank else n for position, n in enumerate(received)]
+    with pytest.raises(ValueError, match="receives from itself what it sends there"):
+        collectives.all_to_all(all_x[axis.rank], sent, unlike, axis)
+    unlike_groups = Counts(sent, received, received_groups=[[n, 1] for n in received])
+    with pytest.raises(ValueError, match="was given groups of"):
+        collectives.all_to_all_async(all_x[axis.rank], unlike_groups, axis)
     if dtype.is_floating_point:
         x = all_x[axis.rank].clone().requires_grad_()
         y = exchange_rows(x, sent, received, axis)
@@ -163,10 +170,11 @@ def check_groups(axis: Axis, dtype: torch.dtype) -> None:
         arriving = [x.split(row)[axis.rank].split(of) for x, row, of in zip(all_x, sizes, groups, strict=True)]
         sorted_rows = torch.cat([of_source[group] for group in range(3) for of_source in arriving])
         for x in (all_x[axis.rank].clone(), strided(all_x[axis.rank])):
-            out, pending = collectives.all_to_all_async(x, sent, received, axis, received_groups=groups)
+            to_groups = Counts(sent, received, received_groups=groups)
+            out, pending = collectives.all_to_all_async(x, to_groups, axis)
             pending.wait()
             assert torch.equal(out, sorted_rows)
-            back, pending = collectives.all_to_all_async(out, received, sent, axis, sent_groups=groups)
+            back, pending = collectives.all_to_all_async(out, to_groups.back, axis)
             pending.wait()
             assert torch.equal(back, x)
 

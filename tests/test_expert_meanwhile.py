@@ -4,6 +4,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -263,38 +264,54 @@ def test_no_more_is_kept_than_three_layers_have() -> None:
 # What a backward pass leaves for the forward pass after it
 
 
-def passes(layout: Layout) -> str:
-    """The passes of a step, each with a "w" for each of its weight gradients. Rows are late in forward passes alone."""
+def passes(layout: Layout, *, late_rows: bool) -> str:
+    """The passes of a step, each with a "w" for each of its weight gradients.
+
+    In forward passes alone rows are late, or only the numbers of rows are.
+    """
     config = layout.config()
     state = make_state(config)
+    all_gather_async = collectives.all_gather_async
+    numbers: list[Pending] = []
     run_action, add = _Execution._run_action, MatrixProducts.add_grouped_weight_gradient
     noted: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
 
         def running(self: _Execution, action: Action, received: tuple[Tensor, ...]) -> None:
             noted.append(f" {action.kind}")
-            patch.setattr(Pending, "has_arrived", lambda _: action.kind != "F")
+            patch.setattr(Pending, "has_arrived", lambda it: action.kind != "F" or not (late_rows or it in numbers))
             run_action(self, action, received)
+
+        def gathering(*args: Any) -> tuple[Tensor, Pending]:
+            out, pending = all_gather_async(*args)
+            numbers.append(pending)
+            return out, pending
 
         def adding(self: MatrixProducts, *args: Any, **options: Any) -> None:
             noted.append("w")
             add(self, *args, **options)
 
         patch.setattr(_Execution, "_run_action", running)
+        patch.setattr(collectives, "all_gather_async", gathering)
         patch.setattr(MatrixProducts, "add_grouped_weight_gradient", adding)
         state.pipeline.step(micro_batches(config, state.ctx, 0))
     return "".join(noted).strip()
 
 
+@pytest.mark.parametrize("late_rows", [True, False], ids=["rows", "numbers"])
 @pytest.mark.parametrize(("layout", "expected"), [
     # Two layers have four weight gradients, all of which may be left. While rows are awaited each is computed expert by
     # expert, of which rank 0 has two and rank 1 three. The last backward leaves none.
     (Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=2), "F B F{late} B F{late} Bwwww"),
     (Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=2, zero_stage=2), " ".join(["F F F F B Bww Bww B"] * 3)),
 ], ids=["ZeRO-1", "ZeRO-2"])  # fmt: skip
-def test_a_backward_leaves_weight_gradients_for_the_next_forward(layout: Layout, expected: str) -> None:
+def test_a_backward_leaves_weight_gradients_for_the_next_forward(
+    layout: Layout, expected: str, late_rows: bool
+) -> None:
     """ZeRO-2 reduces gradients after each backward, so nothing may be left there."""
-    assert run_ranks(2, passes, layout) == [expected.format(late=4 * experts * "w") for experts in (2, 3)]
+    assert run_ranks(2, partial(passes, late_rows=late_rows), layout) == [
+        expected.format(late=4 * experts * "w") for experts in (2, 3)
+    ]
 
 
 # A step that fails, and plants

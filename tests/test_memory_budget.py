@@ -15,8 +15,8 @@ from megapar.errors import ConfigError
 from megapar.plan import choose_memory, hardware
 from megapar.plan.choose_memory import check_memory, choices, in_ranges, with_choices_of
 from megapar.plan.memory import fullest_rank
-from megapar.plan.simulate import with_planned_kernels
 from megapar.plan.step_time import step_time
+from megapar.plan.target import with_planned_kernels
 from megapar.plan.verdict import Capacity, for_uneven_experts, judge
 from tests.support import program
 from tests.support.options import load

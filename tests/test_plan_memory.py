@@ -104,6 +104,13 @@ LAYOUTS = [
 ]
 
 
+def test_plans_for_cpus_and_gpus_share_no_recording() -> None:
+    """The ranks of one host keep no order of rows: the exchange sorts them."""
+    layout = Layout(SHARED, dp=2, ep=2, micro_batch_size=3)
+    for planned in ("cpu", "cuda", "cpu"):
+        same_as_built(layout, "fp32", planned)
+
+
 @pytest.mark.parametrize("layout", slow_but(range(0, len(LAYOUTS), 4), LAYOUTS), ids=name)
 def test_a_plan_from_parts_is_that_of_the_whole_rank(layout: Layout) -> None:
     same_as_built(layout)

@@ -10,7 +10,7 @@ from megapar_models.registry import validate
 from megapar import context
 from megapar.config.options import Config
 from megapar.errors import ConfigError
-from megapar.plan import hardware, memory, predicted
+from megapar.plan import hardware, memory, predicted, target
 from megapar.plan.hardware import write
 from tests.support.options import load
 from tests.support.plans import PARTS
@@ -92,5 +92,5 @@ def test_a_run_is_planned_for_its_own_device() -> None:
     given = load([*SMALL, "--gpu", "h100-80g"]).config
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU, so both are planned for it")
-    assert memory.planned_device(given) == "cpu"
-    assert memory.planned_device(replace(given, dry_run=True)) == "cuda"
+    assert target.planned_device(given) == "cpu"
+    assert target.planned_device(replace(given, dry_run=True)) == "cuda"

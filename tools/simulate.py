@@ -28,11 +28,11 @@ from megapar.plan.choose_memory import check_choices
 from megapar.plan.choose_schedule import check_schedule
 from megapar.plan.expert_loads import imbalanced, logged
 from megapar.plan.hardware import load as load_hardware
-from megapar.plan.memory import planned_device
 from megapar.plan.parts import Parts
-from megapar.plan.simulate import Simulation, simulate, with_planned_kernels
+from megapar.plan.simulate import Simulation, simulate
 from megapar.plan.stage_works import stages_of
 from megapar.plan.step_time import StepTime, step_time
+from megapar.plan.target import planned_device, with_planned_kernels
 from megapar.plan.timeline import draw_over_each_other, write_chrome_trace
 from megapar.plan.work import Attention, Kernel, Product, Started
 from megapar.system.atomic_files import write_json

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megapar.comm.pending import Pending, as_communication_errors
 from megapar.comm.store import StoreUser, part_of
-from megapar.comm.transport import GroupCounts, SortsGroups, Transfers
+from megapar.comm.transport import Counts, SortsGroups, Transfers
 from megapar.context import Axis
 
 _PIECE = 4 << 20  # bytes of one value in the store; TCPStore closes the connection above 8 MiB
@@ -128,30 +128,24 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def all_to_all_async(
-    x: Tensor,
-    sent_rows: Sequence[int],
-    received_rows: Sequence[int],
-    axis: Axis,
-    out: Tensor | None = None,
-    sent_groups: GroupCounts | None = None,
-    received_groups: GroupCounts | None = None,
-) -> tuple[Tensor, Pending]:
+def all_to_all_async(x: Tensor, counts: Counts, axis: Axis, out: Tensor | None = None) -> tuple[Tensor, Pending]:
     """Start sending rows of `x` to every position of `axis`. Read the result, in `out` if given, after `wait`.
 
-    The first `sent_rows[0]` rows go to position 0, the next `sent_rows[1]` to position 1, and so on. `received_rows[i]`
-    rows arrive from position i. The result holds the rows from position 0, then those from position 1, and so on.
-    Raises ValueError unless both have a count for each position and `x` has as many rows as are sent.
-
-    If the axis's transport `sorts_groups`, rows of `x` may lie in groups instead: first those of group 0 for all
-    positions, then those of group 1, and so on. `sent_groups` has their numbers. So may rows of the result, by
-    `received_groups`.
+    The first rows go to position 0, the next to position 1, and so on. The result holds the rows from position 0, then
+    those from position 1, and so on. `counts` may have another order, by groups. Raises ValueError unless `counts` has
+    numbers for each position, `x` as many rows as are sent, and this rank receives from itself what it sends there.
     """
-    if len(sent_rows) != axis.size or len(received_rows) != axis.size or sum(sent_rows) != x.shape[0]:
+    sent_rows, received_rows, sent_groups, received_groups = counts
+    numbers = len(sent_rows), len(received_rows), sum(sent_rows)
+    if numbers != (axis.size, axis.size, x.shape[0]) or sent_rows[axis.rank] != received_rows[axis.rank]:
         raise ValueError(
             f"all_to_all of {x.shape[0]} rows over {axis.size} ranks was given counts {list(sent_rows)} and "
-            f"{list(received_rows)}: one for each rank, and as many rows sent as there are"
+            f"{list(received_rows)}: one for each rank, as many rows sent as there are, and rank {axis.rank} of the "
+            "axis receives from itself what it sends there"
         )
+    for rows, groups in ((sent_rows, sent_groups), (received_rows, received_groups)):
+        if groups is not None and list(map(sum, groups)) != list(rows):
+            raise ValueError(f"all_to_all of {list(rows)} rows was given groups of {[list(each) for each in groups]}")
     kept_bytes = sent_rows[axis.rank] * x[:1].nbytes  # of the rows that stay on this rank
     position = _begin(axis, "all_to_all", x, x.nbytes - kept_bytes)
     if out is None:
@@ -167,7 +161,7 @@ def all_to_all_async(
 
 def all_to_all(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
     """Do `all_to_all_async`, and wait for it. Returns the rows from all positions."""
-    out, pending = all_to_all_async(x, sent_rows, received_rows, axis)
+    out, pending = all_to_all_async(x, Counts(sent_rows, received_rows), axis)
     pending.wait()
     return out
 

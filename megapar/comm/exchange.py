@@ -14,32 +14,15 @@ slices of one tensor. Through shared memory rows also arrive sorted by expert, a
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megapar.comm import collectives
 from megapar.comm.pending import Pending
-from megapar.comm.transport import GroupCounts
+from megapar.comm.transport import Counts
 from megapar.context import Axis
-
-
-class Counts(NamedTuple):
-    """For each position of an axis the number of rows sent there, and the number of rows received from there.
-
-    Rows that are sent or received may be in groups (`collectives.all_to_all_async`).
-    """
-
-    sent: Sequence[int]
-    received: Sequence[int]
-    sent_groups: GroupCounts | None = None
-    received_groups: GroupCounts | None = None
-
-    @property
-    def back(self) -> "Counts":
-        """Those of the way back."""
-        return Counts(self.received, self.sent, self.received_groups, self.sent_groups)
 
 
 class Memory:
@@ -70,7 +53,7 @@ class ArrivingRows:
     """Rows on their way to this rank, by one all-to-all. `start_exchanges` makes it."""
 
     def __init__(self, counts: Counts, axis: Axis, gradients: tuple[Memory, int], arrivals: tuple[Memory, int] | None):
-        # Copies: backward needs them, and the caller may change its lists.
+        # Copies of the lists: backward needs them, and the caller may change its own.
         self.counts = counts._replace(sent=tuple(counts.sent), received=tuple(counts.received))
         self.axis = axis
         self.pending = Pending()
@@ -81,23 +64,20 @@ class ArrivingRows:
     def post(self, x: Tensor) -> Tensor:
         """Start to send the rows `x`. Returns the memory in which rows arrive."""
         memory, number = self.arrivals
-        return self._send(x, self.counts, memory.part(number, x))
+        out, self.pending = collectives.all_to_all_async(x, self.counts, self.axis, memory.part(number, x))
+        return out
 
     def post_gradient(self, grad: Tensor) -> Tensor:
         """Start to send the gradient of the rows back. Returns what autograd takes for the gradient of `memory`."""
         memory, number = self.gradients
-        self._send(grad, self.counts.back, memory.part(number, grad))
+        place = memory.part(number, grad)
+        _, self.pending = collectives.all_to_all_async(grad, self.counts.back, self.axis, place)
         # autograd wants a gradient of the shape of `memory`. The gradients in flight have the shape of what was sent,
         # so they wait in `gradients`, and autograd gets zeros that take no memory.
         return grad.new_zeros(()).expand(grad.shape)
 
-    def _send(self, x: Tensor, counts: Counts, place: Tensor) -> Tensor:
-        groups = counts.sent_groups, counts.received_groups
-        out, self.pending = collectives.all_to_all_async(x, counts.sent, counts.received, self.axis, place, *groups)
-        return out
-
     def wait(self) -> Tensor:
-        """The rows received: those from position 0, then those from position 1, and so on. Call it once."""
+        """The rows received, in the order of positions or of groups. Call it once."""
         return all_arrived([self])
 
 
@@ -144,10 +124,10 @@ def start_exchanges(
 ) -> list[ArrivingRows]:
     """Start sending the rows of `x` [rows, ...] in consecutive parts, one for each of `counts`, to all ranks of `axis`.
 
-    The first rows of a part go to position 0, the next to position 1, and so on. Backward sends the gradient of each
-    row back to the sender of the row. A single part may arrive in the part (memory, number) of a larger memory. On an
-    axis of one rank nothing is sent. Raises ValueError unless a part has counts for each position, and `x` as many rows
-    as are sent.
+    The first rows of a part go to position 0, the next to position 1, and so on, unless it is in groups. Backward sends
+    the gradient of each row back to the sender of the row. A single part may arrive in the part (memory, number) of a
+    larger memory. On an axis of one rank nothing is sent. Raises ValueError unless a part has counts for each position,
+    and `x` as many rows as are sent.
     """
     sent_rows = [sum(each.sent) for each in counts]
     gradients = Memory(sent_rows)

@@ -18,6 +18,7 @@ blocks.
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 import select
@@ -149,21 +150,22 @@ class Message:
         """Whether it has not arrived and never will, because its sender has ended."""
         return self._link.closed and not self.arrived
 
-    def content(self, like: Tensor) -> Tensor:
-        """The content as a tensor with the shape and dtype of `like`. It is valid until `release`.
+    def content(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """The content as a tensor of this dtype and shape. It is valid until `release`.
 
         Raises RuntimeError if it has another number of bytes.
         """
         assert self._memory is not None
-        if self._bytes != like.nbytes:
+        count = math.prod(shape)
+        expected = count * dtype.itemsize
+        if self._bytes != expected:
             raise RuntimeError(
-                f"rank {self._link.rank} sent {self._bytes} bytes where this rank expects {like.nbytes}: the ranks run "
+                f"rank {self._link.rank} sent {self._bytes} bytes where this rank expects {expected}: the ranks run "
                 "different operations"
             )
-        if not self._bytes:
-            return torch.empty_like(like)
-        flat = torch.frombuffer(self._memory, dtype=like.dtype, count=like.numel(), offset=self._offset)
-        return flat.view(like.shape)
+        if not count:
+            return torch.empty(tuple(shape), dtype=dtype)
+        return torch.frombuffer(self._memory, dtype=dtype, count=count, offset=self._offset).view(tuple(shape))
 
     def release(self) -> None:
         """Tell the sender that the content has been read."""

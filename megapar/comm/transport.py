@@ -12,7 +12,7 @@
 """
 
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -22,8 +22,27 @@ from megapar.comm.pending import Pending
 Transfers = Sequence[tuple[Tensor, int]]
 """Tensors, each with its destination or source: a position on the axis."""
 GroupCounts = Sequence[Sequence[int]]
-"""For each position of an axis the number of rows of each group, such as those of an expert."""
+"""For each position of an axis the number of rows in each group. A group may be the rows of one expert."""
 _FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+
+
+class Counts(NamedTuple):
+    """For each position of an axis the number of rows sent there, and the number of rows received from there.
+
+    If the axis's transport `sorts_groups`, the rows that are sent may lie in groups: first those of group 0 for all
+    positions, then those of group 1, and so on. `sent_groups` has their numbers. So may the rows that are received, by
+    `received_groups`.
+    """
+
+    sent: Sequence[int]
+    received: Sequence[int]
+    sent_groups: GroupCounts | None = None
+    received_groups: GroupCounts | None = None
+
+    @property
+    def back(self) -> "Counts":
+        """Those of the way back."""
+        return Counts(self.received, self.sent, self.received_groups, self.sent_groups)
 
 
 class Transport(Protocol):
@@ -84,14 +103,14 @@ def fold(parts: Sequence[Tensor], out: Tensor, op: str) -> None:
         _FOLDS[op](out, part, out=out)
 
 
-def parts_of_positions(x: Tensor, counts_pg: GroupCounts) -> list[Sequence[Tensor]]:
+def parts_of_positions(x: Tensor, counts: GroupCounts) -> list[Sequence[Tensor]]:
     """For each position of an axis its rows of `x`: a part for each group.
 
     `x` has the rows of group 0 first, those of position 0 before those of position 1. Then it has those of group 1.
     """
-    sizes = [count for of_positions in zip(*counts_pg, strict=True) for count in of_positions]
+    sizes = [count for of_positions in zip(*counts, strict=True) for count in of_positions]
     parts = x.split(sizes)
-    return [parts[position :: len(counts_pg)] for position in range(len(counts_pg))]
+    return [parts[position :: len(counts)] for position in range(len(counts))]
 
 
 def rows_by_exchange(
@@ -114,7 +133,7 @@ class SortsGroups(Transport, Protocol):
     def all_to_all_by_group(self, x: Tensor, out: Tensor, sent: GroupCounts, received: GroupCounts) -> Pending:
         """`all_to_all` of rows in groups: first those of group 0 for each position, then those of group 1, and so on.
 
-        With one group in `sent` or `received`, `x` or `out` has the rows of each position together.
+        One of `sent` and `received` has a single group: the rows of a position lie together there.
         """
         ...
 

@@ -65,7 +65,6 @@ class SharedMemory:
 
     def all_to_all_by_group(self, x: Tensor, out: Tensor, sent: GroupCounts, received: GroupCounts) -> Pending:
         outgoing, arriving = parts_of_positions(x.contiguous(), sent), parts_of_positions(out, received)
-        _copy(outgoing[self.rank], arriving[self.rank])
         return self._start(_all_to_all(outgoing, arriving, self))
 
     def exchange(self, sends: Transfers, receives: Transfers) -> Pending:
@@ -134,11 +133,11 @@ class SharedMemory:
 
 
 def _copy(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-    """Copy the rows of the parts, one after the other, into the places, one after the other."""
+    """Copy rows: from several parts into one place, or from one part into several places."""
     if len(places) == 1:
         torch.cat(list(parts), out=places[0])
         return
-    whole = parts[0] if len(parts) == 1 else torch.cat(list(parts))
+    (whole,) = parts
     for place, part in zip(places, whole.split([len(place) for place in places]), strict=True):
         place.copy_(part)
 
@@ -146,7 +145,8 @@ def _copy(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
 def _fold_arrived(arriving: Mapping[int, Message], own_part: Tensor, out: Tensor, axis: SharedMemory, op: str) -> None:
     """Reduce this rank's tensor `own_part` and those received from the other positions into `out`."""
     parts = [
-        arriving[position].content(own_part) if position in arriving else own_part for position in range(axis.size)
+        arriving[position].content(own_part.dtype, own_part.shape) if position in arriving else own_part
+        for position in range(axis.size)
     ]
     fold(parts, out, op)
     for message in arriving.values():
@@ -184,7 +184,7 @@ def _receive(receives: Sequence[tuple[Tensor, int]], axis: SharedMemory, phase: 
     arriving = [axis.expect(position, phase) for _, position in receives]
     yield arriving
     for message, (x, _) in zip(arriving, receives, strict=True):
-        x.copy_(message.content(x))
+        x.copy_(message.content(x.dtype, x.shape))
         message.release()
 
 
@@ -209,13 +209,15 @@ def _all_to_all(
     for position in axis.peers():
         if any(map(len, outgoing[position])):
             axis.send_parts(outgoing[position], position)
+    _copy(outgoing[axis.rank], arriving[axis.rank])  # after the sends, which other ranks wait for
+    del outgoing  # the frame would keep the rows until others have arrived
     sources = [position for position in axis.peers() if any(map(len, arriving[position]))]
     messages = [axis.expect(position) for position in sources]
     yield messages
     for position, message in zip(sources, messages, strict=True):
         places = arriving[position]
-        rows = sum(map(len, places))
-        _copy([message.content(places[0].new_empty(()).expand(rows, *places[0].shape[1:]))], places)
+        shape = sum(map(len, places)), *places[0].shape[1:]
+        _copy([message.content(places[0].dtype, shape)], places)
         message.release()
 
 

@@ -177,8 +177,8 @@ def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation 
     weights = permuted_rows(weights_tk.reshape(-1, 1), plan.choice_of_weight, plan.weight_of_choice.view(-1))
     # Before all rows, because the first chunk needs some of them. They are few bytes, but a message a chunk would cost
     # its latency each time.
-    (arriving_weights,) = start_exchanges(weights, [plan.whole.travel], plan.ep)
-    return Arriving(start_exchanges(rows, [chunk.travel for chunk in plan.chunks], plan.ep), arriving_weights)
+    (arriving_weights,) = start_exchanges(weights, [plan.whole.to_experts], plan.ep)
+    return Arriving(start_exchanges(rows, [chunk.to_experts for chunk in plan.chunks], plan.ep), arriving_weights)
 
 
 def compute(
@@ -201,7 +201,7 @@ def compute(
         rows = experts(rows, weights_of_chunk, chunk.groups, chunk.experts)
         rows = _reorder(rows, chunk.arrival_order, chunk.expert_order, impl)
         rows = _sum_rows(rows, chunk.brought_rows, plan.etp)
-        returning += start_exchanges(rows, [chunk.travel.back], plan.ep, (memory, chunk.number))
+        returning += start_exchanges(rows, [chunk.to_experts.back], plan.ep, (memory, chunk.number))
     return returning
 
 

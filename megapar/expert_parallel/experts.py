@@ -345,17 +345,18 @@ def _add_products_by_expert(
 ) -> Iterator[None]:
     """Do as `_add_products`, one expert after the other, and yield in between."""
     totals, overwrite = _totals_of(total.view(shape), experts, groups, overwrite)
-    parts = zip(totals.split(1), grad.split(groups.sizes), rows.split(groups.sizes), groups.sizes, strict=True)
-    for expert, (total_goi, grad_2d, rows_2d, size) in enumerate(parts):
+    parts = zip(grad.split(groups.sizes), rows.split(groups.sizes), groups.sizes, strict=True)
+    for expert, (grad_2d, rows_2d, size) in enumerate(parts):
         if expert:
             yield
-        products.add_grouped_weight_gradient(total_goi, grad_2d, rows_2d, RowGroups.of([size]), overwrite=overwrite)
+        total = totals[expert : expert + 1]
+        products.add_grouped_weight_gradient(total, grad_2d, rows_2d, RowGroups.of([size]), overwrite=overwrite)
 
 
-def _totals_of(totals_goi: Tensor, experts: slice, groups: RowGroups, overwrite: bool) -> tuple[Tensor, bool]:
-    """The main gradients of `experts` among those of all, and whether their values count as zero."""
-    if overwrite and groups.number < len(totals_goi):
+def _totals_of(totals: Tensor, experts: slice, groups: RowGroups, overwrite: bool) -> tuple[Tensor, bool]:
+    """The main gradients of `experts` among `totals`, [experts, out, in], and whether their values count as zero."""
+    if overwrite and groups.number < len(totals):
         # The other experts' gradients are added later, to zeros.
-        totals_goi.zero_()
+        totals.zero_()
         overwrite = False
-    return totals_goi[experts], overwrite
+    return totals[experts], overwrite

@@ -16,7 +16,7 @@ import torch
 from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
-from megapar.comm.exchange import Counts
+from megapar.comm.transport import Counts
 from megapar.context import Axis
 from megapar.params import cut
 
@@ -112,8 +112,8 @@ class Chunk:
         return tuple(self._arriving[self.counts.etp.rank].sum(1).tolist())
 
     @cached_property
-    def travel(self) -> Counts:
-        """The numbers of rows on their way to this rank's experts."""
+    def to_experts(self) -> Counts:
+        """The numbers of rows on their way to the experts."""
         groups = self._arriving[0].tolist() if self.arrives_sorted else None
         return Counts(self.sent_rows, self.received_rows, received_groups=groups)
 

@@ -13,8 +13,8 @@ from megapar.launch.reporting import say
 from megapar.plan import hardware
 from megapar.plan.hardware import Hardware
 from megapar.plan.parts import Parts
-from megapar.plan.simulate import with_planned_kernels
 from megapar.plan.step_time import step_time
+from megapar.plan.target import with_planned_kernels
 
 Option = Literal["tp_overlap_chunks", "ep_overlap_chunks"]
 OPTIONS: tuple[Option, ...] = ("tp_overlap_chunks", "ep_overlap_chunks")

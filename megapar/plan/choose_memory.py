@@ -18,8 +18,8 @@ from megapar.plan.choose_chunks import check_chunks, left_open, uncut
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import RankReport, fullest_rank, reports
 from megapar.plan.parts import Parts
-from megapar.plan.simulate import with_planned_kernels
 from megapar.plan.step_time import step_time
+from megapar.plan.target import with_planned_kernels
 from megapar.plan.verdict import for_uneven_experts
 from megapar.recompute import Mode
 from megapar.system.apart import apart

@@ -7,8 +7,9 @@ from megapar.config.derive import num_microbatches
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
 from megapar.params import VOCAB_MULTIPLE
-from megapar.plan.memory import planned_device, report_rank, reports
+from megapar.plan.memory import report_rank, reports
 from megapar.plan.parts import Parts
+from megapar.plan.target import planned_device
 from megapar.train.memory_report import MemoryReport
 
 

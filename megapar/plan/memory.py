@@ -11,8 +11,7 @@ from itertools import accumulate
 
 import torch
 
-from megapar import context, device
-from megapar.comm.transport import PLANNED, PLANNED_ON_ONE_HOST, Transport
+from megapar import context
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, ParallelConfig
 from megapar.context import ParallelContext
@@ -30,6 +29,7 @@ from megapar.plan.buffers import Buffers
 from megapar.plan.moments import WINDOW, Orders, Step, at_peak, without_repeats
 from megapar.plan.parts import BOTH, FIRST, LAST, Copies, LayerPart, PartId, Parts, PlannedStage
 from megapar.plan.recorded import Kept, kept_by_stage
+from megapar.plan.target import planned_device, with_planned_kernels
 from megapar.plan.work import META
 from megapar.train import memory_report
 from megapar.train.kept import Key
@@ -137,31 +137,6 @@ def memory_limit(config: Config, parts: Parts) -> Memory | None:
     return _Plan(config, parts).limit()
 
 
-def planned_device(config: Config) -> str:
-    """The device named by `launch.device`, "cuda" or "cpu".
-
-    For auto, a GPU if a dry run names one, or if this machine has one.
-    """
-    if config.launch.device != "auto":
-        return config.launch.device
-    if (config.dry_run and config.gpu != "auto") or device.cuda_devices():
-        return "cuda"
-    return "cpu"
-
-
-def planned_transport(config: Config) -> Transport:
-    """The transport of a planned rank. A plan for CPUs is one for a single host."""
-    on_one_host = planned_device(config) == "cpu" and config.launch.cpu_exchange == "shared_memory"
-    return PLANNED_ON_ONE_HOST if on_one_host else PLANNED
-
-
-def _with_kernels_of_the_planned_device(config: Config) -> Config:
-    """Set `kernels.backend` to what auto means on the planned device. On the meta device auto would mean torch."""
-    if config.kernels.backend != "auto" or config.kernels.compile or planned_device(config) == "cpu":
-        return config
-    return replace(config, kernels=replace(config.kernels, backend="triton"))
-
-
 def _refuse_patterns(config: Config, parts: Parts) -> None:
     """Raise ConfigError if a pattern of train.trainable or optimizer.groups matches no parameter, or a part of one."""
     patterns = config.train.trainable
@@ -215,7 +190,7 @@ class _Plan:
     """The memory of the ranks of one layout."""
 
     def __init__(self, config: Config, parts: Parts):
-        self.config = config = _with_kernels_of_the_planned_device(config)
+        self.config = config = with_planned_kernels(config)
         self.parts = parts
         self.grid = grid_of(config)
         self.optimizers: set[str] = set()
@@ -240,7 +215,7 @@ class _Plan:
 
     def context(self, rank: int) -> ParallelContext:
         """The context of a rank."""
-        return self.parts.context(self.grid, rank, planned_transport(self.config))
+        return self.parts.context(self.config, rank)
 
     def report_of_shapes(self, rank: int) -> RankReport:
         """The report of the first rank with parameters of the same shapes as `rank`."""

@@ -15,16 +15,18 @@ from torch import nn
 
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, Targets
-from megapar.comm.transport import PLANNED, Transport
+from megapar.comm.transport import Transport
 from megapar.config.options import BY_LAYER, Config, ParallelConfig
 from megapar.context import Axis, ParallelContext
 from megapar.data_parallel.layout import Update
 from megapar.grid import Grid
+from megapar.launch.grid import grid_of
 from megapar.optimizer.table import update_of
 from megapar.params import ParamSpec, spec_of
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.moments import Orders
 from megapar.plan.recorded import Given, Recording
+from megapar.plan.target import planned_transport
 from megapar.plan.work import META, recording
 from megapar.recompute import Recompute
 from megapar.stage_set import Declared
@@ -225,8 +227,9 @@ class Parts:
         self.times: dict[Hashable, Any] = {}
         """What `megapar.plan.step_time` has computed before, by what decides it."""
 
-    def context(self, grid: Grid, rank: int, transport: Transport = PLANNED) -> ParallelContext:
-        """The planned context of a rank. Layouts with one grid have the same."""
+    def context(self, config: Config, rank: int) -> ParallelContext:
+        """The planned context of a rank. Layouts with one grid and one transport have the same."""
+        grid, transport = grid_of(config), planned_transport(config)
         key = (grid, rank, transport)
         if key not in self._contexts:
             self._contexts[key] = context.planned(grid, rank, device=META, transport=transport)
@@ -337,6 +340,7 @@ class Parts:
             parallel.tp_overlap_chunks,
             parallel.ep_overlap_chunks,
             ctx.cp.size,
+            ctx.ep.transport.sorts_groups,
         )
         tp, ep, etp = ((axis.size, axis.rank) for axis in (ctx.tp, ctx.ep, ctx.etp))
         # A layer is the same on ranks with copies of a tied embedding and on others.

@@ -27,8 +27,9 @@ from megapar.launch.grid import grid_of
 from megapar.optimizer.muon import Muon
 from megapar.optimizer.owners import Member, Part, Routes
 from megapar.pipeline.actions import Action
-from megapar.plan.memory import memory_limit, planned_device, planned_transport
+from megapar.plan.memory import memory_limit
 from megapar.plan.parts import Parts
+from megapar.plan.target import planned_device, planned_transport, with_planned_kernels
 from megapar.stage_set import StageSet
 from megapar.train import memory_report
 from megapar.train.kept import KeptBytes
@@ -133,13 +134,6 @@ def simulate(
         traffic=traffic,
         flops=executed.flops,
     )
-
-
-def with_planned_kernels(config: Config) -> Config:
-    """`config` with the kernels that auto means on the planned device. On the meta device it would mean torch's."""
-    if config.kernels.backend != "auto" or config.kernels.compile or planned_device(config) == "cpu":
-        return config
-    return replace(config, kernels=replace(config.kernels, backend="triton"))
 
 
 def _find_routes(muon: Muon, config: Config, build: Build, ctx: ParallelContext) -> None:

@@ -1,7 +1,6 @@
 """The recorded parts of a pipeline's stages: embedding, each layer, norm with head. Like parts are recorded once."""
 
 from megapar.config.options import Config
-from megapar.launch.grid import grid_of
 from megapar.plan.parts import FIRST, LAST, Parts
 from megapar.plan.recorded import Recording
 
@@ -14,7 +13,7 @@ def stages_of(config: Config, parts: Parts) -> list[Stage]:
 
     `config` is validated, and its kernels are those of the planned machine.
     """
-    ctx = parts.context(grid_of(config), 0)
+    ctx = parts.context(config, 0)
     of_layer = parts.layer_parts(config, ctx)
     layers_of_stages = parts.builder.stage_layers(config)
     found = []

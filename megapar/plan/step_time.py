@@ -27,11 +27,12 @@ from megapar.pipeline.simulation import simulate
 from megapar.plan.buffers import update_traffic
 from megapar.plan.durations import Duration, added, duration, scaled, total
 from megapar.plan.hardware import Hardware
-from megapar.plan.memory import memory_limit, planned_device
+from megapar.plan.memory import memory_limit
 from megapar.plan.network import Network
 from megapar.plan.parts import Parts
 from megapar.plan.recorded import Recording
 from megapar.plan.stage_works import stages_of
+from megapar.plan.target import planned_device
 
 OPTIMIZER = "optimizer and norm"
 HOST_LINK = "host"

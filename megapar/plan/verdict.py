@@ -7,8 +7,9 @@ from typing import get_args
 
 from megapar.config.options import Config
 from megapar.errors import ConfigError
-from megapar.plan.memory import RankReport, fullest_rank, planned_device, reports
+from megapar.plan.memory import RankReport, fullest_rank, reports
 from megapar.plan.parts import Parts
+from megapar.plan.target import planned_device
 from megapar.recompute import Mode
 
 UNEVEN_EXPERTS = 0.5

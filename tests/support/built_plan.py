@@ -21,7 +21,8 @@ from megapar.main_grad import WeightGradientQueue, main_grads
 from megapar.params import spec_of
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import most_live
-from megapar.plan.memory import RankReport, planned_transport
+from megapar.plan.memory import RankReport
+from megapar.plan.target import planned_transport
 from megapar.plan.work import META, FusedAttention
 from megapar.train import memory_report
 from megapar.train.kept import DEFERRED, KeptBytes, Key
