@@ -1,22 +1,30 @@
 """Flight logs: what is written is read, also after the process was killed; and what several logs say together."""
 
 import inspect
+import json
 import os
 import re
 import signal
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from megapar.comm import collectives, flight
+from megapar import context
+from megapar.comm import agreement, collectives, flight
 from megapar.comm.flight import RING, AxisLog, Board, Flight, read
 from megapar.comm.flight_file import FlightFile
+from megapar.comm.pending import Pending
 from megapar.comm.rendezvous import Member
 from megapar.comm.transport import Meta
-from megapar.context import Axis
+from megapar.context import Axis, ParallelContext
+from megapar.expert_parallel.dispatch import plan_dispatch
 from megapar.launch.diagnosis import as_table, diagnose
 
 MEMBERS = [Member(rank, f"node-{rank}", "cpu", pid=100 + rank) for rank in range(4)]
@@ -77,7 +85,7 @@ def call_each_collective(axis: Axis) -> None:
     collectives.reduce_scatter(x, axis)
     collectives.reduce_scatter_shard_async(flat, axis)
     collectives.reduce_scatter_shard_in_bf16_async(flat, axis)
-    collectives.all_to_all(x, [1, 3], [2, 2], axis)
+    collectives.all_to_all(x, [1, 3], [1, 2], axis)
     collectives.exchange([(x, 1)], [(x, 1)], axis)
     collectives.barrier(axis)
 
@@ -258,6 +266,66 @@ def test_the_rank_that_queues_nothing_is_named_where_hosts_wait_for_devices() ->
     stopped = diagnose(job.logs(r1="stopped"), MEMBERS)
     assert stopped is not None
     assert stopped[1] == 1, "a rank that is gone is the cause"
+
+
+class Instant(Meta):
+    """A transport whose waits return at once, as over NCCL. Nothing arrives: the other rank has begun nothing."""
+
+    sends = True
+
+    def all_reduce(self, x: Tensor, op: str) -> Pending:
+        return Pending()
+
+    def all_gather(self, x: Tensor, out: Tensor) -> Pending:
+        out.zero_()[: len(x)] = x
+        return Pending()
+
+
+def counts_of_rows(ctx: ParallelContext) -> None:
+    indices = torch.arange(8).view(4, 2) % 4
+    assert plan_dispatch(indices, 4, ctx.ep, ctx.etp).rows == 4
+
+
+def a_question_to_all(ctx: ParallelContext) -> None:
+    agreement.any_rank(True, ctx)
+
+
+def lengths_of_all(ctx: ParallelContext) -> None:
+    with pytest.raises(json.JSONDecodeError):  # the rows of a rank that has sent nothing
+        collectives.gather_json("x", ctx.world, ctx.device)
+
+
+@pytest.mark.parametrize(("work", "operation"), [
+    (counts_of_rows, "all_gather 1 on ep"), (a_question_to_all, "all_reduce 1 on world"),
+    (lengths_of_all, "all_gather 1 on world"),
+])  # fmt: skip
+def test_a_rank_that_is_missed_where_a_host_reads_a_result_is_named(
+    work: Callable[[ParallelContext], None], operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fault hung-rank, under NCCL: hosts of mixtures read how many rows arrive, and of all runs what ranks agree on."""
+    here, there = Flight(), Flight()
+    axes = {name: Axis(name, 2, 0, (0, 1), Instant(), log=here.axis(name, 0, 2, 0)) for name in ("ep", "world")}
+    for name in axes:
+        there.axis(name, 0, 2, 1)
+    there.enter("data")
+    ctx = replace(context.single(flight=here), **axes)
+    found = []
+    held = AxisLog.held
+
+    @contextmanager
+    def noted(self: AxisLog) -> Iterator[None]:
+        with held(self):
+            logs = {rank: {**read(log.memory, 8), "state": "running"} for rank, log in enumerate((here, there))}
+            found.append(diagnose(logs, MEMBERS[:2]))
+            yield
+
+    monkeypatch.setattr(AxisLog, "held", noted)
+    work(ctx)
+    text, rank = found[0]
+    assert rank == 1
+    assert "on node-1) did not arrive: it was in data" in text
+    assert operation in text
+    assert read(here.memory, 8)["waiting"] is None, "the wait is over"
 
 
 def test_a_rank_that_nobody_can_read_is_named() -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from megapar import device
+from megapar.comm.flight import Flight
 from megapar.train import stragglers, trainer
 from megapar.train.stragglers import Straggler, Stragglers, Waits
 from tests.support import program
@@ -112,7 +113,8 @@ def judged(windows: list[list[float]], monkeypatch: pytest.MonkeyPatch) -> list[
     found: list[Straggler] = []
     hosts = [["a", 0], ["b", 0], ["c", 1], ["d", 1]]
     monkeypatch.setattr(stragglers.collectives, "gather_json", lambda *_: hosts)
-    ctx: Any = SimpleNamespace(world=SimpleNamespace(size=4), pp=SimpleNamespace(rank=0), device=torch.device("cpu"))
+    parts = {"world": SimpleNamespace(size=4), "pp": SimpleNamespace(rank=0)}
+    ctx: Any = SimpleNamespace(flight=Flight(), device=torch.device("cpu"), **parts)
     lines: list[dict[str, Any]] = []
     judge = Stragglers(ctx, 8, found.append, lines.append)
     for number, window in enumerate(windows, 1):

@@ -73,7 +73,7 @@ class _Task(Generic[T]):
 def any_rank(flag: bool, ctx: ParallelContext) -> bool:
     """Whether `flag` is true on at least one rank. A collective over `ctx.world`."""
     flags = torch.tensor([int(flag)], device=ctx.device)
-    return bool(collectives.all_reduce(flags, ctx.world, "max").item())
+    return bool(collectives.to_host(collectives.all_reduce(flags, ctx.world, "max"), ctx.world).item())
 
 
 def until_all(done: Event, ctx: ParallelContext) -> None:
@@ -92,11 +92,11 @@ def from_first(value: Any, ctx: ParallelContext) -> Any:
     # The other ranks contribute zeros, so the element-wise maximum is what rank 0 sent.
     text = json.dumps(value).encode() if ctx.world.first else b""
     length = collectives.all_reduce(torch.tensor([len(text)], device=ctx.device), ctx.world, "max")
-    payload = torch.zeros(int(length), dtype=torch.uint8)
+    payload = torch.zeros(int(collectives.to_host(length, ctx.world)), dtype=torch.uint8)
     if ctx.world.first:
         payload.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
     received = collectives.all_reduce(payload.to(ctx.device), ctx.world, "max")
-    return json.loads(received.cpu().numpy().tobytes())
+    return json.loads(collectives.to_host(received, ctx.world).numpy().tobytes())
 
 
 def relayed(error: BaseException) -> Problem:

@@ -12,6 +12,7 @@ all-gather and reduce-scatter B (n-1)/n, point-to-point B.
 import json
 import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, cast
 
@@ -270,6 +271,20 @@ def exchange(sends: Transfers, receives: Transfers, axis: Axis) -> Pending:
     return axis.transport.exchange(sends, receives).logged(axis.log, first, last)
 
 
+def held(axis: Axis) -> AbstractContextManager[None]:
+    """A context in which the host waits for what its device computes from the newest operation of `axis`.
+
+    The log notes it. Under NCCL only such waits tell which rank is missing: those for operations return at once.
+    """
+    return nullcontext() if axis.log is None else axis.log.held()
+
+
+def to_host(x: Tensor, axis: Axis) -> Tensor:
+    """`x`, the result of the newest operation of `axis`, in host memory."""
+    with held(axis):
+        return x.cpu()
+
+
 def barrier(axis: Axis) -> None:
     """Wait until all ranks of `axis` have called this."""
     position = -1
@@ -317,9 +332,9 @@ def gather_json(value: Any, axis: Axis, device: torch.device) -> list[Any]:
         return [value]
     payload = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
     # all_gather needs equal shapes, so rows are padded to the longest one.
-    lengths = all_gather(torch.tensor([payload.numel()], device=device), axis).tolist()
+    lengths = to_host(all_gather(torch.tensor([payload.numel()], device=device), axis), axis).tolist()
     padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: payload.numel()] = payload
     # One copy to the host for all rows: reading each row by itself would wait for the device once a row.
-    rows = all_gather(padded.to(device), axis).cpu().view(axis.size, -1).numpy()
+    rows = to_host(all_gather(padded.to(device), axis), axis).view(axis.size, -1).numpy()
     return [json.loads(row[:length].tobytes()) for row, length in zip(rows, lengths, strict=True)]

@@ -16,8 +16,8 @@ import os
 import struct
 import sys
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
@@ -138,6 +138,23 @@ class AxisLog:
             if position >= self._count - RING:  # else a newer operation has overwritten the record
                 _ENDED.pack_into(memory, self._at + 64 + position % RING * _RECORD.size + 40, now)
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which the host waits for its device to compute from the newest operation.
+
+        Under NCCL the wait for the operation itself has returned at once, and the device waits.
+        """
+        newest = self._count - 1
+        if newest < 0:
+            yield
+            return
+        memory = self._flight.memory
+        ended = self._at + 64 + newest % RING * _RECORD.size + 40
+        _ENDED.pack_into(memory, ended, 0.0)
+        _WAIT.pack_into(memory, _AT_WAIT, self._index + 1, newest, newest, time.time())
+        yield  # after an error the log goes on to say what was waited for
+        _ENDED.pack_into(memory, ended, time.time())
+
     def fail(self, reason: str) -> str:
         """The message of a failed operation: `reason`, with the cause if a monitor knows it."""
         return self._flight.explain(reason)
@@ -172,6 +189,14 @@ class Flight:
         """Log the start of `phase` in the current step."""
         self.phase = phase
         _BEAT.pack_into(self.memory, _AT_BEAT, self.step, self._code[phase], time.time())
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """A context in which the host waits for all that its device has to compute. Its phase is "device"."""
+        phase = self.phase
+        self.enter("device")
+        yield
+        self.enter(phase)
 
     def span(self, name: str, stage: int = -1, microbatch: int = -1) -> AbstractContextManager[None]:
         """A context whose time is recorded, if there is a recorder (`megapar.recorder.Span`)."""

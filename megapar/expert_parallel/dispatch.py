@@ -130,7 +130,8 @@ def plan_dispatch(
         numbers: Callable[[], Tensor] = partial(_same, counted)
     else:
         # Begun here and waited for behind the copies of rows: a GPU would be idle while the host gets it.
-        numbers = device.HostCopy(torch.cat([chosen_e, arriving_qpe.reshape(-1)])).wait
+        copy = device.HostCopy(torch.cat([chosen_e, arriving_qpe.reshape(-1)]))
+        numbers = partial(_awaited, copy, ep if ep.size > 1 else etp)
     row_counts = RowCounts(ep, etp, num_experts, chosen.numel(), arriving_qpe, numbers)
     whole = Chunk(row_counts, 0, 1)
     return Dispatch(
@@ -145,6 +146,12 @@ def plan_dispatch(
         chunks=[whole] if chunks == 1 else [Chunk(row_counts, number, chunks) for number in range(chunks)],
         whole=whole,
     )
+
+
+def _awaited(copy: device.HostCopy, axis: Axis) -> Tensor:
+    """The numbers of rows on the host, gathered over `axis`. A rank that sends none is missed here first."""
+    with collectives.held(axis):
+        return copy.wait()
 
 
 def _same(x: Tensor) -> Tensor:

@@ -42,6 +42,8 @@ def evaluate(state: TrainState, batches: Sequence[MicroBatch]) -> Evaluated:
     for stage in state.stages.values():
         stage.train()
     hits = collectives.all_reduce(collectives.all_reduce(hits, ctx.grad), ctx.pp)
-    if divisor.item() == 0.0:
+    with ctx.flight.held():
+        targets = divisor.item()
+    if targets == 0.0:
         raise without_targets("an evaluation")
-    return Evaluated((loss * divisor).item(), divisor.item(), hits.item())
+    return Evaluated((loss * divisor).item(), targets, hits.item())

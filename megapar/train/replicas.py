@@ -119,7 +119,8 @@ def _gathered(mine: Tensor, ctx: ParallelContext) -> Tensor:
     counts = collectives.gather_json(len(mine), ctx.world, ctx.device)
     padded = torch.zeros(max(counts), 2, dtype=torch.int64)
     padded[: len(mine)] = mine
-    rows = collectives.all_gather(padded.to(ctx.device), ctx.world).cpu().view(len(counts), -1, 2)
+    gathered = collectives.all_gather(padded.to(ctx.device), ctx.world)
+    rows = collectives.to_host(gathered, ctx.world).view(len(counts), -1, 2)
     return torch.cat([rows[rank, :count] for rank, count in enumerate(counts)])
 
 

@@ -111,7 +111,8 @@ def compute_again(state: TrainState, step: QueuedStep) -> tuple[float, float]:
     # Modules have measured the step's logits and counted its tokens a second time.
     forget(measuring_modules(state.stages.values()))
     end_step(counting_modules(state.stages.values()), torch.ones((), dtype=torch.bool, device=state.ctx.device))
-    return loss.item(), norm.item()
+    with state.ctx.flight.held():
+        return loss.item(), norm.item()
 
 
 def in_words_again(result: StepResult, loss: float, grad_norm: float) -> str:

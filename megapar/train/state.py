@@ -152,11 +152,8 @@ class QueuedStep:
         failed step. Steps queued behind it have updated nothing either: forget them.
         """
         # A device that waits for another rank's holds this host here. The log tells where it is.
-        flight = self.state.ctx.flight
-        phase = flight.phase
-        flight.enter("device")
-        loss, grad_norm, tokens, votes, *others = self.numbers.wait().tolist()
-        flight.enter(phase)
+        with self.state.ctx.flight.held():
+            loss, grad_norm, tokens, votes, *others = self.numbers.wait().tolist()
         declared = self.state.stages.declared
         names = [of_loss.name for of_loss in declared.losses]
         largest = others.pop() if declared.logits is not None else None

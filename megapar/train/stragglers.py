@@ -139,7 +139,8 @@ class Stragglers:
             self._gathered = step, device.HostCopy(everywhere)
 
     def _judge(self, step: int, gathered: device.HostCopy) -> None:
-        seconds, peak = gathered.wait().view(-1, 2).T.tolist()
+        with self._ctx.flight.held():
+            seconds, peak = gathered.wait().view(-1, 2).T.tolist()
         known = [value if math.isfinite(value) else None for value in seconds]
         self._write(
             {"step": step, "rank_compute_seconds": known, "rank_peak_memory_bytes": [int(size) for size in peak]}
