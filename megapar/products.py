@@ -111,7 +111,7 @@ class MatrixProducts:
 
     def grouped_forward(self, x_2d: Tensor, weights_goi: Tensor, groups: RowGroups) -> Tensor:
         """y = x W^T with a matrix [out, in] for each group of rows: [tokens, out], from x_2d [tokens, in]."""
-        if self._in_one_launch(x_2d, weights_goi):
+        if self.in_one_launch(x_2d, weights_goi):
             return F.grouped_mm(x_2d, weights_goi.transpose(1, 2), offs=groups.ends)
         y = x_2d.new_empty(x_2d.shape[0], weights_goi.shape[1])
         for part, x, weight in zip(y.split(groups.sizes), x_2d.split(groups.sizes), weights_goi, strict=True):
@@ -120,7 +120,7 @@ class MatrixProducts:
 
     def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Tensor, groups: RowGroups) -> Tensor:
         """Gradient of x in `grouped_forward`: [tokens, in], from grad_2d [tokens, out]."""
-        if self._in_one_launch(grad_2d, weights_goi):
+        if self.in_one_launch(grad_2d, weights_goi):
             return F.grouped_mm(grad_2d, weights_goi, offs=groups.ends)
         grad_x = grad_2d.new_empty(grad_2d.shape[0], weights_goi.shape[2])
         for part, grad, weight in zip(
@@ -136,7 +136,7 @@ class MatrixProducts:
 
         A group without rows adds nothing. With `overwrite` its total becomes zero.
         """
-        if self._in_one_launch(grad_2d, totals_goi) and x_2d.dtype == grad_2d.dtype:
+        if self.in_one_launch(grad_2d, totals_goi) and x_2d.dtype == grad_2d.dtype:
             grouped.add_weight_gradients(totals_goi, grad_2d, x_2d, groups.ends, overwrite=overwrite)
             return
         for total, grad, x in zip(totals_goi, grad_2d.split(groups.sizes), x_2d.split(groups.sizes), strict=True):
@@ -145,7 +145,7 @@ class MatrixProducts:
             elif overwrite:
                 total.zero_()
 
-    def _in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
+    def in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
         """Whether one launch computes the products of all groups, by the grouped kernels."""
         # 8 numbers are 16 bytes. Without rows nothing is multiplied, and the loop fills what has to be zero. One group
         # is one product, which cuBLAS computes faster.

@@ -35,6 +35,7 @@ from megapar.train.data import open_loaders
 from megapar.train.state import TrainState
 from megapar.train.step import queue_step, train_step
 from megapar.train.trainer import assemble
+from tests.support import tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
     GPT,
@@ -327,22 +328,28 @@ def test_a_layer_with_experts_waits_once_behind_the_copies_of_rows(layout: Layou
     assert all(run_ranks(layout.world, waits_once_a_layer, layout))
 
 
-def test_without_ep_and_with_experts_in_one_launch_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+WITH_BIASES = tiny_models.small(
+    "gpt_oss", 48, 2, 76, num_key_value_heads=2, sliding_window=7, moe=replace(SHARED.moe, shared_expert_gate=False)
+)
+
+
+@pytest.mark.parametrize("model", [SHARED, WITH_BIASES], ids=["plain", "biases"])
+def test_without_ep_and_with_experts_in_one_launch_nothing_waits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rows are whose is read on the device alone. A loop stands for the launch of the weight gradients."""
 
     def add(totals: Tensor, grad: Tensor, x: Tensor, ends: Tensor, *, overwrite: bool = False) -> None:
         for total, stop, start in zip(totals, ends.tolist(), [0, *ends.tolist()], strict=False):
             total.mul_(0.0 if overwrite else 1.0).addmm_(grad[start:stop].t(), x[start:stop])
 
-    layout = WITH_EXPERTS[0]
-    rows = LENGTH * layout.micro_batch_size * SHARED.moe.num_experts_per_tok
+    layout = Layout(model, recompute="full")
+    rows = LENGTH * layout.micro_batch_size * model.moe.num_experts_per_tok
     events = []
     for in_one_launch in (False, True):
-        monkeypatch.setattr(MatrixProducts, "_in_one_launch", lambda *_, found=in_one_launch: found)
+        monkeypatch.setattr(MatrixProducts, "in_one_launch", lambda *_, found=in_one_launch: found)
         monkeypatch.setattr(grouped, "add_weight_gradients", add)
         events.append(events_of_mixture(layout.config(), rows))
-    assert events[0].count("copied rows") == events[1].count("copied rows") >= SHARED.num_hidden_layers
-    assert [found.count("host waits") for found in events] == [SHARED.num_hidden_layers, 0]
+    assert events[0].count("copied rows") == events[1].count("copied rows") >= model.num_hidden_layers
+    assert [found.count("host waits") for found in events] == [model.num_hidden_layers, 0]
 
 
 def counts_are_waited_for_too_early(patch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.context import single
-from megapar.expert_parallel.experts import Experts
+from megapar.expert_parallel.experts import Experts, _GroupedBias
 from megapar.low_rank import LoraRule
 from megapar.params import Init
 from megapar.products import MatrixProducts
@@ -197,8 +197,34 @@ def test_a_layer_of_experts(options: dict[str, Any]) -> None:
 
 
 def test_launches_of_a_layer() -> None:
-    """16 experts, as each rank of ep 8 has of Qwen3-30B-A3B: 2 matrices, forward, gradients of rows and of weights."""
+    """16 experts, as each rank of ep 8 has of Qwen3-30B-A3B: 2 matrices, forward, gradients of rows and of weights.
+
+    Biases take a product in each direction, and that of down one more for the weights of rows.
+    """
     assert [trained(products, [2] * 16)[0] for products in (LOOP, ONE_LAUNCH)] == [96, 6]
+    assert [trained(ONE_LAUNCH, [2] * experts, bias=True)[0] for experts in (16, 4)] == [11, 11]
+
+
+def test_biases_of_experts_at_once() -> None:
+    """Against fp64, with an expert without rows. Rows in bf16 are rounded once, and gradients are sums in fp32."""
+    sizes = (4, 0, 7, 21)
+    groups = RowGroups(4, RowGroups.of(sizes, DEVICE).ends, on_host=None)  # type: ignore[arg-type]  # is not asked
+    rows, bias, grad = draw(32, 24, seed=1), draw(4 * 24, seed=2), draw(32, 24, seed=3)
+    weights = draw(32, 1, seed=4, dtype=torch.float32)
+    expert = torch.repeat_interleave(torch.tensor(sizes, device=DEVICE))
+    for factors in (None, weights):
+        given = [x.clone().requires_grad_() for x in (rows, bias, weights)]
+        used = None if factors is None else given[2]
+        y = _GroupedBias.apply(given[0] * 1, given[1], used, groups, True, True)
+        y.backward(grad)
+        wide = [x.double().requires_grad_() for x in (rows, bias, weights)]
+        expected = wide[0] + wide[1].view(4, 24)[expert] * (1 if factors is None else wide[2])
+        expected.backward(grad.double())
+        assert relative_error(y, expected) < 2**-8
+        assert torch.equal(given[0].grad, grad)
+        assert relative_error(given[1].grad, wide[1].grad) < 2**-8
+        if factors is not None:
+            assert relative_error(given[2].grad, wide[2].grad) < 1e-6
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a GPU with 40 GB")

@@ -249,7 +249,7 @@ def test_experts_are_multiplied_in_as_many_launches_as_on_the_gpu(
 ) -> None:
     """One for all of them on Hopper, and elsewhere one for each. Their FLOPs are the same."""
     if not in_one_launch:
-        monkeypatch.setattr(MatrixProducts, "_in_one_launch", lambda *_: False)
+        monkeypatch.setattr(MatrixProducts, "in_one_launch", lambda *_: False)
     of = config(1, "--train.micro_batch_size", "1", preset="qwen3-30b-a3b")
     _, work = layer_work(of)
     flops = 2.0 * 8 * 2048 * 768 * 2048  # of a matrix, with 8 experts a token

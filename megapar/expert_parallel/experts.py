@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 
 from megapar import recompute
 from megapar.converted_weight import ConvertedWeight
+from megapar.expert_parallel.balance import Float32Products, halves
 from megapar.expert_parallel.row_counts import experts_of
 from megapar.low_rank import LoraRule
 from megapar.main_grad import DeferredWeightGradient
@@ -162,12 +163,12 @@ class Experts(nn.Module):
         gate_up = self._product(rows, self.gate_up, 2 * width, groups, experts)
         gate_up = self._adapted("gate", gate_up, rows, slice(0, width), groups, experts)
         gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), groups, experts)
-        gate_up = self._biased(gate_up, self.gate_up_bias, None, groups, experts, adds=True)
+        gate_up = self._biased(gate_up, self.gate_up_bias, None, self.gate_up, groups, experts, adds=True)
         inner = recompute.remade(self.activation, gate_up, weights)
         y = self._product(inner, self.down, self.hidden_size, groups, experts)
         y = self._adapted("down", y, inner, slice(0, self.hidden_size), groups, experts)
         # The ranks of etp have parts of a sum, to which the bias is added once.
-        return self._biased(y, self.down_bias, weights, groups, experts, adds=self.sharding.etp.first)
+        return self._biased(y, self.down_bias, weights, self.down, groups, experts, adds=self.sharding.etp.first)
 
     def _product(self, rows: Tensor, weight: Tensor, out_features: int, groups: RowGroups, experts: slice) -> Tensor:
         """The rows of each expert, multiplied by its matrix in `weight`."""
@@ -186,16 +187,26 @@ class Experts(nn.Module):
         return _AddToColumns.apply(y, added, columns, self.scale)
 
     def _biased(
-        self, y: Tensor, bias: Tensor | None, weights: Tensor | None, groups: RowGroups, experts: slice, *, adds: bool
+        self,
+        y: Tensor,
+        bias: Tensor | None,
+        weights: Tensor | None,
+        matrices: Tensor,
+        groups: RowGroups,
+        experts: slice,
+        *,
+        adds: bool,
     ) -> Tensor:
         """y with the bias of each expert added to its rows, in place, if there are biases and this rank `adds` them.
 
-        The bias of a row is multiplied by its weight if there are `weights`.
+        The bias of a row is multiplied by its weight if there are `weights`. y is a product with `matrices`.
         """
         if bias is None or not groups.number:
             return y
-        of_experts = bias.view(len(self.expert_numbers), -1)[experts].flatten()
-        return _GroupedBias.apply(y, of_experts, weights, groups.sizes, adds)
+        number = len(self.expert_numbers)
+        of_experts = bias.view(number, -1)[experts].flatten()
+        at_once = self.products.in_one_launch(y, matrices.view(number, y.shape[1], -1)[experts])
+        return _GroupedBias.apply(y, of_experts, weights, groups, adds, at_once)
 
 
 class _AddToColumns(torch.autograd.Function):
@@ -221,42 +232,92 @@ class _GroupedBias(torch.autograd.Function):
     It is added in place: the product that made the rows does not need them. Without weights w [rows, 1] all are 1. The
     gradient of an expert's bias is summed over its rows in fp32. An expert without rows has the gradient 0. So have all
     if this rank does not add (`adds`).
+
+    `at_once` computes by products with a matrix that has each row's weight in the column of its expert. They take a few
+    launches for any number of experts, and the host needs not know the numbers of rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, bias: Tensor, weights: Tensor | None, rows_of_expert: Sequence[int], adds: bool
+        ctx: Any, rows: Tensor, bias: Tensor, weights: Tensor | None, groups: RowGroups, adds: bool, at_once: bool
     ) -> Tensor:
-        ctx.rows_of_expert = list(rows_of_expert)
+        ctx.groups = groups
         ctx.dtype = bias.dtype
         ctx.adds = adds
+        ctx.at_once = at_once
         ctx.mark_dirty(rows)
         if weights is not None:
             ctx.save_for_backward(bias, weights)
-        if adds:
-            biases = bias.view(len(rows_of_expert), -1)
-            factors = [1.0] * len(biases) if weights is None else weights.split(ctx.rows_of_expert)
-            for part, expert_bias, factor in zip(rows.split(ctx.rows_of_expert), biases, factors, strict=True):
-                part += factor * expert_bias
+        if not adds:
+            return rows
+        biases = bias.view(groups.number, -1)
+        if at_once:
+            weights_of_experts = _weights_of_experts(rows, weights, groups)
+            rows.addmm_(weights_of_experts, biases.repeat(weights_of_experts.shape[1] // groups.number, 1))
+            return rows
+        factors = [1.0] * len(biases) if weights is None else weights.split(groups.sizes)
+        for part, expert_bias, factor in zip(rows.split(groups.sizes), biases, factors, strict=True):
+            part += factor * expert_bias
         return rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+        groups = ctx.groups
         if not ctx.adds:
-            zeros = grad.new_zeros(len(ctx.rows_of_expert) * grad.shape[1], dtype=ctx.dtype)
-            return grad, zeros, None, None, None
-        wide = torch.promote_types(ctx.dtype, torch.float32)
-        parts = grad.split(ctx.rows_of_expert)
+            zeros = grad.new_zeros(groups.number * grad.shape[1], dtype=ctx.dtype)
+            return grad, zeros, None, None, None, None
         saved = ctx.saved_tensors  # read once: under activation checkpointing a second time is an error
-        if not saved:
-            return grad, torch.cat([part.sum(0, dtype=wide) for part in parts]).to(ctx.dtype), None, None, None
-        bias, weights = saved
-        biases = bias.view(len(parts), -1).to(wide)
-        sums = [(part * weight).sum(0) for part, weight in zip(parts, weights.split(ctx.rows_of_expert), strict=True)]
-        of_weights = [(part * expert_bias).sum(1) for part, expert_bias in zip(parts, biases, strict=True)]
-        grad_weights = torch.cat(of_weights).view_as(weights).to(weights.dtype)
-        return grad, torch.cat(sums).to(ctx.dtype), grad_weights, None, None
+        bias: Any
+        bias, weights = saved or (None, None)
+        grad_weights = None
+        if ctx.at_once:
+            sums = _sums_of_experts(grad, weights, groups)
+            if weights is not None:
+                of_all = Float32Products().forward(grad, bias.view(groups.number, -1), None)
+                grad_weights = of_all.gather(1, _expert_of_row(len(grad), groups)).to(weights.dtype)
+            return grad, sums.flatten().to(ctx.dtype), grad_weights, None, None, None
+        wide = torch.promote_types(ctx.dtype, torch.float32)
+        parts = grad.split(groups.sizes)
+        if weights is None:
+            sums = torch.cat([part.sum(0, dtype=wide) for part in parts])
+        else:
+            biases = bias.view(len(parts), -1).to(wide)
+            factors = weights.split(groups.sizes)
+            sums = torch.cat([(part * weight).sum(0) for part, weight in zip(parts, factors, strict=True)])
+            of_weights = [(part * expert_bias).sum(1) for part, expert_bias in zip(parts, biases, strict=True)]
+            grad_weights = torch.cat(of_weights).view_as(weights).to(weights.dtype)
+        return grad, sums.to(ctx.dtype), grad_weights, None, None, None
+
+
+def _expert_of_row(rows: int, groups: RowGroups) -> Tensor:
+    """int64 [rows, 1]: the expert of each row, from their ends on the device."""
+    row = torch.arange(rows, dtype=groups.ends.dtype, device=groups.ends.device)
+    return torch.searchsorted(groups.ends, row, right=True)[:, None]
+
+
+def _weights_of_experts(rows: Tensor, weights: Tensor | None, groups: RowGroups) -> Tensor:
+    """Zeros but for each row's weight in the column of its expert: [rows, experts] in the dtype of the rows.
+
+    Weights in fp32 are the sum of two bf16 halves, which have columns of their own: [rows, 2 experts].
+    """
+    if weights is None:
+        parts: Sequence[Tensor] = [rows.new_ones(len(rows), 1)]
+    else:
+        parts = halves(weights) if rows.dtype == torch.bfloat16 else [weights]
+    found = rows.new_zeros(len(rows), len(parts) * groups.number)
+    expert = _expert_of_row(len(rows), groups)
+    for number, part in enumerate(parts):
+        found.scatter_(1, expert + number * groups.number, part)
+    return found
+
+
+def _sums_of_experts(rows: Tensor, weights: Tensor | None, groups: RowGroups) -> Tensor:
+    """The sum of each expert's rows times their weights, in fp32: [experts, out]."""
+    of_experts = _weights_of_experts(rows, weights, groups)
+    sums = rows.new_empty(of_experts.shape[1], rows.shape[1], dtype=torch.float32)
+    TORCH_PRODUCTS.add_weight_gradient(sums, of_experts, rows, overwrite=True)
+    return sums.view(-1, groups.number, rows.shape[1]).sum(0)
 
 
 class _GroupedLinear(torch.autograd.Function):
