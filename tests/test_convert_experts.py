@@ -21,6 +21,7 @@ from megapar_models.registry import FAMILIES, presets, validate, weight_options
 from safetensors.torch import save_file
 from torch import Tensor
 
+from megapar import random
 from megapar.checkpoint.format import read_manifest, write_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig, MoEConfig
@@ -28,9 +29,9 @@ from megapar.config.options import CheckpointConfig, Config, DataConfig
 from megapar.context import single
 from megapar.errors import CheckpointError, ConfigError
 from megapar.expert_parallel.balance import Router
-from megapar.params import spec_of
+from megapar.params import Piece, spec_of
 from megapar.random import initialize
-from megapar.train import trainer
+from megapar.train import checkpoints, trainer
 from tests.support import reference_models, tiny_models
 from tests.support.hugging_face import (
     Case,
@@ -447,10 +448,12 @@ def test_what_is_no_dense_llama_is_not_upcycled(tmp_path: Path) -> None:
 # A run from converted weights
 
 
-def start_from(native: Path, run: Path, **moe: Any) -> tuple[list[Tensor], list[str]]:
+def start_from(
+    native: Path, run: Path, options: CheckpointConfig | None = None, **moe: Any
+) -> tuple[list[Tensor], list[str]]:
     """The selection biases of all routers at the start of a run from these weights, and the lines for the user."""
     config = load(["--config", str(native / "config.toml"), "--run_dir", str(run)]).config
-    config = replace(config, checkpoint=CheckpointConfig(init_from=str(native)), data=DataConfig())
+    config = replace(config, checkpoint=options or CheckpointConfig(init_from=str(native)), data=DataConfig())
     config = validate(replace(config, model=replace(config.model, moe=replace(config.model.moe, **moe))), 1)
     stages = build_stages(config, single())
     _, notes = trainer.start(config, single(), stages)
@@ -516,3 +519,27 @@ def test_experts_and_biases_of_routers_are_exported_for_dtensors(tmp_path: Path)
     assert "layers.1.mlp.experts.2.down.weight" in weights
     for name, tensor in weights.items():
         assert torch.equal(state[name], tensor), name
+
+
+def test_weights_that_files_fill_are_not_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawing those of 70B takes minutes. A run without files draws all, and one that may lack tensors does too."""
+    native = tmp_path / "native"
+    hf_to_native(HfToNative(save_model(tmp_path / "hf", CASES[0]), native, verify=False))
+    drawn: list[str] = []
+    initial_values = random.initial_values
+
+    def drawing(piece: Piece, *args: Any, **options: Any) -> Tensor:
+        drawn.append(piece.name)
+        return initial_values(piece, *args, **options)
+
+    monkeypatch.setattr(random, "initial_values", drawing)
+    start_from(native, tmp_path / "from")
+    assert not drawn
+    for number, options in enumerate((CheckpointConfig(), CheckpointConfig(init_from=str(native), strict=False))):
+        start_from(native, tmp_path / str(number), options)
+        assert {"embedding.weight", "layers.0.mlp.experts.0.down.weight"} <= set(drawn)
+        drawn.clear()
+    config = replace(load(["--config", str(native / "config.toml")]).config, data=DataConfig())
+    (stage,) = build_stages(validate(config, 1), single()).values()
+    draws = checkpoints.draws(Config(), tmp_path / "step-1")
+    assert not any(draws(spec_of(param)) for param in stage.parameters()), "a run that resumes"

@@ -235,7 +235,7 @@ def test_attention_with_sinks_and_windows_is_that_of_our_kernels() -> None:
         stage = BUILDER.maker(of, ctx)(range(number, number + 1), first=False, last=False)
         work = Recording(stage, meta_batch(1, of.train.seq_length, 1, 1), tape)
         matrices = [x for x in work.forward if isinstance(x, Product) and not x.grouped]
-        assert len(matrices) == 3  # qkv, out and router
+        assert len(matrices) == 5  # qkv, out, router, and biases of experts for both of their matrices
         found += [x for x in work.forward if isinstance(x, Attention)]
         assert [x.tiled for x in work.backward if isinstance(x, Attention) and x.backward] == [True]
     a_pair = 4.0 * 64 * 64
