@@ -63,7 +63,7 @@ def test_late_transfers_change_no_bit(layout: Layout) -> None:
 
 def counts_are_read_without_a_wait(patch: pytest.MonkeyPatch) -> None:
     def early(self: row_counts.RowCounts) -> tuple[torch.Tensor, torch.Tensor]:
-        copy = self.numbers.__self__._copy  # type: ignore[attr-defined]
+        copy = self.numbers.args[0]._copy  # type: ignore[attr-defined]
         sent_e, arriving = copy.split([self.num_experts, self.arriving_qpe.numel()])
         return sent_e, arriving.view(self.arriving_qpe.shape)
 

@@ -409,3 +409,38 @@ def test_traffic_between_copies_of_shards_is_that_of_the_formula(schedule: str) 
         gathered = rounds * (2 * everything - last) - (rounds - 1) * first
         assert found["step"] == {"all_gather": gathered, "reduce_scatter": rounds * 4 * everything // 2}
         assert found["copies"] == {"all_reduce": 4 * everything // 2}
+
+
+def order_of_sums(layout: Layout) -> list[str]:
+    """What starts in the second step, of which the first has learned when buckets are complete."""
+    config = layout.config()
+    config = replace(config, optimizer=replace(config.optimizer, bucket_mb=0.02))
+    state = make_state(config)
+    noted: list[str] = []
+
+    def noting(patch: pytest.MonkeyPatch, owner: Any, name: str, event: Callable[..., str]) -> None:
+        original = getattr(owner, name)
+
+        def noted_first(*args: Any, **options: Any) -> Any:
+            noted.append(event(*args))
+            return original(*args, **options)
+
+        patch.setattr(owner, name, noted_first)
+
+    with pytest.MonkeyPatch.context() as patch:
+        noting(patch, collectives, "reduce_scatter_shard_async", lambda *_: "bucket")
+        noting(patch, collectives, "all_reduce_async", lambda x, axis, *_: axis.name)
+        noting(patch, type(state.grads), "finish", lambda _: "finish")
+        for step in range(2):
+            noted.clear()
+            train_step(state, micro_batches(config, state.ctx, step))
+    return [event for event in noted if event in ("bucket", state.ctx.grad.copies.name, "finish")]
+
+
+def test_copies_of_shards_are_summed_under_the_backward() -> None:
+    """With stage 1. The sum of a bucket's shard starts right before the next bucket is reduced."""
+    for noted in run_ranks(4, order_of_sums, Layout(SMALL, dp=4, shard_ranks=2, micro_batch_size=3)):
+        before = noted[: noted.index("finish")]
+        assert before == ["bucket", *["grad_copies", "bucket"] * (len(before) // 2)]
+        assert len(before) >= 5
+        assert noted.count("bucket") == noted.count("grad_copies")

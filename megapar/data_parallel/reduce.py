@@ -10,6 +10,8 @@ complete when all its gradients have been added. A complete bucket is all-reduce
     begin()     right before the last backward      reduces complete buckets from now on
     finish()    after the last backward             reduces the other buckets and waits for all
 
+With optimizer.shard_ranks a shard has copies. Their sum starts when the next bucket's reduction does.
+
 After finish(), this rank's shards hold the gradient of the global batch.
 """
 
@@ -55,6 +57,7 @@ class Gradients(ReducedGradients):
         self._phase = _Phase.ADDING
         # One for each bucket whose reduction has started, in bucket order. The length is the index of the next bucket.
         self._started: list[collectives.Pending] = []
+        self._sums_of_copies: list[collectives.Pending] = []
         self._progress = _Progress(layout)
 
     def zero(self) -> None:
@@ -68,6 +71,7 @@ class Gradients(ReducedGradients):
         for main_grad in self._main_grads:
             main_grad.is_stale = True
         self._started = []
+        self._sums_of_copies = []
         self._phase = _Phase.ADDING
 
     def begin(self, last_backward: Hashable = None) -> None:
@@ -84,21 +88,14 @@ class Gradients(ReducedGradients):
         self._reduce_complete_buckets()
 
     def finish(self) -> None:
-        """Reduce the remaining buckets and wait for all. Then sum shards over their copies, and partial gradients.
-
-        Shards have copies with optimizer.shard_ranks.
-        """
+        """Reduce the remaining buckets, sum shards over their copies, and wait for all. Then sum partial gradients."""
         if self._phase is _Phase.REDUCED:
             raise RuntimeError("Gradients.finish() called twice: the gradients are reduced, call zero() first")
         while len(self._started) < len(self.layout.buckets):
             self._reduce_next()
-        for pending in self._started:
-            pending.wait()
-        pendings = [
-            collectives.all_reduce_async(self.flat[slice(*self.layout.shard(bucket))], self.layout.copies(bucket))
-            for bucket in self.layout.buckets
-        ]
-        for pending in pendings:
+        if self._started:
+            self._sum_copies()
+        for pending in [*self._started, *self._sums_of_copies]:
             pending.wait()
         self._add_partial_sums()
         if self._phase is _Phase.LAST_BACKWARD:  # without begin() no additions were counted
@@ -130,7 +127,18 @@ class Gradients(ReducedGradients):
         while len(self._started) < len(self.layout.buckets) and self._progress.is_complete(len(self._started)):
             self._reduce_next()
 
+    def _sum_copies(self) -> None:
+        """Start to sum the newest bucket's shard over its copies, which it has with optimizer.shard_ranks."""
+        bucket = self.layout.buckets[len(self._started) - 1]
+        copies = self.layout.copies(bucket)
+        if copies.size > 1:
+            self._started[-1].wait()
+            shard = self.flat[slice(*self.layout.shard(bucket))]
+            self._sums_of_copies.append(collectives.all_reduce_async(shard, copies))
+
     def _reduce_next(self) -> None:
+        if self._started:
+            self._sum_copies()  # the shard has had the backward of a bucket to arrive
         bucket = self.layout.buckets[len(self._started)]
         for main_grad in self._main_grads[bucket.first_param : bucket.end_param]:
             main_grad.zero_if_stale()  # a parameter that no micro-batch has used

@@ -405,7 +405,7 @@ class _Step:
             if options.zero_stage < 2:
                 ends.expose(axis, self._reduction_wait(axis, number, own))
             if options.zero_stage and self._is_split(axis):
-                ends.expose(axis, self._wait_for_copies(axis, shard, own))
+                ends.expose(axis, self._wait_for_copies(axis, shard, number, own))
             if options.zero_stage in (1, 2):
                 gather = self.network.seconds("all_gather", self._shards(axis), number * itemsize)
                 if options.overlap_param_gather and own:
@@ -486,7 +486,7 @@ class _Step:
         options = self.config.optimizer
         operation = "all_reduce" if options.zero_stage == 0 else "reduce_scatter"
         nbytes = elements * self._grad_itemsize
-        buckets = max(round(elements * 4 / (options.bucket_mb * 2**20)), 1)
+        buckets = self._buckets(elements)
         # The last bucket is complete when the backward ends. The others follow each other under it.
         each = self.network.seconds(operation, self._shards(axis), nbytes / buckets)
         if not options.overlap_grad_reduce or not own:
@@ -495,15 +495,22 @@ class _Step:
         window = sum(self._backward_of(fine) * fine.number for fine in own[0])
         return max(each, each * buckets - window * (buckets - 1) / buckets)
 
-    def _wait_for_copies(self, axis: str, shard: float, own: Sequence[Sequence[_Fine]]) -> float:
+    def _wait_for_copies(self, axis: str, shard: float, elements: int, own: Sequence[Sequence[_Fine]]) -> float:
         """Seconds of the sum of shards over their copies, after the last backward."""
         seconds = self.network.seconds("all_reduce", self._copies(axis), 4 * shard)
-        if self.config.optimizer.zero_stage < 2 or not own:
+        options = self.config.optimizer
+        if not own or (options.zero_stage < 2 and not options.overlap_grad_reduce):
             return seconds
-        # Each unit's is started by its last addition, under the backward of the units before it.
+        # A unit's starts with its last addition, and a bucket's when the next bucket is complete: under the backward of
+        # what is left.
         units = sum(fine.number for fine in own[0])
+        if options.zero_stage < 2:
+            units = self._buckets(elements)
         window = sum(self._backward_of(fine) * fine.number for fine in own[0])
         return max(seconds / units, seconds - window * (units - 1) / units)
+
+    def _buckets(self, elements: int) -> int:
+        return max(round(elements * 4 / (self.config.optimizer.bucket_mb * 2**20)), 1)
 
     @property
     def _grad_itemsize(self) -> int:
