@@ -5,13 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_kernels import tiled_attention
+from megapar_kernels import block_attention, tiled_attention
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, add_sinks, reference, reference_backward
 from megapar_kernels.tiled_attention import Attended, Tiles, of_documents
 from torch import Tensor
 
 from megapar.batch import MicroBatch
+from megapar.context import Axis
+from megapar.context_parallel import attention, deal
+from megapar.context_parallel.attention import CoreAttention
+from megapar.context_parallel.partial import Dropped, Gradient, Result
 from megapar.context_parallel.whole import whole_attention
 from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error, strided
 from tests.support.sweeps import slow_but
@@ -209,3 +213,78 @@ def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str
     for mine, theirs in zip(outputs["triton"], outputs["torch"], strict=True):
         assert (mine.shape, mine.dtype) == (theirs.shape, theirs.dtype)
         assert relative_error(mine, theirs) < 8e-3
+
+
+# Capped scores in blocks, as ranks of cp compute them
+
+CAPPED = ScoreRule(0.3, 3.0, capped_by="triton")
+# On GPUs the kernels serve 16 bits alone.
+DTYPE, BOUND = (torch.bfloat16, 1e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-5)
+
+
+@pytest.fixture
+def no_scores_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(block_attention, "reference", None)
+    monkeypatch.setattr(block_attention, "reference_backward", None)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.usefixtures("no_scores_in_memory")
+def test_a_capped_block_of_earlier_keys(causal: bool) -> None:
+    """Fewer queries than keys: the last query attends the last key."""
+    q, k, v = (
+        random((2, 4, 20, 24), DTYPE, "bnsd"),
+        *(random((2, 2, 50, e), DTYPE, "bnsd") for e in (24, 10)),
+    )
+    wide = [x.double() for x in (q, k, v)]
+    expected, expected_lse = reference(*wide, causal=causal, rule=CAPPED)
+    out, lse = block_attention.attention_block(q, k, v, causal=causal, rule=CAPPED)
+    grad = random(out.shape, DTYPE, "bnsd")
+    found = block_attention.attention_block_backward(grad, q, k, v, out, lse, causal=causal, rule=CAPPED)
+    right = reference_backward(grad.double(), *wide, expected, expected_lse, causal=causal, rule=CAPPED)
+    for mine, theirs in zip((out, lse, *found), (expected, expected_lse, *right), strict=True):
+        assert relative_error(mine, theirs) < BOUND
+
+
+@pytest.mark.parametrize("starts", [None, (0, 1, 4, 17, 40, 70, 80)])
+@pytest.mark.usefixtures("no_scores_in_memory")
+def test_capped_blocks_of_a_rank_are_merged(starts: tuple[int, ...] | None) -> None:
+    """Rank 1 of cp 2 has the second and third quarter of two samples' queries. Samples may have documents."""
+    length = 40
+    q, k, v, grad = (random((2, heads, length, 16), DTYPE, "bnsd") for heads in (4, 2, 2, 4))
+    held = torch.tensor(deal.positions(length, 2, 1), device=DEVICE)
+    seen = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()[held]
+    if starts is not None:
+        document = torch.searchsorted(torch.tensor(starts), torch.arange(2 * length), right=True).view(2, -1).to(DEVICE)
+        seen = (seen & (document[:, held, None] == document[:, None, :]))[:, None]
+    q, grad = q[:, :, held], grad[:, :, held]
+    blocks = deal.blocks(deal.chunks(length, 2, 1), [(0, length)], length, starts)
+    dropped = Dropped(None, [(0, length)])
+    result = Result(q, 16, CAPPED)
+    result.add(q, k, v, blocks, dropped)
+    gradient = Gradient(grad, q, result.out.to(DTYPE), result.lse, CAPPED)
+    grad_k, grad_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
+    gradient.add(k, v, blocks, dropped, grad_k, grad_v)
+    wide = [x.double() for x in (q, k, v)]
+    expected, lse = reference(*wide, causal=False, rule=CAPPED, seen=seen)
+    right = reference_backward(grad.double(), *wide, expected, lse, causal=False, rule=CAPPED, seen=seen)
+    for mine, theirs in zip((result.out, gradient.q, grad_k, grad_v), (expected, *right), strict=True):
+        assert relative_error(mine, theirs) < BOUND
+
+
+def test_ranks_of_cp_compute_capped_scores_in_tiles() -> None:
+    """By the kernels of the run, and not if it has none."""
+    noted: list[ScoreRule] = []
+
+    def gather(q: Tensor, *others: Any) -> Tensor:
+        noted.append(others[5])
+        return q
+
+    for kernels in (Kernels(), Kernels(masked_attention="triton")):
+        cp = Axis("cp", 2, 0, (0, 1))
+        core = CoreAttention(cp, "gather", [0, 1], kernels, torch.device("cpu"), 8, 8, rule=ScoreRule(0.3, 3.0))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(attention, "gather_attention", gather)
+            rows = torch.zeros(4, 1, 2, 8)
+            core(rows, rows, rows, MicroBatch.of_samples(*[torch.zeros(1, 8)] * 3, torch.arange(1)), None)
+    assert [rule.capped_by for rule in noted] == ["torch", "triton"]

@@ -18,6 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megapar_kernels import tiled_attention
+from megapar_kernels.dispatch import Implementation
+from megapar_kernels.tiled_attention import Attended
+
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _QUERIES, _KEYS = 256, 2048  # of a block of `largest_scores`; the queries are also those of a compiled graph
 _ROWS = 64  # of a block of queries on a CPU, see `in_blocks_of_rows`; with 32 the calls cost as much as that saves
@@ -30,11 +34,13 @@ FusedAttention = Literal["torch", "cudnn"]
 class ScoreRule:
     """From the product z of a query and a key to their score s: scale * z, and with a `cap` then cap * tanh(s / cap).
 
-    `scale` None is 1 / sqrt(d). Capped scores are held in memory for a block of queries at a time.
+    `scale` None is 1 / sqrt(d). `capped_by` triton computes capped scores in tiles, where its kernels serve. Else they
+    are held in memory: all those of a block.
     """
 
     scale: float | None = None
     cap: float = 0.0
+    capped_by: Implementation = "torch"
 
     def factor(self, q: Tensor) -> float:
         """The scale of the products of `q` [..., d], which is not padded."""
@@ -63,6 +69,11 @@ def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention) -> bool
     widths = q.shape[-1], v.shape[-1]
     fits = all(width % 8 == 0 and width <= 128 for width in widths) and min(q.shape[2], k.shape[2]) > 1
     return impl == "cudnn" and q.is_cuda and q.dtype in _FLASH_DTYPES and fits
+
+
+def _tiles_serve(q: Tensor, v: Tensor, keep: Tensor | None, rule: ScoreRule) -> bool:
+    """Whether our kernels compute the capped scores of a block. They have no dropout."""
+    return keep is None and rule.cap > 0.0 and tiled_attention.serves(rule.capped_by, q, v)
 
 
 def padded(x: Tensor, width: int) -> Tensor:
@@ -172,6 +183,8 @@ def attention_block(
     [b, n, q, k], the probabilities are multiplied by keep / (1 - p). Raises ValueError for a causal block with more
     keys than queries where `takes_earlier_keys` is false.
     """
+    if _tiles_serve(q, v, keep, rule):
+        return tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, Attended(causal))
     if keep is not None or rule.cap:
         return reference(q, k, v, causal=causal, keep=keep, p=p, rule=rule)
     if _cudnn_serves(q, k, v, impl):
@@ -212,6 +225,8 @@ def attention_block_backward(
     impl: FusedAttention = "torch",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of a block. `out` and `lse` are the merged results of all blocks of these queries."""
+    if _tiles_serve(q, v, keep, rule):
+        return tiled_attention.backward(grad_out, q, k, v, out, lse, rule.factor(q), rule.cap, Attended(causal))[:3]
     if keep is not None or rule.cap:
         return reference_backward(grad_out, q, k, v, out, lse, causal=causal, keep=keep, p=p, rule=rule)
     if _cudnn_serves(q, k, v, impl):

@@ -4,6 +4,7 @@ Shapes: s positions of this rank, b samples, n query heads, d width of a query a
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -129,7 +130,8 @@ class CoreAttention(nn.Module):
         starts = batch.starts_on_host
         # cuDNN compiles a plan for each new shape. The blocks of documents have new shapes in each step.
         impl = self.kernels.attention if starts is None else "torch"
-        return attention(q, k, v, self.cp, starts, dropout, self.rule, sinks_n, impl, largest)
+        rule = replace(self.rule, capped_by=self.kernels.masked_attention)
+        return attention(q, k, v, self.cp, starts, dropout, rule, sinks_n, impl, largest)
 
     def flops_per_token(self, seq_length: int) -> int:
         """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""
