@@ -16,12 +16,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar_kernels.block_attention import (
+    SERVERS,
     FusedAttention,
     ScoreRule,
     attention_block,
     attention_block_backward,
     in_blocks_of_rows,
     products,
+    server_of,
 )
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
@@ -73,6 +75,24 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "torch", scale:
     with sdpa_kernel(CUDNN_FIRST, set_priority=True) if impl == "cudnn" else nullcontext():
         gqa = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=gqa)
+
+
+def server_of_sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention) -> str:
+    """Who computes `sdpa`, in words."""
+    if q.shape[-1] != v.shape[-1] or not q.is_cuda:
+        return SERVERS[server_of(q, k, v, impl=impl, drops=False)]
+    # Torch chooses by more than shapes, and says nothing of it.
+    return "cuDNN, or FlashAttention 2 where it refuses" if impl == "cudnn" else "torch's SDPA"
+
+
+def server_of_documents(q: Tensor, v: Tensor) -> str:
+    """Who computes `packed_causal_attention`, in words."""
+    if not q.is_cuda:
+        return SERVERS["cpu"]
+    return f"{SERVERS['flash']} (varlen_attn)" if varlen_serves(q, v) else WITH_A_MASK
+
+
+WITH_A_MASK = "torch's SDPA with a mask"
 
 
 def for_cpu(q: Tensor, impl: FusedAttention) -> bool:

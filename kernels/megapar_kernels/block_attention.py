@@ -71,9 +71,31 @@ def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention) -> bool
     return impl == "cudnn" and q.is_cuda and q.dtype in _FLASH_DTYPES and fits
 
 
-def _tiles_serve(q: Tensor, v: Tensor, keep: Tensor | None, rule: ScoreRule) -> bool:
-    """Whether our kernels compute the capped scores of a block. They have no dropout."""
-    return keep is None and rule.cap > 0.0 and tiled_attention.serves(rule.capped_by, q, v)
+Server = Literal["tiles", "cudnn", "flash", "cpu", "scores"]
+"""Who computes a block of queries and keys."""
+SERVERS: dict[Server, str] = {
+    "tiles": "our kernels",
+    "cudnn": "cuDNN",
+    "flash": "FlashAttention 2",
+    "cpu": "torch's fused operation for CPUs",
+    "scores": "torch's ops with scores in memory",
+}
+"""The names of who computes, for people."""
+
+
+def server_of(
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule = PLAIN_SCORES, impl: FusedAttention = "torch", *, drops: bool
+) -> Server:
+    """Who computes a block of these shapes, with dropout if it `drops`."""
+    if rule.cap and not drops and tiled_attention.serves(rule.capped_by, q, v):
+        return "tiles"
+    if drops or rule.cap:
+        return "scores"
+    if _cudnn_serves(q, k, v, impl):
+        return "cudnn"
+    if _flash_serves(q, v):
+        return "flash"
+    return "scores" if q.is_cuda else "cpu"  # wide numbers, or heads of an odd width
 
 
 def padded(x: Tensor, width: int) -> Tensor:
@@ -183,22 +205,20 @@ def attention_block(
     [b, n, q, k], the probabilities are multiplied by keep / (1 - p). Raises ValueError for a causal block with more
     keys than queries where `takes_earlier_keys` is false.
     """
-    if _tiles_serve(q, v, keep, rule):
+    server = server_of(q, k, v, rule, impl, drops=keep is not None)
+    if server == "tiles":
         return tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, Attended(causal))
-    if keep is not None or rule.cap:
+    if server == "scores":
         return reference(q, k, v, causal=causal, keep=keep, p=p, rule=rule)
-    if _cudnn_serves(q, k, v, impl):
+    if server == "cudnn":
         _check_square(q, k, causal)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q, k, v, None, True, 0.0, causal, scale=rule.factor(q)
         )
         return out, lse.view(q.shape[:3])  # it is [b, n, q, 1]
-    flash = _flash_serves(q, v)
-    if q.is_cuda and not flash:  # wide numbers, or heads of an odd width: scores in memory
-        return reference(q, k, v, causal=causal, rule=rule)
     width = max(q.shape[-1], v.shape[-1])
     q_padded, k_padded, v_padded = (padded(x, width) for x in (q, k, v))
-    if flash:
+    if server == "flash":
         operation = torch.ops.aten._scaled_dot_product_flash_attention
     else:
         _check_square(q, k, causal)
@@ -225,11 +245,12 @@ def attention_block_backward(
     impl: FusedAttention = "torch",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of a block. `out` and `lse` are the merged results of all blocks of these queries."""
-    if _tiles_serve(q, v, keep, rule):
+    server = server_of(q, k, v, rule, impl, drops=keep is not None)
+    if server == "tiles":
         return tiled_attention.backward(grad_out, q, k, v, out, lse, rule.factor(q), rule.cap, Attended(causal))[:3]
-    if keep is not None or rule.cap:
+    if server == "scores":
         return reference_backward(grad_out, q, k, v, out, lse, causal=causal, keep=keep, p=p, rule=rule)
-    if _cudnn_serves(q, k, v, impl):
+    if server == "cudnn":
         _check_square(q, k, causal)
         if grad_out.stride() != out.stride():
             # cuDNN's plans know the strides of both. Some versions of torch look up a plan without them.
@@ -241,12 +262,9 @@ def attention_block_backward(
             q.shape[2], k.shape[2], 0.0, causal, scale=rule.factor(q),
         )  # fmt: skip
         return grads
-    flash = _flash_serves(q, v)
-    if q.is_cuda and not flash:
-        return reference_backward(grad_out, q, k, v, out, lse, causal=causal, rule=rule)
     width = max(q.shape[-1], v.shape[-1])
     inputs = [padded(x, width) for x in (grad_out, q, k, v, out)]
-    if flash:
+    if server == "flash":
         # Without dropout the states of the random generator are not read.
         unused = torch.empty(2, dtype=torch.uint64, device=q.device)
         lse = lse.contiguous()  # its strides are not read

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from einops import rearrange
 from megapar_kernels.backend import Kernels
-from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
+from megapar_kernels.block_attention import PLAIN_SCORES, SERVERS, FusedAttention, ScoreRule, server_of
 from torch import Tensor, nn
 
 from megapar import recompute
@@ -21,7 +21,7 @@ from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.gather import gather_attention
 from megapar.context_parallel.ring import ring_attention
 from megapar.context_parallel.ulysses import Ulysses
-from megapar.context_parallel.whole import are_equal_runs, largest_of_whole, whole_attention
+from megapar.context_parallel.whole import are_equal_runs, largest_of_whole, server_of_whole, way_of, whole_attention
 from megapar.largest_logits import LargestLogits
 
 
@@ -66,6 +66,8 @@ class CoreAttention(nn.Module):
             # Copied to the device here, because in the forward pass each copy would wait for all queued work.
             kv_index = torch.tensor(kv_heads, device=device)
         self.register_buffer("kv_index", kv_index, persistent=False)
+        self.server = ""
+        """Who has computed it first, in words."""
 
     def forward(
         self,
@@ -82,6 +84,8 @@ class CoreAttention(nn.Module):
         The s positions are the columns of `batch` on this rank. `sinks_n` has a further score without a value for each
         head of q. `largest` notes the largest logits.
         """
+        if not self.server:
+            self.server = self._server(q_sbnd, k_sbnd, v_sbnd, batch, drops=dropout is not None, sinks_n=sinks_n)
         # Layers that are recomputed may keep what these compute.
         sinks = () if sinks_n is None else (sinks_n,)
         if self.ulysses is not None:
@@ -96,6 +100,25 @@ class CoreAttention(nn.Module):
         q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
         y = recompute.kept(partial(self._in_blocks, batch, dropout, largest), q.contiguous(), k, v, *sinks)
         return rearrange(y, "b n s d -> s b (n d)")
+
+    def _server(
+        self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch, *, drops: bool, sinks_n: Tensor | None
+    ) -> str:
+        if self.cp.size > 1 and self.ulysses is None:
+            q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q, k, v))
+            server = server_of(q, k, v, self._block_rule, self._block_impl(batch), drops=drops)
+            return f"{SERVERS[server]} in blocks"
+        has = {"has_documents": batch.starts is not None, "has_sinks": sinks_n is not None, "drops": drops}
+        way = way_of(q, v, self.kernels, self.window, self.rule, **has)
+        return server_of_whole(way, q, k, v, self.kernels, self.rule)
+
+    @property
+    def _block_rule(self) -> ScoreRule:
+        return replace(self.rule, capped_by=self.kernels.masked_attention)
+
+    def _block_impl(self, batch: MicroBatch) -> FusedAttention:
+        # cuDNN compiles a plan for each new shape. The blocks of documents have new shapes in each step.
+        return self.kernels.attention if batch.starts_on_host is None else "torch"
 
     def _exchanged(
         self,
@@ -127,11 +150,8 @@ class CoreAttention(nn.Module):
         sinks_n: Tensor | None = None,
     ) -> Tensor:
         attention = ring_attention if self.form == "ring" else gather_attention
-        starts = batch.starts_on_host
-        # cuDNN compiles a plan for each new shape. The blocks of documents have new shapes in each step.
-        impl = self.kernels.attention if starts is None else "torch"
-        rule = replace(self.rule, capped_by=self.kernels.masked_attention)
-        return attention(q, k, v, self.cp, starts, dropout, rule, sinks_n, impl, largest)
+        impl = self._block_impl(batch)
+        return attention(q, k, v, self.cp, batch.starts_on_host, dropout, self._block_rule, sinks_n, impl, largest)
 
     def flops_per_token(self, seq_length: int) -> int:
         """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""

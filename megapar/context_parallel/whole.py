@@ -1,23 +1,69 @@
 """Attention of whole samples on one rank: of all their heads, or of a part of them."""
 
 from collections.abc import Sequence
+from typing import Any, Literal
 
 from einops import rearrange
 from megapar_kernels.attention import (
+    WITH_A_MASK,
     causal_attention,
     causal_attention_dropout,
     for_cpu,
     masked_causal_attention,
     packed_causal_attention,
+    server_of_documents,
+    server_of_sdpa,
 )
 from megapar_kernels.backend import Kernels
-from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, largest_scores
+from megapar_kernels.block_attention import PLAIN_SCORES, SERVERS, ScoreRule, largest_scores
 from megapar_kernels.ruled_attention import ruled_attention
 from megapar_kernels.tiled_attention import serves
 from torch import Tensor
 
 from megapar.batch import MicroBatch
 from megapar.context_parallel.dropout import AttentionDropout
+
+Way = Literal["causal", "documents", "mask", "rules", "dropout"]
+"""How attention of whole samples is computed: causal, within documents, with a mask of booleans, with scores by rules
+(windows, caps, sinks), or with dropout."""
+
+
+def way_of(
+    q_sbnd: Tensor,
+    v_sbnd: Tensor,
+    kernels: Kernels,
+    window: int = 0,
+    rule: ScoreRule = PLAIN_SCORES,
+    *,
+    has_documents: bool,
+    has_sinks: bool,
+    drops: bool,
+) -> Way:
+    """How `whole_attention` computes attention of these shapes."""
+    # Else, on a GPU without our kernels, one fused call with a mask: docs/kernels.md has its time beside ours.
+    in_blocks = serves(kernels.masked_attention, q_sbnd, v_sbnd) or for_cpu(q_sbnd, kernels.attention)
+    if rule.cap or has_sinks or (window and in_blocks):
+        return "rules"
+    if window:
+        return "mask"
+    if drops:
+        return "dropout"
+    return "documents" if has_documents else "causal"
+
+
+def server_of_whole(way: Way, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, kernels: Kernels, rule: ScoreRule) -> str:
+    """Who computes `whole_attention` in this way, in words."""
+    if way == "rules":
+        if serves(kernels.masked_attention, q_sbnd, v_sbnd):
+            return SERVERS["tiles"]
+        return SERVERS["scores" if q_sbnd.is_cuda or rule.cap else "cpu"]
+    if way == "mask":
+        return WITH_A_MASK
+    if way == "dropout":
+        return SERVERS["scores"]
+    if way == "documents":
+        return server_of_documents(q_sbnd, v_sbnd)
+    return server_of_sdpa(q_sbnd, k_sbnd, v_sbnd, kernels.attention)
 
 
 def whole_attention(
@@ -39,29 +85,28 @@ def whole_attention(
     them. Scores follow `rule`. With `sinks_n` each head has a further score without a value. Attention with a window, a
     cap or sinks takes no dropout.
     """
+    starts = batch.starts
+    has = {"has_documents": starts is not None, "has_sinks": sinks_n is not None, "drops": dropout is not None}
+    way = way_of(q_sbnd, v_sbnd, kernels, window, rule, **has)
     documents = None
-    impl = kernels.masked_attention
-    # Else, on a GPU without our kernels, one fused call with a mask: docs/kernels.md has its time beside ours.
-    in_blocks = serves(impl, q_sbnd, v_sbnd) or for_cpu(q_sbnd, kernels.attention)
-    if rule.cap or sinks_n is not None or (window and in_blocks):
-        if batch.starts is not None:
-            documents = batch.documents_bs()
-        return ruled_attention(
-            q_sbnd, k_sbnd, v_sbnd, rule, sinks_n=sinks_n, documents_bs=documents, window=window, impl=impl
-        )
-    if window:
-        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts, window, rule.scale)
-    if dropout is None:
-        if batch.starts is None:
-            return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention, rule.scale)
-        return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, batch.starts, rule.scale)
+    if starts is not None and way in ("rules", "dropout"):
+        documents = batch.documents_bs()
+    if way == "rules":
+        options: dict[str, Any] = {"documents_bs": documents, "window": window, "impl": kernels.masked_attention}
+        return ruled_attention(q_sbnd, k_sbnd, v_sbnd, rule, sinks_n=sinks_n, **options)
+    if way == "mask":
+        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, window, rule.scale)
+    if way == "causal":
+        return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention, rule.scale)
+    if way == "documents":
+        assert starts is not None
+        return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, rule.scale)
+    assert dropout is not None
     # Attention with dropout holds all scores in memory. It needs a key/value head for each query head.
     queries_per_kv_head = q_sbnd.shape[2] // k_sbnd.shape[2]
     k_sbnd = k_sbnd.repeat_interleave(queries_per_kv_head, 2)
     v_sbnd = v_sbnd.repeat_interleave(queries_per_kv_head, 2)
     keep = dropout.keep(batch.positions_s)
-    if batch.starts is not None:
-        documents = batch.documents_bs()
     return causal_attention_dropout(q_sbnd, k_sbnd, v_sbnd, keep, dropout.p, documents, kernels.softmax, rule.scale)
 
 

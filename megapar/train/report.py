@@ -1,10 +1,12 @@
 """Prints and records what a run is about to do, before its first step."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from megapar import device
 from megapar.comm.agreement import on_all_ranks
@@ -12,6 +14,7 @@ from megapar.config.derive import num_microbatches
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
 from megapar.context import ParallelContext
+from megapar.context_parallel.attention import CoreAttention
 from megapar.errors import StorageError, storing
 from megapar.launch.reporting import say
 from megapar.pipeline import schedule_files
@@ -85,6 +88,13 @@ def _axes_over_gloo(config: Config, ctx: ParallelContext) -> list[str]:
     if not names:
         return []
     return [f"{', '.join(names)} exchange over gloo: their ranks are on several hosts, or cannot share memory"]
+
+
+def attention_in_words(stages: Iterable[nn.Module]) -> str:
+    """Who has computed the attention of this rank's layers, by the shapes that it got."""
+    modules = [module for stage in stages for module in stage.modules() if isinstance(module, CoreAttention)]
+    found = Counter(module.server for module in modules if module.server)
+    return "attention: " + "; ".join(f"{counted(number, 'layer')} by {server}" for server, number in found.items())
 
 
 def write_run_header(

@@ -50,6 +50,7 @@ from megapar.train.metrics import Measured, Meter, Reporter
 from megapar.train.prediction import Comparison, Prediction
 from megapar.train.profiler import Profiler
 from megapar.train.rehearsal import rehearse
+from megapar.train.report import attention_in_words
 from megapar.train.savers import Saved, Savers
 from megapar.train.sinks.base import RunInfo
 from megapar.train.spikes import Spikes, compute_again, in_words_again, rewinds_in_a_row
@@ -304,6 +305,8 @@ class _Steps:
         runs_behind = device.is_asynchronous(ctx.device) and not waits
         self._behind = 1 if runs_behind else 0
         self._rehearses = options.kernels.compile
+        # A CPU has one fused operation, and GPUs several.
+        self._tells_attention = ctx.device.type == "cuda"
         self._comparison = None if run.prediction is None else Comparison(run.prediction)
         self._stragglers = Stragglers(ctx, options.log.straggler_every, watch.straggler, reporter.write)
 
@@ -342,6 +345,9 @@ class _Steps:
             step, measured, norm_limit = self._queued.popleft()
             result = step.finish()
             line = self._meter.line(result, measured)
+            if self._tells_attention:
+                self._tells_attention = False
+                self._reporter.say(attention_in_words(self._state.stages.values()))
             self._reporter.step(line)
             self._watch.step(line)
             compared = self._comparison and self._comparison.add(result.step, line["step_seconds"])
