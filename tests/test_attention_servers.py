@@ -44,7 +44,7 @@ ON_GPUS: list[tuple[dict[str, Any], str]] = [
     ({"kernels": TORCH}, "torch's SDPA"),
     ({"widths": (192, 128)}, "FlashAttention 2"),
     ({"widths": (96, 64)}, "cuDNN"),
-    ({"documents": True}, "FlashAttention 2 (varlen_attn)"),
+    ({"documents": True}, "FlashAttention 2"),
     ({"documents": True, "dtype": torch.float32}, "torch's SDPA with a mask"),
     ({"window": 4}, "our kernels"),
     ({"window": 4, "kernels": TORCH}, "torch's SDPA with a mask"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from megapar_kernels import block_attention
+from megapar_kernels.attention import packed_causal_attention
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import ScoreRule
 from torch import Tensor
@@ -17,7 +18,7 @@ from megapar import context
 from megapar.context import Axis
 from megapar.context_parallel import deal, partial
 from megapar.grid import Grid
-from tests.support.attention_blocks import LENGTH, PACKED, WIDTH, attend, brute_mask, packed
+from tests.support.attention_blocks import LENGTH, PACKED, WIDTH, Calls, attend, brute_mask, packed
 from tests.support.distributed import run_ranks
 from tests.support.kernel_checks import relative_error
 
@@ -128,6 +129,36 @@ def stand_in() -> torch.library.Library:
     block_attention._flash_serves = lambda q, v: True
     partial.takes_earlier_keys = lambda q, k, v, impl: True
     return library
+
+
+def attended_on_one_rank(heads: int, kv_heads: int, v_width: int) -> tuple[list[Tensor], list[str]]:
+    """The output and the gradients of q, k and v of documents of two samples, and the operations that ran."""
+    generator = torch.Generator().manual_seed(heads)
+    shapes = (heads, WIDTH), (kv_heads, WIDTH), (kv_heads, v_width)
+    leaves = [torch.randn(LENGTH, 2, *x, generator=generator, dtype=torch.float64).requires_grad_() for x in shapes]
+    starts = torch.tensor([0, LENGTH, LENGTH + 1, LENGTH + 9, 2 * LENGTH], dtype=torch.int32)
+    with Calls() as calls:
+        y = packed_causal_attention(*leaves, starts, scale=0.3)
+        grad = torch.randn(y.shape, generator=generator, dtype=torch.float64)
+        gradients = torch.autograd.grad(y, leaves, grad)
+    return [y.detach(), *gradients], calls.names
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "v_width"), [(4, 4, WIDTH), (4, 2, WIDTH), (4, 1, 4), (2, 2, 10)])
+def test_documents_on_one_rank_are_one_call(
+    heads: int, kv_heads: int, v_width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each head of k and v is read by its queries, and not repeated."""
+    expected, _ = attended_on_one_rank(heads, kv_heads, v_width)
+    monkeypatch.setattr(block_attention, "_flash_serves", block_attention._flash_serves)  # to restore it
+    monkeypatch.setattr(partial, "takes_earlier_keys", partial.takes_earlier_keys)
+    library = stand_in()
+    found, ran = attended_on_one_rank(heads, kv_heads, v_width)
+    del library
+    assert ran.count(FORWARD) == ran.count(BACKWARD) == 1
+    assert not {"repeat_interleave", "repeat"} & set(ran)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) < 1e-12
 
 
 # On real ranks

@@ -1,6 +1,6 @@
 """Layouts in bf16 with heads as wide as GPUs' attention takes them, so that `-m gpus` runs each branch for GPUs.
 
-cuDNN's and FlashAttention's blocks of context parallelism, varlen_attn, gathered and released weights, experts' rows,
+cuDNN's and FlashAttention's blocks of context parallelism, documents, gathered and released weights, experts' rows,
 weight gradients apart from input gradients. A layout may be as far from fp32 as one process in bf16 is, and no bit is
 expected: products of other shapes are rounded in another order.
 """

@@ -3,20 +3,16 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from megapar_kernels.attention import (
-    _by_varlen,
     causal_attention,
     causal_attention_dropout,
     masked_causal_attention,
     packed_causal_attention,
     sdpa,
-    varlen_serves,
 )
 from megapar_kernels.block_attention import ScoreRule, in_blocks_of_rows, reference, reference_backward
 from megapar_kernels.ruled_attention import ruled_attention
@@ -31,7 +27,7 @@ ON_GPU = DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if ON_GPU else torch.float64
 TOLERANCE = {torch.bfloat16: 1e-2, torch.float32: 1e-5, torch.float64: 1e-12}
 LENGTHS = (1, 7, 12, 5, 14, 1)  # two samples of 20 positions
-# Head widths and dtypes: what varlen_attn serves on a GPU, and what a mask must serve there.
+# Head widths and dtypes: what FlashAttention serves on a GPU, and what a mask must serve there.
 CASES = [(packed_causal_attention, 32, DTYPE)]
 CASES += [(masked_causal_attention, width, torch.float32 if ON_GPU else torch.float64) for width in (10, 32)]
 if ON_GPU:
@@ -228,73 +224,6 @@ def test_the_order_of_backends_changes_no_result() -> None:
     torch.manual_seed(0)
     q, k, v = (torch.randn(2, heads, 33, 32, dtype=DTYPE, device=DEVICE) for heads in (4, 2, 2))
     assert relative_error(sdpa(q, k, v, "cudnn"), sdpa(q, k, v)) < TOLERANCE[DTYPE]
-
-
-def _as_torch_2_13(
-    q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-    scale: float | None, window_size: tuple[int, int], enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
-    """What varlen_attn computes, on a CPU: each document by torch's SDPA."""
-    assert window_size == (-1, 0)
-    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
-    assert max_q == max_k >= cu_seq_q.diff().max()
-    found = [
-        F.scaled_dot_product_attention(
-            *(x[first:last].transpose(0, 1) for x in (q, k, v)), is_causal=True, scale=scale, enable_gqa=enable_gqa
-        )
-        for first, last in zip(cu_seq_q.tolist(), cu_seq_k.tolist()[1:], strict=False)
-    ]
-    return torch.cat(found, dim=1).transpose(0, 1)
-
-
-def _as_torch_2_11(
-    q: Tensor, k: Tensor, v: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
-    scale: float | None, window_size: tuple[int, int],
-) -> Tensor:  # fmt: skip
-    assert q.shape[1] == k.shape[1] == v.shape[1]
-    return _as_torch_2_13(q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
-
-
-@pytest.mark.parametrize("kv_heads", [1, 2, 4])
-@pytest.mark.parametrize("stand_in", [_as_torch_2_13, _as_torch_2_11])
-def test_varlen_attention_gets_the_keys_once_if_it_takes_groups(
-    stand_in: Callable[..., Tensor], kv_heads: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (q, k, v), starts = packed(kv_heads, 32, torch.float32, 8)
-    seen: list[int] = []
-
-    @wraps(stand_in)
-    def noting(*args: Any, **options: Any) -> Tensor:
-        seen.append(args[1].shape[1])
-        return stand_in(*args, **options)
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", noting)  # its import takes seconds
-    length = q.shape[0]
-    flat = (x.transpose(0, 1).flatten(0, 1) for x in (q, k, v))
-    found = _by_varlen(*flat, starts, length, None).unflatten(0, (-1, length)).transpose(0, 1).flatten(2)
-    assert relative_error(found, packed_causal_attention(q, k, v, starts)) < TOLERANCE[torch.float32]
-    assert seen == [kv_heads if stand_in is _as_torch_2_13 else q.shape[2]]
-
-
-def test_varlen_attention_is_asked_only_for_what_it_serves() -> None:
-    """FlashAttention 2 takes 16-bit heads with a width up to 256, a multiple of 8; it runs on GPUs alone.
-
-    Narrower values are padded, wider ones are not.
-    """
-
-    class OnGpu:
-        is_cuda = True
-
-        def __init__(self, width: int, dtype: torch.dtype):
-            self.shape, self.dtype = (5, 4, width), dtype
-
-    served = [(32, torch.bfloat16), (256, torch.float16)]
-    others = [(32, torch.float32), (10, torch.bfloat16), (264, torch.bfloat16)]
-    narrow = torch.zeros(5, 4, 8)
-    assert all(varlen_serves(OnGpu(*case), narrow) for case in served)  # type: ignore[arg-type]
-    assert not any(varlen_serves(OnGpu(*case), narrow) for case in others)  # type: ignore[arg-type]
-    assert not varlen_serves(OnGpu(32, torch.bfloat16), torch.zeros(5, 4, 40))  # type: ignore[arg-type]
-    assert not varlen_serves(torch.zeros(5, 4, 32, dtype=torch.bfloat16), narrow)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -5,7 +5,6 @@ Shapes: s positions, b samples, n heads, d width of a query and a key, e width o
 
 import math
 from contextlib import nullcontext
-from inspect import signature
 from typing import Any
 
 import torch
@@ -17,13 +16,17 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megapar_kernels.block_attention import (
     SERVERS,
+    Documents,
     FusedAttention,
     ScoreRule,
     attention_block,
     attention_block_backward,
+    attention_documents,
+    attention_documents_backward,
     in_blocks_of_rows,
     products,
     server_of,
+    takes_documents,
 )
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
@@ -62,6 +65,35 @@ class _OneBlock(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
 
+class _Documents(torch.autograd.Function):
+    """`attention_documents` of several samples in a row: causal attention of q [t, n, d], k and v with fewer heads."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
+        ctx.documents = documents
+        ctx.rule = ScoreRule(scale)
+        out, lse = attention_documents(_sample(q), _sample(k), _sample(v), documents, ctx.rule)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return _rows(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse = ctx.saved_tensors
+        grad_q, grad_k, grad_v = attention_documents_backward(
+            _sample(grad_out), _sample(q), _sample(k), _sample(v), out, lse, ctx.documents, ctx.rule
+        )
+        return _rows(grad_q), _rows(grad_k), _rows(grad_v), None, None
+
+
+def _sample(rows: Tensor) -> Tensor:
+    return rearrange(rows, "t n d -> 1 n t d")
+
+
+def _rows(sample: Tensor) -> Tensor:
+    return rearrange(sample, "1 n t d -> t n d")
+
+
 def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "torch", scale: float | None = None) -> Tensor:
     """torch's causal scaled_dot_product_attention of [b, n, s, d]. `impl` is the backend torch tries first.
 
@@ -87,9 +119,9 @@ def server_of_sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention) -> str
 
 def server_of_documents(q: Tensor, v: Tensor) -> str:
     """Who computes `packed_causal_attention`, in words."""
-    if not q.is_cuda:
-        return SERVERS["cpu"]
-    return f"{SERVERS['flash']} (varlen_attn)" if varlen_serves(q, v) else WITH_A_MASK
+    if takes_documents(q, v):
+        return SERVERS["flash"]
+    return WITH_A_MASK if q.is_cuda else SERVERS["cpu"]
 
 
 WITH_A_MASK = "torch's SDPA with a mask"
@@ -183,12 +215,15 @@ def packed_causal_attention(
     The positions of all samples are numbered one sample after another. Document i is [starts[i], starts[i + 1]).
     `starts` is int32 [documents + 1], from 0 to b * s. No document reaches into the next sample.
 
-    A CPU runs SDPA for each document. A GPU runs torch's varlen_attn if it takes the dtype and widths, else one
-    SDPA with a mask.
+    A CPU runs SDPA for each document. A GPU runs FlashAttention 2 once for all if it takes the dtype and widths, else
+    one SDPA with a mask.
     """
     length = q_sbnd.shape[0]
     q, k, v = (rearrange(x, "s b n d -> (b s) n d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    if q.device.type == "cpu":
+    if takes_documents(q, v):
+        # The longest document is at most a sample. To know its true length, the host would have to wait for the GPU.
+        y: Any = _Documents.apply(q, k, v, Documents(starts, starts, length, length), scale)
+    elif q.device.type == "cpu":
         # The host must know the lengths to split the tensors. On a CPU that is free, on a GPU it would have to wait for
         # all queued work.
         lengths = starts.diff().tolist()
@@ -197,44 +232,10 @@ def packed_causal_attention(
         for part in parts:
             q_nt, k_nt, v_nt = (rearrange(x, "t n d -> 1 n t d") for x in part)
             documents.append(sdpa(q_nt, k_nt, v_nt, scale=scale))
-        y: Any = torch.cat([rearrange(x, "1 n t d -> t n d") for x in documents])
-    elif varlen_serves(q, v):
-        # The longest document is at most a sample. To know its true length, the host would have to wait for the GPU.
-        y = _by_varlen(q, k, v, starts, length, scale)
+        y = torch.cat([rearrange(x, "1 n t d -> t n d") for x in documents])
     else:
         return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, scale=scale)
     return rearrange(y, "(b s) n d -> s b (n d)", s=length)
-
-
-def _by_varlen(q: Tensor, k: Tensor, v: Tensor, starts: Tensor, longest: int, scale: float | None) -> Tensor:
-    """Attention within documents of at most `longest` tokens, [t, n, e], by torch's varlen_attn."""
-    # Here, because it imports torch's compiler, which takes seconds.
-    from torch.nn.attention import varlen
-
-    v_width = v.shape[-1]
-    # varlen_attn takes one width. Columns of zeros in v give columns of zeros.
-    v = F.pad(v, (0, q.shape[-1] - v_width))
-    options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0)}
-    run = q.shape[1] // k.shape[1]
-    if run > 1:
-        # torch 2.11 takes as many keys as queries alone.
-        if "enable_gqa" in signature(varlen.varlen_attn).parameters:
-            options["enable_gqa"] = True
-        else:
-            k = k.repeat_interleave(run, 1)
-            v = v.repeat_interleave(run, 1)
-    y: Any = varlen.varlen_attn(q, k, v, starts, starts, longest, longest, **options)
-    return y[..., :v_width]
-
-
-def varlen_serves(q: Tensor, v: Tensor) -> bool:
-    """Whether torch's varlen_attn (FlashAttention 2) takes the dtype and width of `q` [..., d].
-
-    Values `v` [..., e] may be narrower, because they can be padded. Queries cannot: they are scaled by their width.
-    """
-    width = q.shape[-1]
-    is_16_bit = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and is_16_bit and width % 8 == 0 and v.shape[-1] <= width <= 256
 
 
 def masked_causal_attention(
