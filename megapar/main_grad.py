@@ -63,16 +63,6 @@ class DeferredWeightGradient(NamedTuple):
         entering.wait()
         self.add_now(product_input)
 
-    def enter_and_add_in_parts(self) -> Iterator[None]:
-        """Do as `enter_and_add`, and yield between the parts. Until the last one nobody else may add."""
-        if self.add_in_parts is None:
-            self.enter_and_add()
-            return
-        product_input, entering = self.enter(self.x)
-        entering.wait()
-        yield from self.add_in_parts(self.main_grad.tensor, self.grad_y, product_input, self.main_grad.is_stale)
-        self.main_grad.note_added()
-
     def add_now(self, product_input: Tensor) -> None:
         """Add this gradient to the main gradient. `product_input` is what `enter` returned."""
         # `is_stale` is read here and not in I: between I and W another micro-batch may have added the first gradient.

@@ -64,7 +64,7 @@ class Meanwhile(WeightGradientQueue):
     def _begin(self) -> Iterator[None]:
         """What is left of the first entry. It stays in the queue until all of it has been added."""
         if self._begun is None:
-            self._begun = self._entries[0].enter_and_add_in_parts()
+            self._begun = _added_in_parts(self._entries[0])
         return self._begun
 
     def _finish_begun(self) -> None:
@@ -81,3 +81,15 @@ class Meanwhile(WeightGradientQueue):
         """Forget those of a backward that failed."""
         self._begun = None
         self._entries.clear()
+
+
+def _added_in_parts(entry: DeferredWeightGradient) -> Iterator[None]:
+    """Add a gradient to its main gradient, and yield between the parts. Until the last nobody else may add to it."""
+    if entry.add_in_parts is None:
+        entry.enter_and_add()
+        return
+    product_input, entering = entry.enter(entry.x)
+    entering.wait()
+    main_grad = entry.main_grad
+    yield from entry.add_in_parts(main_grad.tensor, entry.grad_y, product_input, main_grad.is_stale)
+    main_grad.note_added()

@@ -10,9 +10,8 @@ complete when all its gradients have been added. A complete bucket is all-reduce
     begin()     right before the last backward      reduces complete buckets from now on
     finish()    after the last backward             reduces the other buckets and waits for all
 
-With optimizer.shard_ranks a shard has copies. Their sum starts when the next bucket's reduction does.
-
-After finish(), this rank's shards hold the gradient of the global batch.
+After finish(), this rank's shards hold the gradient of the global batch. With optimizer.shard_ranks a shard has copies.
+They are summed from the start of the next bucket's reduction on.
 """
 
 from collections.abc import Hashable
@@ -93,8 +92,7 @@ class Gradients(ReducedGradients):
             raise RuntimeError("Gradients.finish() called twice: the gradients are reduced, call zero() first")
         while len(self._started) < len(self.layout.buckets):
             self._reduce_next()
-        if self._started:
-            self._sum_copies()
+        self._sum_copies()
         for pending in [*self._started, *self._sums_of_copies]:
             pending.wait()
         self._add_partial_sums()
@@ -128,17 +126,15 @@ class Gradients(ReducedGradients):
             self._reduce_next()
 
     def _sum_copies(self) -> None:
-        """Start to sum the newest bucket's shard over its copies, which it has with optimizer.shard_ranks."""
-        bucket = self.layout.buckets[len(self._started) - 1]
-        copies = self.layout.copies(bucket)
-        if copies.size > 1:
-            self._started[-1].wait()
-            shard = self.flat[slice(*self.layout.shard(bucket))]
-            self._sums_of_copies.append(collectives.all_reduce_async(shard, copies))
+        """Start to sum the newest bucket's shard over its copies. It has copies with optimizer.shard_ranks."""
+        for bucket in self.layout.buckets[: len(self._started)][-1:]:  # none before the first
+            if self.layout.copies(bucket).size > 1:
+                self._started[-1].wait()
+                shard = self.flat[slice(*self.layout.shard(bucket))]
+                self._sums_of_copies.append(collectives.all_reduce_async(shard, self.layout.copies(bucket)))
 
     def _reduce_next(self) -> None:
-        if self._started:
-            self._sum_copies()  # the shard has had the backward of a bucket to arrive
+        self._sum_copies()  # the shard has had the backward of a bucket to arrive
         bucket = self.layout.buckets[len(self._started)]
         for main_grad in self._main_grads[bucket.first_param : bucket.end_param]:
             main_grad.zero_if_stale()  # a parameter that no micro-batch has used
