@@ -23,7 +23,9 @@ from megapar_kernels.block_attention import (
     attention_block_backward,
     attention_documents,
     attention_documents_backward,
+    in_a_row,
     in_blocks_of_rows,
+    of_a_sample,
     products,
     server_of,
     takes_documents,
@@ -72,26 +74,18 @@ class _Documents(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Documents, scale: float | None) -> Tensor:
         ctx.documents = documents
         ctx.rule = ScoreRule(scale)
-        out, lse = attention_documents(_sample(q), _sample(k), _sample(v), documents, ctx.rule)
+        out, lse = attention_documents(of_a_sample(q), of_a_sample(k), of_a_sample(v), documents, ctx.rule)
         ctx.save_for_backward(q, k, v, out, lse)
-        return _rows(out)
+        return in_a_row(out)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         grad_q, grad_k, grad_v = attention_documents_backward(
-            _sample(grad_out), _sample(q), _sample(k), _sample(v), out, lse, ctx.documents, ctx.rule
+            of_a_sample(grad_out), of_a_sample(q), of_a_sample(k), of_a_sample(v), out, lse, ctx.documents, ctx.rule
         )
-        return _rows(grad_q), _rows(grad_k), _rows(grad_v), None, None
-
-
-def _sample(rows: Tensor) -> Tensor:
-    return rearrange(rows, "t n d -> 1 n t d")
-
-
-def _rows(sample: Tensor) -> Tensor:
-    return rearrange(sample, "1 n t d -> t n d")
+        return in_a_row(grad_q), in_a_row(grad_k), in_a_row(grad_v), None, None
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "torch", scale: float | None = None) -> Tensor:

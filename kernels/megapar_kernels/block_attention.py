@@ -144,13 +144,13 @@ class Documents:
     most_keys: int
 
 
-def _in_a_row(x: Tensor) -> Tensor:
+def in_a_row(x: Tensor) -> Tensor:
     """[t, n, d] of one sample [1, n, t, d], a view."""
     return x.squeeze(0).transpose(0, 1)
 
 
-def _of_a_sample(x: Tensor) -> Tensor:
-    """The inverse of `_in_a_row`."""
+def of_a_sample(x: Tensor) -> Tensor:
+    """The inverse of `in_a_row`."""
     return x.transpose(0, 1).unsqueeze(0)
 
 
@@ -159,10 +159,10 @@ def attention_documents(
 ) -> tuple[Tensor, Tensor]:
     """`attention_block`, causal within each of several documents of one sample, by one call of FlashAttention 2."""
     width = max(q.shape[-1], v.shape[-1])
-    rows = (_in_a_row(padded(x, width)) for x in (q, k, v))
+    rows = (in_a_row(padded(x, width)) for x in (q, k, v))
     bounds = documents.queries, documents.keys, documents.most_queries, documents.most_keys
     out, lse_nt, *_ = torch.ops.aten._flash_attention_forward(*rows, *bounds, 0.0, True, False, scale=rule.factor(q))
-    return _cut(_of_a_sample(out), v.shape[-1]), lse_nt.unsqueeze(0)
+    return _cut(of_a_sample(out), v.shape[-1]), lse_nt.unsqueeze(0)
 
 
 def attention_documents_backward(
@@ -177,14 +177,14 @@ def attention_documents_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. `out` and `lse` are the merged results of all blocks of these queries."""
     width = max(q.shape[-1], v.shape[-1])
-    rows = (_in_a_row(padded(x, width)) for x in (grad_out, q, k, v, out))
+    rows = (in_a_row(padded(x, width)) for x in (grad_out, q, k, v, out))
     bounds = documents.queries, documents.keys, documents.most_queries, documents.most_keys
     # Without dropout the states of the random generator are not read.
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)
     grads = torch.ops.aten._flash_attention_backward(
         *rows, lse.squeeze(0).contiguous(), *bounds, 0.0, True, unused, unused, scale=rule.factor(q)
     )
-    grad_q, grad_k, grad_v = (_of_a_sample(x) for x in grads)
+    grad_q, grad_k, grad_v = (of_a_sample(x) for x in grads)
     return _cut(grad_q, q.shape[-1]), _cut(grad_k, k.shape[-1]), _cut(grad_v, v.shape[-1])
 
 

@@ -136,7 +136,7 @@ class AxisLog:
         now = time.time()
         for position in range(first, last + 1):
             if position >= self._count - RING:  # else a newer operation has overwritten the record
-                _ENDED.pack_into(memory, self._at + 64 + position % RING * _RECORD.size + 40, now)
+                _ENDED.pack_into(memory, self._end_of(position), now)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -149,11 +149,14 @@ class AxisLog:
             yield
             return
         memory = self._flight.memory
-        ended = self._at + 64 + newest % RING * _RECORD.size + 40
-        _ENDED.pack_into(memory, ended, 0.0)
+        _ENDED.pack_into(memory, self._end_of(newest), 0.0)
         _WAIT.pack_into(memory, _AT_WAIT, self._index + 1, newest, newest, time.time())
         yield  # after an error the log goes on to say what was waited for
-        _ENDED.pack_into(memory, ended, time.time())
+        _ENDED.pack_into(memory, self._end_of(newest), time.time())
+
+    def _end_of(self, position: int) -> int:
+        """The place of the time at which an operation ended."""
+        return self._at + 64 + position % RING * _RECORD.size + 40
 
     def fail(self, reason: str) -> str:
         """The message of a failed operation: `reason`, with the cause if a monitor knows it."""

@@ -19,8 +19,8 @@ equal on all ranks, and may be 0. Then both parameters have no element, and are 
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
 from typing import Any
 
 import torch
@@ -234,7 +234,7 @@ class _GroupedBias(torch.autograd.Function):
     if this rank does not add (`adds`).
 
     `at_once` computes by products with a matrix that has each row's weight in the column of its expert. They take a few
-    launches for any number of experts, and the host needs not know the numbers of rows.
+    launches for any number of experts, and the host need not know the numbers of rows.
     """
 
     @staticmethod
@@ -361,15 +361,15 @@ class _GroupedLinear(torch.autograd.Function):
         if needs_rows:
             grad_rows = ctx.products.grouped_input_gradient(grad, _converted(ctx, weight), ctx.groups)
         if needs_weight:
-            add = partial(_add_products, ctx.products, ctx.shape, ctx.groups, ctx.experts)
+            gradients = _WeightGradients(ctx.products, ctx.shape, ctx.groups, ctx.experts)
             if ctx.main_grad is None:
                 total = torch.empty_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-                add(total, grad, rows, True)
+                gradients.add(total, grad, rows, True)
                 grad_weight = total.to(weight.dtype)
             else:
                 # The rows have been dispatched already, so W communicates nothing.
-                by_expert = partial(_add_products_by_expert, ctx.products, ctx.shape, ctx.groups, ctx.experts)
-                deferred = DeferredWeightGradient(ctx.main_grad, grad, rows, add, add_in_parts=by_expert)
+                add, in_parts = gradients.add, gradients.add_in_parts
+                deferred = DeferredWeightGradient(ctx.main_grad, grad, rows, add, add_in_parts=in_parts)
                 deferred.add_or_defer(ctx.meanwhile)
         return grad_rows, grad_weight, None, None, None, None, None
 
@@ -379,45 +379,36 @@ def _converted(ctx: Any, weight: Tensor) -> Any:
     return ctx.converted.get(weight.view(ctx.shape)[ctx.experts], ctx.products)
 
 
-def _add_products(
-    products: MatrixProducts,
-    shape: tuple[int, int, int],
-    groups: RowGroups,
-    experts: slice,
-    total: Tensor,
-    grad: Tensor,
-    rows: Tensor,
-    overwrite: bool,
-) -> None:
-    """Add the gradients of the matrices [out, in] of `experts` to `total`, those of all experts of `shape`."""
-    totals, overwrite = _totals_of(total.view(shape), experts, groups, overwrite)
-    products.add_grouped_weight_gradient(totals, grad, rows, groups, overwrite=overwrite)
+@dataclass(frozen=True)
+class _WeightGradients:
+    """The weight gradients of some `experts` of a parameter [experts, out, in], of this `shape` with all of them."""
 
+    products: MatrixProducts
+    shape: tuple[int, int, int]
+    groups: RowGroups
+    experts: slice
 
-def _add_products_by_expert(
-    products: MatrixProducts,
-    shape: tuple[int, int, int],
-    groups: RowGroups,
-    experts: slice,
-    total: Tensor,
-    grad: Tensor,
-    rows: Tensor,
-    overwrite: bool,
-) -> Iterator[None]:
-    """Do as `_add_products`, one expert after the other, and yield in between."""
-    totals, overwrite = _totals_of(total.view(shape), experts, groups, overwrite)
-    parts = zip(grad.split(groups.sizes), rows.split(groups.sizes), groups.sizes, strict=True)
-    for expert, (grad_2d, rows_2d, size) in enumerate(parts):
-        if expert:
-            yield
-        total = totals[expert : expert + 1]
-        products.add_grouped_weight_gradient(total, grad_2d, rows_2d, RowGroups.of([size]), overwrite=overwrite)
+    def add(self, total: Tensor, grad: Tensor, rows: Tensor, overwrite: bool) -> None:
+        """Add those of `rows` and `grad`, the gradients of their products, to `total`."""
+        totals, overwrite = self._totals(total, overwrite)
+        self.products.add_grouped_weight_gradient(totals, grad, rows, self.groups, overwrite=overwrite)
 
+    def add_in_parts(self, total: Tensor, grad: Tensor, rows: Tensor, overwrite: bool) -> Iterator[None]:
+        """Do as `add`, one expert after the other, and yield in between."""
+        totals, overwrite = self._totals(total, overwrite)
+        sizes = self.groups.sizes
+        parts = zip(grad.split(sizes), rows.split(sizes), sizes, strict=True)
+        for expert, (grad_2d, rows_2d, size) in enumerate(parts):
+            if expert:
+                yield
+            of_one = totals[expert : expert + 1], grad_2d, rows_2d, RowGroups.of([size])
+            self.products.add_grouped_weight_gradient(*of_one, overwrite=overwrite)
 
-def _totals_of(totals: Tensor, experts: slice, groups: RowGroups, overwrite: bool) -> tuple[Tensor, bool]:
-    """The main gradients of `experts` among `totals`, [experts, out, in], and whether their values count as zero."""
-    if overwrite and groups.number < len(totals):
-        # The other experts' gradients are added later, to zeros.
-        totals.zero_()
-        overwrite = False
-    return totals[experts], overwrite
+    def _totals(self, total: Tensor, overwrite: bool) -> tuple[Tensor, bool]:
+        """The main gradients of the experts, and whether their values count as zero."""
+        totals = total.view(self.shape)
+        if overwrite and self.groups.number < len(totals):
+            # The other experts' gradients are added later, to zeros.
+            totals.zero_()
+            overwrite = False
+        return totals[self.experts], overwrite
