@@ -108,8 +108,7 @@ class CoreAttention(nn.Module):
             q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q, k, v))
             server = server_of(q, k, v, self._block_rule, self._block_impl(batch), drops=drops)
             return f"{SERVERS[server]} in blocks"
-        has = {"has_documents": batch.starts is not None, "has_sinks": sinks_n is not None, "drops": drops}
-        way = way_of(q, v, self.kernels, self.window, self.rule, **has)
+        way = way_of(q, v, batch, self.kernels, self.window, self.rule, sinks_n, drops=drops)
         return server_of_whole(way, q, k, v, self.kernels, self.rule)
 
     @property

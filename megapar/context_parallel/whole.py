@@ -31,24 +31,24 @@ Way = Literal["causal", "documents", "mask", "rules", "dropout"]
 def way_of(
     q_sbnd: Tensor,
     v_sbnd: Tensor,
+    batch: MicroBatch,
     kernels: Kernels,
-    window: int = 0,
-    rule: ScoreRule = PLAIN_SCORES,
+    window: int,
+    rule: ScoreRule,
+    sinks_n: Tensor | None,
     *,
-    has_documents: bool,
-    has_sinks: bool,
     drops: bool,
 ) -> Way:
     """How `whole_attention` computes attention of these shapes."""
     # Else, on a GPU without our kernels, one fused call with a mask: docs/kernels.md has its time beside ours.
     in_blocks = serves(kernels.masked_attention, q_sbnd, v_sbnd) or for_cpu(q_sbnd, kernels.attention)
-    if rule.cap or has_sinks or (window and in_blocks):
+    if rule.cap or sinks_n is not None or (window and in_blocks):
         return "rules"
     if window:
         return "mask"
     if drops:
         return "dropout"
-    return "documents" if has_documents else "causal"
+    return "causal" if batch.starts is None else "documents"
 
 
 def server_of_whole(way: Way, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, kernels: Kernels, rule: ScoreRule) -> str:
@@ -86,8 +86,7 @@ def whole_attention(
     cap or sinks takes no dropout.
     """
     starts = batch.starts
-    has = {"has_documents": starts is not None, "has_sinks": sinks_n is not None, "drops": dropout is not None}
-    way = way_of(q_sbnd, v_sbnd, kernels, window, rule, **has)
+    way = way_of(q_sbnd, v_sbnd, batch, kernels, window, rule, sinks_n, drops=dropout is not None)
     documents = None
     if starts is not None and way in ("rules", "dropout"):
         documents = batch.documents_bs()

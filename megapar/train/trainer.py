@@ -306,7 +306,7 @@ class _Steps:
         self._behind = 1 if runs_behind else 0
         self._rehearses = options.kernels.compile
         # A CPU has one fused operation, and GPUs several.
-        self._tells_attention = ctx.device.type == "cuda"
+        self._tells_attention = ctx.device.type != "cpu"
         self._comparison = None if run.prediction is None else Comparison(run.prediction)
         self._stragglers = Stragglers(ctx, options.log.straggler_every, watch.straggler, reporter.write)
 
