@@ -13,12 +13,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from megapar_kernels.dropout import keep_mask, mix
+from megapar_kernels.dropout import mix
 from torch import Tensor, nn
 
 from megapar.params import Init, ParamSpec, Piece, spec_of
 
-__all__ = ["Tokens", "fill", "initial_values", "initialize", "keep_mask", "row_keys"]
+__all__ = ["Tokens", "fill", "initial_values", "initialize", "row_keys"]
 
 _MASK = 0xFFFFFFFF
 _NUMBERS_PER_THREAD = 1 << 18  # some milliseconds of drawing; a thread costs 0.1

@@ -49,7 +49,6 @@ from megapar_kernels import (
     grouped,
     norms,
     rope,
-    softmax,
     tiled_attention,
     token_rows,
 )
@@ -131,7 +130,6 @@ def _all_sizes() -> Iterator[Shipped]:
     yield from _rope()
     yield from _cross_entropy()
     yield from _dropout()
-    yield from _softmax()
     yield from _norms()
     yield from _adamw()
     yield from _tiled_attention()
@@ -359,48 +357,24 @@ def _norm(
     )  # fmt: skip
 
 
-def _softmax() -> Iterator[Shipped]:
-    forward, backward = softmax._softmax_forward_kernel, softmax._softmax_backward_kernel
-    strides = ("batch_stride", "head_stride", "query_stride")
-    for columns, causal in itertools.product((256, 2048, 4096, 8192, 16384), (True, False)):
-        rows, block, warps = softmax.config(columns)
-        constants: dict[str, Any] = {"CAUSAL": causal, "ROWS": rows, "BLOCK": block}
-        name, aligned = f"{'causal' if causal else 'masked'} {columns}", ("rows", "columns", "queries", *strides)
-        sizes = {**dict.fromkeys(("rows", "columns", "queries"), "i32"), "scale": "fp32"}
-        types = {"scores_ptr": "*bf16", "y_ptr": "*bf16", "mask_ptr": "*i1", **sizes}
-        types |= dict.fromkeys(("heads", *strides), "i32")
-        if causal:
-            del types["mask_ptr"]
-        mask = {"mask_ptr": None} if causal else {}
-        # Half of the scores are above the diagonal: they are not read, and their results are written.
-        read, write, large = 1 if causal else 2, 2, columns >= LARGE
-        yield Shipped(
-            "softmax", f"{name} forward", forward, types, {**constants, **mask, "column_stride": 1}, warps,
-            aligned=aligned, elements=rows * block, traffic=read + write if large else 0,
-        )  # fmt: skip
-        types = {**dict.fromkeys(("y_ptr", "grad_y_ptr", "grad_scores_ptr"), "*bf16"), **sizes}
-        yield Shipped(
-            "softmax", f"{name} backward", backward, types, constants, warps, aligned=aligned[:3],
-            elements=rows * block, traffic=2 * read + write if large else 0,
-        )  # fmt: skip
-
-
 def _tiled_attention() -> Iterator[Shipped]:
-    """With all that takes registers: documents, a window, a cap and sinks. And with none of these."""
+    """With all that takes registers but dropout: documents, a window, a cap and sinks. With dropout, which no model has
+    beside a cap or sinks. And with none of these."""
     kernels = [
         ("forward", attention_tiles.forward_kernel, lambda *sizes, **_: tiled_attention.forward_config(*sizes)),
         ("queries", attention_tiles.queries_kernel, tiled_attention.queries_config),
         ("keys and values", attention_tiles.keys_values_kernel, tiled_attention.keys_values_config),
     ]
-    special = {**dict.fromkeys(("lse_ptr", "delta_ptr", "scale", "cap"), "fp32")}
-    special |= dict.fromkeys(("starts_ptr", "stops_ptr"), "i32")
+    special = {**dict.fromkeys(("lse_ptr", "delta_ptr", "scale", "cap", "keep_scale"), "fp32")}
+    special |= dict.fromkeys(("starts_ptr", "stops_ptr"), "i32") | dict.fromkeys(("random_ptr", "columns_ptr"), "i64")
+    rules, drops = ("starts_ptr", "stops_ptr", "sinks_ptr"), ("random_ptr", "columns_ptr")
     sizes = [(*widths, 0) for widths in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))]
     for width, v_width, window in (*sizes, (64, 64, tiled_attention.NARROW)):
         narrow = ", narrow window" if window else ""
         for direction, kernel, config in kernels:
             main, rest, v_columns = tiled_attention.columns(width, v_width)
             constants: dict[str, Any] = {"WIDTH": width, "MAIN": main, "REST": rest, "V_WIDTH": v_width}
-            constants |= {"V_COLUMNS": v_columns, "CAUSAL": True, "CAPPED": True}
+            constants |= {"V_COLUMNS": v_columns, "CAUSAL": True, "CAPPED": True, "THRESHOLD": int(0.1 * 2**32)}
             if direction == "keys and values":  # of two passes the first is the larger
                 of_keys, of_values = tiled_attention.keys_values_passes(width, v_width)[0]
                 constants |= {"OF_KEYS": of_keys, "OF_VALUES": of_values}
@@ -419,17 +393,17 @@ def _tiled_attention() -> Iterator[Shipped]:
                         aligned=[name for name in types if "stride" in name],
                     )
                 )  # fmt: skip
-            absent = {name: None for name in types if name in ("starts_ptr", "stops_ptr", "sinks_ptr")}
-            plain = {name: kind for name, kind in types.items() if name not in absent}
-            yield replace(of_generation[1], of_ampere=of_generation[0])
-            ampere, hopper = (
-                replace(
-                    full, variant=f"{full.variant}, plain", types=plain,
-                    constants={**full.constants, **absent, "CAPPED": False},
-                )
-                for full in of_generation
-            )  # fmt: skip
-            yield replace(hopper, of_ampere=ampere)
+            for what, left_out in (("", drops), (", dropout", rules), (", plain", (*rules, *drops))):
+                absent = {name: None for name in types if name in left_out}
+                constant = absent if left_out == drops else {**absent, "CAPPED": False}
+                ampere, hopper = (
+                    replace(
+                        full, variant=f"{full.variant}{what}", constants={**full.constants, **constant},
+                        types={name: kind for name, kind in types.items() if name not in absent},
+                    )
+                    for full in of_generation
+                )  # fmt: skip
+                yield replace(hopper, of_ampere=ampere)
 
 
 def _size_one() -> Iterator[Shipped]:
@@ -457,12 +431,6 @@ def _size_one() -> Iterator[Shipped]:
         "rope 4 heads of 128": ("k_heads",),
         "rope 1 heads of 128": ("q_heads", "k_heads"),
         "rope 1 heads of 64": ("positions", "q_heads", "k_heads"),
-        # a mask of one head, which all share; one query, as with one token
-        "softmax masked 4096 forward": ("heads",),
-        "softmax masked 2048 forward": ("rows", "heads", "queries"),
-        "softmax masked 2048 backward": ("rows", "queries"),
-        "softmax causal 4096 forward": ("queries",),
-        "softmax causal 4096 backward": ("queries",),
         "adamw square sum": ("elements",),
         # one query head for each key head, one sequence of one position
         "tiled_attention forward 64/64": ("run", "queries", "keys"),

@@ -13,6 +13,7 @@ from torch._subclasses import FakeTensorMode
 from megapar.batch import MicroBatch
 from megapar.context import Axis
 from megapar.context_parallel.attention import CoreAttention
+from megapar.context_parallel.dropout import AttentionDropout
 from megapar.train.report import attention_in_words
 from tests.support.attention_blocks import Calls
 
@@ -52,14 +53,18 @@ ON_GPUS: list[tuple[dict[str, Any], str]] = [
     ({"rule": CAPPED}, "our kernels"),
     ({"rule": CAPPED, "kernels": TORCH}, "torch's ops with scores in memory"),
     ({"rule": CAPPED, "widths": (320, 320)}, "torch's ops with scores in memory"),
-    ({"drops": True}, "torch's ops with scores in memory"),
+    ({"drops": True}, "our kernels"),
+    ({"drops": True, "window": 4, "documents": True}, "our kernels"),
+    ({"drops": True, "kernels": TORCH}, "torch's ops with scores in memory"),
+    ({"drops": True, "window": 4, "kernels": TORCH}, "torch's ops with scores in memory"),
     ({"ranks": 2}, "cuDNN in blocks"),
     ({"ranks": 2, "documents": True}, "FlashAttention 2 in blocks"),
     ({"ranks": 2, "widths": (192, 128)}, "FlashAttention 2 in blocks"),
     ({"ranks": 2, "dtype": torch.float32}, "torch's ops with scores in memory in blocks"),
     ({"ranks": 2, "rule": CAPPED}, "our kernels in blocks"),
     ({"ranks": 2, "rule": CAPPED, "kernels": TORCH}, "torch's ops with scores in memory in blocks"),
-    ({"ranks": 2, "drops": True}, "torch's ops with scores in memory in blocks"),
+    ({"ranks": 2, "drops": True}, "our kernels in blocks"),
+    ({"ranks": 2, "drops": True, "dtype": torch.float32}, "torch's ops with scores in memory in blocks"),
 ]
 
 
@@ -76,6 +81,7 @@ ON_CPUS: list[tuple[dict[str, Any], str, str]] = [
     ({"documents": True}, "torch's fused operation for CPUs", "_flash_attention_for_cpu"),
     ({"window": 4}, "torch's fused operation for CPUs", "_flash_attention_for_cpu"),
     ({"rule": CAPPED}, "torch's ops with scores in memory", "tanh"),
+    ({"drops": True}, "torch's ops with scores in memory", "bitwise_xor"),
 ]
 
 
@@ -88,8 +94,9 @@ def test_what_is_told_is_what_runs(given: dict[str, Any], expected: str, operati
     starts = torch.tensor([0, 3, 8], dtype=torch.int32) if given.get("documents") else None
     batch = MicroBatch.of_samples(tokens, tokens, torch.ones(1, 8), torch.arange(1), starts)
     q, k, v = (torch.randn(8, 1, heads, width) for heads, width in ((4, widths[0]), (2, widths[0]), (2, widths[1])))
+    drops = AttentionDropout(0.5, 1, 2, range(4), batch.sample_ids_b, batch.positions_s) if "drops" in given else None
     with Calls() as calls:
-        core(q, k, v, batch, None)
+        core(q, k, v, batch, drops)
     assert core.server == expected
     assert calls.of(operation)
     other = CoreAttention(ONE, "gather", [0], TORCH, torch.device("cpu"), 8, 8)

@@ -18,6 +18,7 @@ from megapar_kernels.block_attention import (
     reference_backward,
     takes_earlier_keys,
 )
+from megapar_kernels.dropout import RowDropout
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -30,6 +31,7 @@ from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.order import parts_of, whole_of
 from megapar.context_parallel.partial import Dropped, Gradient, Result
 from megapar.grid import Grid
+from megapar.random import row_keys
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from tests.support.attention_blocks import brute_mask, packed
 from tests.support.distributed import run_ranks
@@ -201,14 +203,15 @@ def test_the_reference_is_what_autograd_says(p: float) -> None:
     """A causal block with more keys than queries and narrower values, with and without dropout."""
     q, k, v = random_qkv(4, 1, 9, torch.float64, v_width=4)
     q = q[:, :, 4:]
-    keep = torch.rand(2, 4, 5, 9, generator=torch.Generator().manual_seed(1)) >= p if p else None
+    rows = row_keys(1, 2, torch.arange(2)[:, None, None], torch.arange(4)[None, :, None], torch.arange(5))
+    dropped = RowDropout(rows, torch.arange(9), p) if p else None
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     mask = torch.ones(2, 5, 9, dtype=torch.bool).tril(4)
-    expected = explicit(*leaves, mask, keep, p)
+    expected = explicit(*leaves, mask, dropped.keep() if dropped else None, p)
     grad = torch.randn(expected.shape, dtype=torch.float64)
     expected.backward(grad)
-    out, lse = reference(q, k, v, causal=True, keep=keep, p=p)
-    found = reference_backward(grad, q, k, v, out, lse, causal=True, keep=keep, p=p)
+    out, lse = reference(q, k, v, causal=True, dropped=dropped)
+    found = reference_backward(grad, q, k, v, out, lse, causal=True, dropped=dropped)
     torch.testing.assert_close(out, expected.detach(), rtol=1e-12, atol=1e-12)
     for gradient, leaf in zip(found, leaves, strict=True):
         assert leaf.grad is not None

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_kernels.dropout import keep_mask
 from megapar_models.forward import ForwardContext, hidden_keys
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
@@ -23,7 +24,6 @@ from megapar.data.loader import Loader, Mixture
 from megapar.data.samples import Treatment
 from megapar.data.sources import SyntheticDataset
 from megapar.errors import ConfigError, DataError
-from megapar.random import keep_mask
 from megapar.sharding import Sharding
 from megapar.stage_set import AddedLoss, Declared
 from megapar.train.metrics import attention_load
@@ -156,7 +156,7 @@ def test_masks_are_those_of_whole_samples() -> None:
 
     def attention(batch: MicroBatch, keys: Tensor, rows: slice) -> Tensor:
         dropout = AttentionDropout(0.5, 11, 5, range(2, 4), batch.sample_ids_b, batch.positions_s)
-        return dropout.keep(keys, slice(1, 2), rows)
+        return dropout.of(keys, slice(1, 2), rows).keep()
 
     everywhere = torch.arange(LENGTH)
     for cp, rank in ((2, 0), (2, 1), (4, 2)):

@@ -33,11 +33,11 @@ def test_a_block_by_cudnn_has_its_shapes(causal: bool, keys: int, width: int, v_
     """With tensors without values: torch's own registration of the operation takes the arguments."""
     with FakeTensorMode(), Calls() as calls:
         q, k, v = (on_a_gpu(x) for x in ((2, 4, 6, width), (2, 2, keys, width), (2, 2, keys, v_width)))
-        assert not block_attention.takes_earlier_keys(q, k, v, "cudnn")
-        out, lse = block_attention.attention_block(q, k, v, causal=causal, impl="cudnn")
+        assert not block_attention.takes_earlier_keys(q, k, v, CUDNN)
+        out, lse = block_attention.attention_block(q, k, v, causal=causal, kernels=CUDNN)
         assert (out.shape, lse.shape, lse.dtype) == ((2, 4, 6, v_width), q.shape[:3], torch.float32)
         assert out.dtype == q.dtype
-        gradients = block_attention.attention_block_backward(out, q, k, v, out, lse, causal=causal, impl="cudnn")
+        gradients = block_attention.attention_block_backward(out, q, k, v, out, lse, causal=causal, kernels=CUDNN)
         assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
     assert calls.of("attention") == [FORWARD, f"{FORWARD}_backward"]
 
@@ -64,8 +64,8 @@ def test_flash_attention_has_the_other_blocks(
 ) -> None:
     with FakeTensorMode(), Calls() as calls:
         q, k, v = (on_a_gpu((2, 4, length, width)).to(dtype) for length in (queries, keys, keys))
-        out, lse = block_attention.attention_block(q, k, v, causal=False, impl=impl)
-        block_attention.attention_block_backward(out, q, k, v, out, lse, causal=False, impl=impl)
+        out, lse = block_attention.attention_block(q, k, v, causal=False, kernels=Kernels(attention=impl))
+        block_attention.attention_block_backward(out, q, k, v, out, lse, causal=False, kernels=Kernels(attention=impl))
     flash = "_scaled_dot_product_flash_attention"
     assert calls.of("attention") == [flash, f"{flash}_backward"]
 
@@ -110,7 +110,9 @@ def stand_in() -> torch.library.Library:
     library = torch.library.Library("aten", "IMPL")
     library.impl(FORWARD, forward, "CPU")
     library.impl(f"{FORWARD}_backward", backward, "CPU")
-    block_attention._cudnn_serves = lambda q, k, v, impl: impl == "cudnn" and min(q.shape[2], k.shape[2]) > 1
+    block_attention._cudnn_serves = lambda q, k, v, kernels: (
+        kernels.attention == "cudnn" and min(q.shape[2], k.shape[2]) > 1
+    )
     return library
 
 
@@ -119,8 +121,8 @@ def test_a_gradient_of_other_strides_is_copied(monkeypatch: pytest.MonkeyPatch) 
     library = stand_in()
     q, k, v = (torch.randn(2, 2, 5, 8, dtype=torch.float64) for _ in range(3))
     grad = torch.randn(5, 2, 2, 8, dtype=torch.float64).permute(1, 2, 0, 3)
-    out, lse = block_attention.attention_block(q, k, v, causal=True, impl="cudnn")
-    found = block_attention.attention_block_backward(grad, q, k, v, out, lse, causal=True, impl="cudnn")
+    out, lse = block_attention.attention_block(q, k, v, causal=True, kernels=CUDNN)
+    found = block_attention.attention_block_backward(grad, q, k, v, out, lse, causal=True, kernels=CUDNN)
     expected = block_attention.reference_backward(grad, q, k, v, out, lse, causal=True)
     del library
     for mine, theirs in zip(found, expected, strict=True):

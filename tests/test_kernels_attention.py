@@ -9,16 +9,17 @@ import pytest
 import torch
 from megapar_kernels.attention import (
     causal_attention,
-    causal_attention_dropout,
     masked_causal_attention,
     packed_causal_attention,
     sdpa,
 )
 from megapar_kernels.block_attention import ScoreRule, in_blocks_of_rows, reference, reference_backward
+from megapar_kernels.dropout import RowDropout
 from megapar_kernels.ruled_attention import ruled_attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megapar.random import row_keys
 from tests.support.kernel_checks import DEVICE, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -135,6 +136,7 @@ class Ruled:
     documents: tuple[int, ...] = ()
     kv_heads: int = 2
     v_width: int = 10
+    p: float = 0.0
 
 
 RULED = {
@@ -153,12 +155,21 @@ RULED = {
     "sinks and documents": Ruled(sinks=True, documents=(150, 60, 90)),
     "narrower queries": Ruled(window=70, v_width=16),
     "cap": Ruled(window=70, cap=3.0, sinks=True, documents=(1, 90, 59, 150)),
+    "dropout": Ruled(length=300, p=0.4),
+    "dropout of few": Ruled(length=3, p=0.5, kv_heads=4),
+    "all": Ruled(length=300, window=270, cap=3.0, sinks=True, documents=(1, 290, 9, 300), p=0.1),
 }
+
+
+def random_dropout(length: int, p: float) -> RowDropout:
+    """Of two samples and four heads."""
+    sample, head, position = torch.arange(2)[:, None, None], torch.arange(4)[None, :, None], torch.arange(length)
+    return RowDropout(row_keys(3, 7, sample, head, position).to(DEVICE), position.to(DEVICE), p)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("case", RULED.values(), ids=RULED.keys())
-def test_windows_caps_and_sinks_by_torchs_ops_are_explicit_scores(case: Ruled, dtype: torch.dtype) -> None:
+def test_windows_caps_sinks_and_dropout_by_torchs_ops_are_explicit_scores(case: Ruled, dtype: torch.dtype) -> None:
     torch.manual_seed(case.length)
     shapes = [(4, 10), (case.kv_heads, 10), (case.kv_heads, case.v_width)]
     sbnd = [torch.randn(case.length, 2, *shape, dtype=dtype, device=DEVICE, requires_grad=True) for shape in shapes]
@@ -168,8 +179,10 @@ def test_windows_caps_and_sinks_by_torchs_ops_are_explicit_scores(case: Ruled, d
         documents_bs = torch.arange(len(case.documents)).repeat_interleave(torch.tensor(case.documents))
         documents_bs = documents_bs.view(2, case.length).to(DEVICE)
     rule = ScoreRule(0.5, case.cap)
+    dropped = random_dropout(case.length, case.p) if case.p else None
     inputs = [*sbnd, sinks_n] if sinks_n is not None else sbnd
-    found = ruled_attention(*sbnd, rule, sinks_n=sinks_n, documents_bs=documents_bs, window=case.window)
+    options: dict[str, Any] = {"documents_bs": documents_bs, "window": case.window}
+    found = ruled_attention(*sbnd, rule, sinks_n=sinks_n, **options, drops=(lambda: dropped) if dropped else None)
     grad = torch.randn_like(found)
     mine = torch.autograd.grad(found, inputs, grad)
 
@@ -187,6 +200,8 @@ def test_windows_caps_and_sinks_by_torchs_ops_are_explicit_scores(case: Ruled, d
     if case.sinks:
         scores = torch.cat((scores, wide[3].view(1, 4, 1, 1).expand(2, 4, case.length, 1)), -1)
     probabilities = scores.softmax(-1)[..., : case.length]
+    if dropped is not None:
+        probabilities = probabilities * dropped.keep() / (1.0 - case.p)
     expected = (probabilities @ v).permute(2, 0, 1, 3).flatten(2)
     theirs = torch.autograd.grad(expected, wide, grad.double())
     for one, other in zip((found, *mine), (expected, *theirs), strict=True):
@@ -227,35 +242,34 @@ def test_the_order_of_backends_changes_no_result() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("documents", [False, True])
-def test_dropout_attention_rounds_scores_no_more_than_its_inputs(dtype: torch.dtype, documents: bool) -> None:
-    """Fault scores-scaled-before-rounding. Unscaled scores lie beyond fp16's 65504. Against fp64."""
+def test_dropout_attention_rounds_no_more_than_fused_attention(dtype: torch.dtype) -> None:
+    """Fault scores-scaled-before-rounding. Unscaled scores lie beyond fp16's 65504. Against fp64, and the gradients
+    beside those of torch's fused attention: what all keys have in common cancels in sums, and leaves roundings."""
     torch.manual_seed(0)
-    shape = (24, 2, 3, 128)
+    shape = (24, 2, 4, 128)
     near = torch.randn(1, 1, 1, 128, dtype=torch.float64) * 28.0  # what all queries and keys have in common
     q, k, v = (torch.randn(shape, dtype=torch.float64) + common for common in (near, near, 0.0))
     inputs = [x.to(DEVICE, dtype).requires_grad_() for x in (q, k, v)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    keep = torch.rand(2, 3, 24, 24, device=DEVICE) > 0.3
-    apart = (torch.arange(24, device=DEVICE) // 10).expand(2, 24) if documents else None
     assert (exact[0][0, 0, 0] @ exact[1][0, 0, 0]).abs() > 70_000
-    found = causal_attention_dropout(*inputs, keep, 0.3, apart)
-    expected = reference_dropout_attention(*exact, keep, 0.3, apart)
-    grad = torch.randn(expected.shape, dtype=torch.float64, device=DEVICE)
-    found_grads = torch.autograd.grad(found, inputs, grad.to(dtype))
-    expected_grads = torch.autograd.grad(expected, exact, grad.to(dtype).double())
-    unit = {torch.float16: 2**-11, torch.bfloat16: 2**-8, torch.float32: 2**-11}[dtype]
-    assert relative_error(found, expected) < 2 * unit
-    for mine, theirs in zip(found_grads, expected_grads, strict=True):
-        assert relative_error(mine, theirs) < 28 * unit, "score gradients are rounded, and times 28 cancel in sums"
+    dropped = random_dropout(24, 0.3)
+    grad = torch.randn(24, 2, 4 * 128, dtype=torch.float64).to(DEVICE, dtype)
 
+    def plain(q: Tensor, k: Tensor, v: Tensor, kept: Tensor | float) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (q, k, v))
+        future = torch.ones(24, 24, dtype=torch.bool, device=DEVICE).triu(1)
+        scores = (q @ k.transpose(-1, -2) / 128**0.5).masked_fill(future, -torch.inf)
+        return (scores.softmax(-1) * kept @ v).permute(2, 0, 1, 3).flatten(2)
 
-def reference_dropout_attention(
-    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, keep_bnss: Tensor, p: float, documents_bs: Tensor | None
-) -> Tensor:
-    q, k, v = (x.permute(1, 2, 0, 3) for x in (q_sbnd, k_sbnd, v_sbnd))
-    hidden = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).triu(1)
-    if documents_bs is not None:
-        hidden = hidden | (documents_bs[:, None, :, None] != documents_bs[:, None, None, :])
-    scores = (q @ k.transpose(-1, -2) / q.shape[-1] ** 0.5).masked_fill(hidden, -torch.inf)
-    return (scores.softmax(-1) * keep_bnss / (1 - p) @ v).permute(2, 0, 1, 3).flatten(2)
+    def errors(found: Tensor, expected: Tensor) -> list[float]:
+        pairs = [(found, expected)]
+        pairs += zip(
+            torch.autograd.grad(found, inputs, grad), torch.autograd.grad(expected, exact, grad.double()), strict=True
+        )
+        return [relative_error(mine, theirs) for mine, theirs in pairs]
+
+    fused = errors(causal_attention(*inputs), plain(*exact, 1.0))
+    dropping = ruled_attention(*inputs, ScoreRule(), drops=lambda: dropped)
+    found = errors(dropping, plain(*exact, dropped.keep() / 0.7))
+    for name, mine, theirs in zip(("out", "q", "k", "v"), found, fused, strict=True):
+        assert mine < 2 * theirs, (name, found, fused)

@@ -8,6 +8,7 @@ import torch
 from megapar_kernels import block_attention, tiled_attention
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, add_sinks, reference, reference_backward
+from megapar_kernels.dropout import RowDropout
 from megapar_kernels.tiled_attention import Attended, Tiles, of_documents
 from torch import Tensor
 
@@ -15,8 +16,10 @@ from megapar.batch import MicroBatch
 from megapar.context import Axis
 from megapar.context_parallel import attention, deal
 from megapar.context_parallel.attention import CoreAttention
+from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.partial import Dropped, Gradient, Result
 from megapar.context_parallel.whole import whole_attention
+from megapar.random import row_keys
 from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error, strided
 from tests.support.sweeps import slow_but
 
@@ -61,6 +64,15 @@ def mask(attended: Attended, b: int, queries: int, keys: int) -> Tensor:
     return seen.to(DEVICE)
 
 
+def dropout(b: int, heads: int, queries: int, keys: int, p: float) -> RowDropout:
+    """With keys on both sides of 2^31, gaps between them in memory, and a jump between positions, as in a ring."""
+    random_keys = row_keys(3, 7, *(torch.arange(size).view(shape) for size, shape in (
+        (b, (-1, 1, 1)), (heads, (1, -1, 1)), (2 * queries, (1, 1, -1)),
+    )))  # fmt: skip
+    positions = torch.cat([torch.arange(keys // 2), torch.arange(keys // 2, keys) + 1000])
+    return RowDropout(random_keys[:, :, ::2].to(DEVICE), positions.to(DEVICE), p)
+
+
 def check(
     heads: tuple[int, int] = (2, 1),
     sizes: tuple[int, int] = (50, 50),
@@ -69,6 +81,7 @@ def check(
     rule: ScoreRule = PLAIN_SCORES,
     attended: Attended = ALL_BEFORE,
     sinks: bool = False,
+    p: float = 0.0,
     layout: str = "guarded",
     b: int = 2,
 ) -> None:
@@ -83,14 +96,17 @@ def check(
     seen = mask(attended, b, *sizes)
     if attended.starts is not None and attended.stops is not None:
         attended = replace(attended, starts=attended.starts.to(DEVICE), stops=attended.stops.to(DEVICE))
+    dropped = dropout(b, heads[0], *sizes, p) if p else None
     exact = [x.double() for x in (q, k, v)]
-    out, lse = reference(*exact, causal=False, rule=rule, seen=seen)
+    how: dict[str, Any] = {"causal": False, "dropped": dropped, "rule": rule, "seen": seen}
+    out, lse = reference(*exact, **how)
     if sinks_n is not None:
         add_sinks(out, lse, sinks_n.double())
-    expected = [out, *reference_backward(grad.double(), *exact, out, lse, causal=False, rule=rule, seen=seen)]
+    expected = [out, *reference_backward(grad.double(), *exact, out, lse, **how)]
+    scores = rule.factor(q), rule.cap, attended
     with poisoned():
-        found, found_lse = tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, attended, sinks_n)
-        *gradients, rows = tiled_attention.backward(grad, q, k, v, found, found_lse, rule.factor(q), rule.cap, attended)
+        found, found_lse = tiled_attention.forward(q, k, v, *scores, sinks_n, dropped)
+        *gradients, rows = tiled_attention.backward(grad, q, k, v, found, found_lse, *scores, dropped)
     attends = seen.any(-1).expand_as(lse)
     if sinks_n is None:
         assert torch.equal(found_lse == -torch.inf, ~attends)
@@ -144,16 +160,21 @@ CASES: dict[str, dict[str, Any]] = {
     "more keys in a window": {"sizes": (20, 50), "attended": WITH_WINDOW},
     "not causal": {"sizes": (20, 50), "attended": Attended(causal=False)},
     "fp32": {"dtype": torch.float32},
+    "dropout": {"p": 0.1, "dtype": torch.float32, "heads": (4, 2)},
+    "dropout of most, not causal": {"p": 0.9, "sizes": (20, 50), "attended": Attended(causal=False)},
+    "dropout, whole tiles": {"p": 0.5, "sizes": (170, 170), "heads": (2, 1), "b": 1},
+    "dropout, width 256": {"p": 0.3, "widths": (256, 256), "b": 1, "sizes": (20, 20)},
     "all": {
         "attended": Attended(window=9, starts=documents(50, PACKED).starts, stops=documents(50, PACKED).stops),
         "rule": ScoreRule(0.3, 3.0),
         "sinks": True,
+        "p": 0.2,
         "heads": (4, 2),
         "widths": (24, 10),
         "layout": "sbnd",
     },
 }
-QUICK = ["odd", "whole tiles in documents", "more queries", "all"]
+QUICK = ["odd", "whole tiles in documents", "more queries", "dropout", "all"]
 names = list(CASES)
 
 
@@ -192,20 +213,24 @@ def test_the_shipped_tiles_are_right(name: str, window: int, monkeypatch: pytest
     check(**{**CASES[name], "sizes": (150, 150), "attended": Attended(window=window)})
 
 
-@pytest.mark.parametrize("attention", ["cap and sinks", "window"])
+@pytest.mark.parametrize("attention", ["cap and sinks", "window", "dropout"])
 def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str) -> None:
     """Also of the sinks. q, k and v are slices of a wider row, and the first sample has two documents."""
-    rule, window, with_sinks = (PLAIN_SCORES, 9, False) if attention == "window" else (ScoreRule(0.3, 3.0), 0, True)
+    with_sinks = attention == "cap and sinks"
+    rule, window = (ScoreRule(0.3, 3.0) if with_sinks else PLAIN_SCORES), (9 if attention == "window" else 0)
     tokens = torch.zeros(2, 20, dtype=torch.long)
     starts = torch.tensor([0, 7, 20, 40], dtype=torch.int32)
     batch = MicroBatch.of_samples(tokens, tokens, torch.ones(2, 20), torch.arange(2), starts).to(DEVICE)
+    drops = None
+    if attention == "dropout":  # of the second of two tp ranks
+        drops = AttentionDropout(0.3, 11, 5, range(4, 8), batch.sample_ids_b, batch.positions_s)
     outputs: dict[str, list[Tensor]] = {}
     for impl in ("torch", "triton"):
         kernels = Kernels(masked_attention=impl)  # type: ignore[arg-type]
         qkv = random((20, 2, 8, 16), torch.bfloat16, "guarded").requires_grad_()
         sinks = torch.linspace(-1, 2, 4, device=DEVICE, requires_grad=True) if with_sinks else None
         q, k, v = qkv.split([4, 2, 2], dim=2)
-        y = whole_attention(q, k, v, batch, None, kernels, window, rule, sinks)
+        y = whole_attention(q, k, v, batch, drops, kernels, window, rule, sinks)
         leaves = [x for x in (qkv, sinks) if x is not None]
         grad = random(tuple(y.shape), torch.bfloat16, "guarded")
         outputs[impl] = [y, *torch.autograd.grad(y, leaves, grad)]
@@ -215,9 +240,10 @@ def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str
         assert relative_error(mine, theirs) < 8e-3
 
 
-# Capped scores in blocks, as ranks of cp compute them
+# Capped scores and dropout in blocks, as ranks of cp compute them
 
-CAPPED = ScoreRule(0.3, 3.0, capped_by="triton")
+CAPPED = ScoreRule(0.3, 3.0)
+TILES = Kernels(masked_attention="triton")
 # On GPUs the kernels serve 16 bits alone.
 DTYPE, BOUND = (torch.bfloat16, 1e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-5)
 
@@ -229,62 +255,70 @@ def no_scores_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("rule", "p"), [(CAPPED, 0.0), (PLAIN_SCORES, 0.3)], ids=["cap", "dropout"])
 @pytest.mark.usefixtures("no_scores_in_memory")
-def test_a_capped_block_of_earlier_keys(causal: bool) -> None:
+def test_a_block_of_earlier_keys(rule: ScoreRule, p: float, causal: bool) -> None:
     """Fewer queries than keys: the last query attends the last key."""
     q, k, v = (
         random((2, 4, 20, 24), DTYPE, "bnsd"),
         *(random((2, 2, 50, e), DTYPE, "bnsd") for e in (24, 10)),
     )
+    how: dict[str, Any] = {"causal": causal, "rule": rule, "dropped": dropout(2, 4, 20, 50, p) if p else None}
     wide = [x.double() for x in (q, k, v)]
-    expected, expected_lse = reference(*wide, causal=causal, rule=CAPPED)
-    out, lse = block_attention.attention_block(q, k, v, causal=causal, rule=CAPPED)
+    expected, expected_lse = reference(*wide, **how)
+    out, lse = block_attention.attention_block(q, k, v, **how, kernels=TILES)
     grad = random(out.shape, DTYPE, "bnsd")
-    found = block_attention.attention_block_backward(grad, q, k, v, out, lse, causal=causal, rule=CAPPED)
-    right = reference_backward(grad.double(), *wide, expected, expected_lse, causal=causal, rule=CAPPED)
+    found = block_attention.attention_block_backward(grad, q, k, v, out, lse, **how, kernels=TILES)
+    right = reference_backward(grad.double(), *wide, expected, expected_lse, **how)
     for mine, theirs in zip((out, lse, *found), (expected, expected_lse, *right), strict=True):
         assert relative_error(mine, theirs) < BOUND
 
 
 @pytest.mark.parametrize("starts", [None, (0, 1, 4, 17, 40, 70, 80)])
+@pytest.mark.parametrize(("rule", "p"), [(CAPPED, 0.0), (PLAIN_SCORES, 0.3)], ids=["cap", "dropout"])
 @pytest.mark.usefixtures("no_scores_in_memory")
-def test_capped_blocks_of_a_rank_are_merged(starts: tuple[int, ...] | None) -> None:
+def test_blocks_of_a_rank_are_merged(rule: ScoreRule, p: float, starts: tuple[int, ...] | None) -> None:
     """Rank 1 of cp 2 has the second and third quarter of two samples' queries. Samples may have documents."""
     length = 40
     q, k, v, grad = (random((2, heads, length, 16), DTYPE, "bnsd") for heads in (4, 2, 2, 4))
     held = torch.tensor(deal.positions(length, 2, 1), device=DEVICE)
+    everywhere = torch.arange(length, device=DEVICE)
     seen = torch.ones(length, length, dtype=torch.bool, device=DEVICE).tril()[held]
     if starts is not None:
         document = torch.searchsorted(torch.tensor(starts), torch.arange(2 * length), right=True).view(2, -1).to(DEVICE)
         seen = (seen & (document[:, held, None] == document[:, None, :]))[:, None]
+    drops = AttentionDropout(p, 11, 5, range(4), torch.tensor([4, 9], device=DEVICE), held) if p else None
     q, grad = q[:, :, held], grad[:, :, held]
     blocks = deal.blocks(deal.chunks(length, 2, 1), [(0, length)], length, starts)
-    dropped = Dropped(None, [(0, length)])
-    result = Result(q, 16, CAPPED)
+    dropped = Dropped(drops, [(0, length)])
+    result = Result(q, 16, rule, TILES)
     result.add(q, k, v, blocks, dropped)
-    gradient = Gradient(grad, q, result.out.to(DTYPE), result.lse, CAPPED)
+    gradient = Gradient(grad, q, result.out.to(DTYPE), result.lse, rule, TILES)
     grad_k, grad_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
     gradient.add(k, v, blocks, dropped, grad_k, grad_v)
     wide = [x.double() for x in (q, k, v)]
-    expected, lse = reference(*wide, causal=False, rule=CAPPED, seen=seen)
-    right = reference_backward(grad.double(), *wide, expected, lse, causal=False, rule=CAPPED, seen=seen)
+    how: dict[str, Any] = {"causal": False, "rule": rule, "dropped": drops.of(everywhere) if drops else None}
+    expected, lse = reference(*wide, **how, seen=seen)
+    right = reference_backward(grad.double(), *wide, expected, lse, **how, seen=seen)
     for mine, theirs in zip((result.out, gradient.q, grad_k, grad_v), (expected, *right), strict=True):
         assert relative_error(mine, theirs) < BOUND
 
 
-def test_ranks_of_cp_compute_capped_scores_in_tiles() -> None:
-    """By the kernels of the run, and not if it has none."""
-    noted: list[ScoreRule] = []
+def test_ranks_of_cp_compute_by_the_kernels_of_the_run() -> None:
+    """Blocks of documents leave cuDNN out: they have new shapes in each step."""
+    noted: list[Kernels] = []
 
     def gather(q: Tensor, *others: Any) -> Tensor:
-        noted.append(others[5])
+        noted.append(others[7])
         return q
 
-    for kernels in (Kernels(), Kernels(masked_attention="triton")):
-        cp = Axis("cp", 2, 0, (0, 1))
-        core = CoreAttention(cp, "gather", [0, 1], kernels, torch.device("cpu"), 8, 8, rule=ScoreRule(0.3, 3.0))
+    kernels = Kernels(attention="cudnn", masked_attention="triton")
+    core = CoreAttention(Axis("cp", 2, 0, (0, 1)), "gather", [0, 1], kernels, torch.device("cpu"), 8, 8)
+    rows = torch.zeros(4, 1, 2, 8)
+    for starts in (None, (0, 3, 8)):
+        batch = MicroBatch.of_samples(*[torch.zeros(1, 8)] * 3, torch.arange(1))
+        batch = replace(batch, starts_on_host=starts)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(attention, "gather_attention", gather)
-            rows = torch.zeros(4, 1, 2, 8)
-            core(rows, rows, rows, MicroBatch.of_samples(*[torch.zeros(1, 8)] * 3, torch.arange(1)), None)
-    assert [rule.capped_by for rule in noted] == ["torch", "triton"]
+            core(rows, rows, rows, batch, None)
+    assert noted == [kernels, replace(kernels, attention="torch")]

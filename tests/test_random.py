@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from megapar_kernels.dropout import RowDropout, keep_mask
 from megapar_models.attention import Attention
 from megapar_models.build import build_stages
 from megapar_models.gpt import model as gpt
@@ -22,7 +23,7 @@ from megapar.config.options import Config
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.grid import Grid
 from megapar.params import Box, Init, ParamSpec, Piece, Sizes, parameter
-from megapar.random import fill, initial_values, initialize, keep_mask, row_keys
+from megapar.random import fill, initial_values, initialize, row_keys
 from megapar.verify import logical
 from tests.support import tiny_models
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
@@ -190,18 +191,19 @@ def test_mask_rate_and_independence(p: float) -> None:
 def recorded_masks() -> Iterator[dict[str, Tensor]]:
     """The masks of a forward pass by the place of their use."""
     masks: dict[str, Tensor] = {}
-    hidden_keys, attention_keep = gpt.hidden_keys, AttentionDropout.keep
+    hidden_keys, attention_dropout = gpt.hidden_keys, AttentionDropout.of
 
     def record_hidden(info: Any, use: int, sharding: Any) -> Tensor:
         keys = hidden_keys(info, use, sharding)
         masks[f"hidden {use}"] = keep_mask(keys, DROPPING.hidden_size, DROPPING.hidden_dropout)
         return keys
 
-    def record_attention(self: AttentionDropout, *rows: Any) -> Tensor:
-        masks[f"attention {self.use}"] = attention_keep(self, *rows)
-        return masks[f"attention {self.use}"]
+    def record_attention(self: AttentionDropout, *rows: Any) -> RowDropout:
+        dropped = attention_dropout(self, *rows)
+        masks[f"attention {self.use}"] = dropped.keep()
+        return dropped
 
-    record = mock.patch.object(AttentionDropout, "keep", record_attention)
+    record = mock.patch.object(AttentionDropout, "of", record_attention)
     with mock.patch.object(gpt, "hidden_keys", record_hidden), record:
         yield masks
 

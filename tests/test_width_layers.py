@@ -205,9 +205,12 @@ def test_layers_of_other_kinds_are_measured_apart() -> None:
 def test_windows_are_refused_where_ranks_hold_parts_of_samples() -> None:
     with pytest.raises(ConfigError, match=r"cp=2, parallel.cp_attention=gather: .* read 5 keys; use cp_attention ulys"):
         Layout(FOUR_KINDS_MODEL, cp=2).config()
+
+
+def test_attention_drops_the_same_in_windows_and_documents_on_every_rank() -> None:
     model = DroppingModel(**{f.name: getattr(LLAMA, f.name) for f in fields(LLAMA)})
-    with pytest.raises(ConfigError, match=r"model.attention_dropout=0.1: .* takes no dropout"):
-        Layout(replace(model, family="tests.test_width_layers:DROPPING_WINDOWS", attention_dropout=0.1)).config()
+    model = replace(model, family="tests.test_width_layers:DROPPING_WINDOWS", attention_dropout=0.3)
+    trains_as_one_process(model, {"cp": 2, "cp_attention": "ulysses", "packed": True})
 
 
 def test_a_mixer_that_cannot_be_imported_is_told_with_its_layer() -> None:

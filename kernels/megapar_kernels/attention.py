@@ -1,9 +1,8 @@
-"""Causal attention: by torch's SDPA, or with explicit scores if probabilities are dropped out.
+"""Causal attention by torch's SDPA, also within documents.
 
 Shapes: s positions, b samples, n heads, d width of a query and a key, e width of a value. The two widths may differ.
 """
 
-import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,10 +13,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from megapar_kernels.backend import FusedAttention, Kernels
 from megapar_kernels.block_attention import (
     SERVERS,
     Documents,
-    FusedAttention,
     ScoreRule,
     attention_block,
     attention_block_backward,
@@ -26,12 +25,9 @@ from megapar_kernels.block_attention import (
     in_a_row,
     in_blocks_of_rows,
     of_a_sample,
-    products,
     server_of,
     takes_documents,
 )
-from megapar_kernels.dispatch import Implementation
-from megapar_kernels.softmax import scaled_causal_softmax, scaled_masked_softmax
 
 # For Hopper and Blackwell. There cuDNN is about twice as fast as FlashAttention 2, which torch would try first.
 CUDNN_FIRST = [
@@ -51,8 +47,8 @@ class _OneBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float | None, impl: FusedAttention) -> Tensor:
         ctx.rule = ScoreRule(scale)
-        ctx.impl = impl
-        out, lse = attention_block(q, k, v, causal=True, rule=ctx.rule, impl=impl)
+        ctx.kernels = Kernels(attention=impl)
+        out, lse = attention_block(q, k, v, causal=True, rule=ctx.rule, kernels=ctx.kernels)
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse)
         return out
@@ -62,7 +58,7 @@ class _OneBlock(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse = ctx.saved_tensors
         grad_q, grad_k, grad_v = attention_block_backward(
-            grad_out, q, k, v, out, lse, causal=True, rule=ctx.rule, impl=ctx.impl
+            grad_out, q, k, v, out, lse, causal=True, rule=ctx.rule, kernels=ctx.kernels
         )
         return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None
 
@@ -106,7 +102,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "torch", scale:
 def server_of_sdpa(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention) -> str:
     """Who computes `sdpa`, in words."""
     if q.shape[-1] != v.shape[-1] or not q.is_cuda:
-        return SERVERS[server_of(q, k, v, impl=impl, drops=False)]
+        return SERVERS[server_of(q, k, v, kernels=Kernels(attention=impl), drops=False)]
     # Torch chooses by more than shapes, and says nothing of it.
     return "cuDNN, or FlashAttention 2 where it refuses" if impl == "cudnn" else "torch's SDPA"
 
@@ -150,55 +146,6 @@ def causal_attention(
     else:
         y = sdpa(q, k, v, impl, scale)
     return y.permute(2, 0, 1, 3).flatten(2)  # [s, b, n * e]
-
-
-class _Scores(torch.autograd.Function):
-    """q k^T of [b, n, s, d]: in fp32 for 16-bit q and k, in their own dtype for wider ones.
-
-    A 16-bit product would be rounded before it is scaled by 1 / sqrt(d). In fp16 it overflows beyond 65504. torch's
-    SDPA sums and scales in fp32 and stays finite.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor) -> Tensor:
-        ctx.save_for_backward(q, k)
-        return products(q, k)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_scores: Tensor) -> tuple[Tensor, Tensor]:
-        q, k = ctx.saved_tensors
-        grad = grad_scores.to(q.dtype)
-        return grad @ k, grad.transpose(-1, -2) @ q
-
-
-def causal_attention_dropout(
-    q_sbnd: Tensor,
-    k_sbnd: Tensor,
-    v_sbnd: Tensor,
-    keep_bnss: Tensor,
-    p: float,
-    documents_bs: Tensor | None = None,
-    impl: Implementation = "torch",
-    scale: float | None = None,
-) -> Tensor:
-    """`causal_attention` with dropout: the probabilities are multiplied by keep / (1 - p).
-
-    q, k and v have the same number of heads. If `documents_bs` is given, positions of different documents do not attend
-    to each other. `impl` is the implementation of the softmax.
-    """
-    q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-    scores: Tensor = _Scores.apply(q, k)
-    if scale is None:
-        scale = 1.0 / math.sqrt(q.shape[-1])
-    if documents_bs is None:
-        probabilities = scaled_causal_softmax(scores, scale, impl)
-    else:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        apart = documents_bs[:, None, :, None] != documents_bs[:, None, None, :]
-        probabilities = scaled_masked_softmax(scores, future | apart, scale, impl)
-    probabilities = probabilities * keep_bnss / (1.0 - p)
-    return rearrange(probabilities.to(v.dtype) @ v, "b n s d -> s b (n d)")
 
 
 def packed_causal_attention(

@@ -1,10 +1,13 @@
 """The Triton kernels of `tiled_attention`: one forward, and two backward.
 
 Tiles at an edge of what a block of queries attends are masked (`_seen`), and whole ones are not. Shapes and names are
-those of `tiled_attention`. WIDTH is d, in two parts of MAIN and REST columns; V_WIDTH is e, in V_COLUMNS.
+those of `tiled_attention`. WIDTH is d, in two parts of MAIN and REST columns; V_WIDTH is e, in V_COLUMNS. With dropout
+`random_ptr` has the random keys of rows and `columns_ptr` the numbers of their columns (`dropout.RowDropout`). A tile
+computes its own mask from them, forward and backward.
 """
 
 from megapar_kernels.dispatch import LOG2_E, tl, triton
+from megapar_kernels.dropout import kept
 
 LN_2 = tl.constexpr(0.6931471805599453)
 
@@ -56,6 +59,14 @@ def _write(ptr, x, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr
     column = FIRST + tl.arange(0, COLUMNS)[None, :]
     inside = (rows[:, None] < limit) & (column < WIDTH)
     tl.store(ptr + rows[:, None] * stride + column, x.to(ptr.dtype.element_ty), inside)
+
+
+@triton.jit
+def _write_parts(ptr, main, rest, rows, stride, limit, WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr):  # type: ignore[no-untyped-def]  # fmt: skip
+    """Write what `_parts` would read."""
+    _write(ptr, main, rows, stride, limit, 0, WIDTH, MAIN)
+    if REST > 0:
+        _write(ptr, rest, rows, stride, limit, MAIN, WIDTH, REST)
 
 
 @triton.jit
@@ -190,11 +201,29 @@ def _edge_tile(number, start, whole_start, whole_stop, TILE: tl.constexpr):  # t
 
 
 @triton.jit
+def _of_rows(ptr, row, rows, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A number of each row of a tile: 0 from `rows` on, where a tile that is not WHOLE may end."""
+    if WHOLE:
+        return tl.load(ptr + row)
+    else:
+        return tl.load(ptr + row, row < rows, other=0)
+
+
+@triton.jit
+def _kept_of_tile(  # type: ignore[no-untyped-def]
+    x, random, columns_ptr, first_key, keys, THRESHOLD: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr
+):
+    """`x` [queries, KEYS] where dropout keeps it, else 0."""
+    columns = _of_rows(columns_ptr, first_key + tl.arange(0, KEYS), keys, WHOLE)
+    return tl.where(kept(random[:, None], columns[None, :], THRESHOLD), x, 0.0)
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    out, most, total, q, q_rest, k_ptr, v_ptr, k_stride, v_stride, query, first, first_key, queries, keys, window,
-    scale, cap,
+    out, most, total, q, q_rest, k_ptr, v_ptr, k_stride, v_stride, query, first, random, columns_ptr, first_key,
+    queries, keys, window, scale, cap,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The result of a block of queries, its greatest scores and totals, with a tile of keys more."""
     column = tl.arange(0, KEYS)
@@ -217,6 +246,8 @@ def _attend(  # type: ignore[no-untyped-def]
     probabilities = tl.exp2(scores * unit - (shift * unit)[:, None])
     decay = tl.exp2((most - shift) * unit)
     total = total * decay + tl.sum(probabilities, 1)
+    if columns_ptr is not None:  # after the sum: dropout follows the softmax
+        probabilities = _kept_of_tile(probabilities, random, columns_ptr, first_key, keys, THRESHOLD, KEYS, WHOLE)
     v = _tile(v_ptr, column, v_stride, keys_left, 0, V_WIDTH, V_COLUMNS, WHOLE)
     out = tl.dot(probabilities.to(v.dtype), v, out * decay[:, None], input_precision="ieee")
     return out, most_now, total
@@ -224,11 +255,12 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, sinks_ptr, starts_ptr, out_ptr, lse_ptr, heads, run, queries, keys, window, scale, cap,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, starts_ptr, random_ptr, columns_ptr, out_ptr, lse_ptr,
+    heads, run, queries, keys, window, scale, cap, keep_scale,
     q_stride_b, q_stride_n, q_stride_s, k_stride_b, k_stride_n, k_stride_s, v_stride_b, v_stride_n, v_stride_s,
     out_stride_b, out_stride_n, out_stride_s,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """The result and the lse of a block of queries of a head. The program is (block from the last on, head, sample)."""
     block = (tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)).to(tl.int32)  # later queries have more keys
@@ -247,20 +279,25 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     whole_start, whole_stop = _whole_keys_of(
         block, start, starts_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS
     )
+    random = first
+    if random_ptr is not None:
+        random = _of_rows(random_ptr + (sample * heads + head) * queries, query, queries, False)
     q, q_rest = _parts(q_ptr, row, q_stride_s, rows_left, WIDTH, MAIN, REST, False)
     most = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     out = tl.zeros((QUERIES, V_COLUMNS), tl.float32)
     for first_key in range(whole_start, whole_stop, KEYS):
         out, most, total = _attend(
-            out, most, total, q, q_rest, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first, first_key, queries, keys,
-            window, scale, cap, WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, KEYS, True,
+            out, most, total, q, q_rest, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first, random, columns_ptr,
+            first_key, queries, keys, window, scale, cap,
+            WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, KEYS, True,
         )  # fmt: skip
     for number in range(0, tl.cdiv(stop - start - (whole_stop - whole_start), KEYS)):
         first_key = _edge_tile(number, start, whole_start, whole_stop, KEYS)
         out, most, total = _attend(
-            out, most, total, q, q_rest, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first, first_key, queries, keys,
-            window, scale, cap, WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, KEYS, False,
+            out, most, total, q, q_rest, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first, random, columns_ptr,
+            first_key, queries, keys, window, scale, cap,
+            WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, KEYS, False,
         )  # fmt: skip
     most *= _unit(scale, cap, CAPPED)
     if sinks_ptr is not None:
@@ -271,7 +308,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
         out = out * decay[:, None]
         most = most_now
     attends = total > 0.0
-    out = out / tl.where(attends, total, 1.0)[:, None]
+    out = out * (keep_scale / tl.where(attends, total, 1.0))[:, None]
     lse = tl.where(attends, (most + tl.log2(tl.where(attends, total, 1.0))) * LN_2, float("-inf"))
     _write(out_ptr, out, row, out_stride_s, rows_left, 0, V_WIDTH, V_COLUMNS)
     tl.store(lse_ptr + (sample * heads + head) * queries + query, lse, query < queries)
@@ -279,10 +316,10 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _add_to_queries(  # type: ignore[no-untyped-def]
-    grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride, v_stride, query, first, first_key,
-    queries, keys, window, scale, cap,
+    grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride, v_stride, query, first, random,
+    columns_ptr, first_key, queries, keys, window, scale, cap, keep_scale,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries, with a tile of keys more."""
     column = tl.arange(0, KEYS)
@@ -298,6 +335,10 @@ def _add_to_queries(  # type: ignore[no-untyped-def]
         seen = _seen(query[:, None], key[None, :], first[:, None], queries, keys, window, CAUSAL)
         probabilities = tl.where(seen, probabilities, 0.0)
     grad_probabilities = tl.dot(grad_out, tl.trans(v), input_precision="ieee")
+    if columns_ptr is not None:
+        grad_probabilities = _kept_of_tile(
+            grad_probabilities * keep_scale, random, columns_ptr, first_key, keys, THRESHOLD, KEYS, WHOLE
+        )
     grad_scores = (probabilities * (grad_probabilities - delta[:, None]) * slope).to(k.dtype)
     grad = tl.dot(grad_scores, k, grad, input_precision="ieee")
     if REST > 0:
@@ -307,13 +348,13 @@ def _add_to_queries(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def queries_kernel(  # type: ignore[no-untyped-def]
-    grad_out_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, out_ptr, lse_ptr, delta_ptr, grad_q_ptr,
-    heads, run, queries, keys, window, scale, cap,
+    grad_out_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, random_ptr, columns_ptr, out_ptr, lse_ptr, delta_ptr, grad_q_ptr,
+    heads, run, queries, keys, window, scale, cap, keep_scale,
     grad_out_stride_b, grad_out_stride_n, grad_out_stride_s, q_stride_b, q_stride_n, q_stride_s,
     k_stride_b, k_stride_n, k_stride_s, v_stride_b, v_stride_n, v_stride_s,
     out_stride_b, out_stride_n, out_stride_s, grad_q_stride_b, grad_q_stride_n, grad_q_stride_s,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """The gradient of a block of queries of a head, and delta = rowsum(grad_out * out) for the other kernel."""
     block = (tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)).to(tl.int32)
@@ -340,43 +381,35 @@ def queries_kernel(  # type: ignore[no-untyped-def]
     row_of_all = (sample * heads + head) * queries + query
     tl.store(delta_ptr + row_of_all, delta, query < queries)
     lse = tl.load(lse_ptr + row_of_all, query < queries, other=0.0) * LOG2_E
+    random = first
+    if random_ptr is not None:
+        random = tl.load(random_ptr + row_of_all, query < queries, other=0)
     q, q_rest = _parts(q_ptr, row, q_stride_s, rows_left, WIDTH, MAIN, REST, False)
     grad = tl.zeros((QUERIES, MAIN), tl.float32)
     grad_rest = tl.zeros((QUERIES, REST if REST > 0 else 16), tl.float32)
     for first_key in range(whole_start, whole_stop, KEYS):
         grad, grad_rest = _add_to_queries(
             grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first,
-            first_key, queries, keys, window, scale, cap,
-            WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, KEYS, True,
+            random, columns_ptr, first_key, queries, keys, window, scale, cap, keep_scale,
+            WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, KEYS, True,
         )  # fmt: skip
     for number in range(0, tl.cdiv(stop - start - (whole_stop - whole_start), KEYS)):
         first_key = _edge_tile(number, start, whole_start, whole_stop, KEYS)
         grad, grad_rest = _add_to_queries(
             grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first,
-            first_key, queries, keys, window, scale, cap,
-            WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, KEYS, False,
+            random, columns_ptr, first_key, queries, keys, window, scale, cap, keep_scale,
+            WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, KEYS, False,
         )  # fmt: skip
-    _write(grad_q_ptr, grad * scale, row, grad_q_stride_s, rows_left, 0, WIDTH, MAIN)
-    if REST > 0:
-        _write(grad_q_ptr, grad_rest * scale, row, grad_q_stride_s, rows_left, MAIN, WIDTH, REST)
-
-
-@triton.jit
-def _of_rows(ptr, query, queries, WHOLE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A number of each query of a tile: 0 from `queries` on, where a tile that is not WHOLE may end."""
-    if WHOLE:
-        return tl.load(ptr + query)
-    else:
-        return tl.load(ptr + query, query < queries, other=0.0)
+    _write_parts(grad_q_ptr, grad * scale, grad_rest * scale, row, grad_q_stride_s, rows_left, WIDTH, MAIN, REST)
 
 
 @triton.jit
 def _add_to_keys(  # type: ignore[no-untyped-def]
     grad_k, grad_k_rest, grad_v, k, k_rest, v, q_ptr, grad_out_ptr, lse_ptr, delta_ptr, q_stride, grad_out_stride,
-    starts_ptr, sample, key, first_query, queries, keys, window, scale, cap,
+    starts_ptr, random_ptr, columns, sample, key, first_query, queries, keys, window, scale, cap, keep_scale,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, QUERIES: tl.constexpr, OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,
-    WHOLE: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr,
+    OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a block of keys and values, with a tile of a head's queries more."""
     column = tl.arange(0, QUERIES)
@@ -393,10 +426,16 @@ def _add_to_keys(  # type: ignore[no-untyped-def]
         seen = _seen(query[None, :], key[:, None], first[None, :], queries, keys, window, CAUSAL)
         probabilities = tl.where(seen, probabilities, 0.0)
     grad_out = _tile(grad_out_ptr, column, grad_out_stride, rows_left, 0, V_WIDTH, V_COLUMNS, WHOLE)
+    dropped = probabilities
+    if random_ptr is not None:
+        keeps = kept(_of_rows(random_ptr, query, queries, WHOLE)[None, :], columns[:, None], THRESHOLD)
+        dropped = tl.where(keeps, probabilities * keep_scale, 0.0)
     if OF_VALUES:
-        grad_v = tl.dot(probabilities.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
+        grad_v = tl.dot(dropped.to(grad_out.dtype), grad_out, grad_v, input_precision="ieee")
     if OF_KEYS:
         grad_probabilities = tl.dot(v, tl.trans(grad_out), input_precision="ieee")
+        if random_ptr is not None:
+            grad_probabilities = tl.where(keeps, grad_probabilities * keep_scale, 0.0)
         delta = _of_rows(delta_ptr, query, queries, WHOLE)
         grad_scores = (probabilities * (grad_probabilities - delta[None, :]) * slope).to(q.dtype)
         grad_k = tl.dot(grad_scores, q, grad_k, input_precision="ieee")
@@ -407,19 +446,16 @@ def _add_to_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def keys_values_kernel(  # type: ignore[no-untyped-def]
-    grad_out_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, stops_ptr, lse_ptr, delta_ptr, grad_k_ptr, grad_v_ptr,
-    heads, run, queries, keys, window, scale, cap,
+    grad_out_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, stops_ptr, random_ptr, columns_ptr, lse_ptr, delta_ptr,
+    grad_k_ptr, grad_v_ptr, heads, run, queries, keys, window, scale, cap, keep_scale,
     grad_out_stride_b, grad_out_stride_n, grad_out_stride_s, q_stride_b, q_stride_n, q_stride_s,
     k_stride_b, k_stride_n, k_stride_s, v_stride_b, v_stride_n, v_stride_s,
     grad_k_stride_b, grad_k_stride_n, grad_k_stride_s, grad_v_stride_b, grad_v_stride_n, grad_v_stride_s,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
-    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
     OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a block of keys and values of a head, from all query heads that read it, one after another.
-
-    OF_KEYS and OF_VALUES say which of the two.
-    """
+    """The gradients of a block of keys (OF_KEYS) and values (OF_VALUES) from all query heads that read it, in turn."""
     block = tl.program_id(0).to(tl.int64).to(tl.int32)
     kv_head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2).to(tl.int64)
@@ -433,6 +469,7 @@ def keys_values_kernel(  # type: ignore[no-untyped-def]
     whole_start, whole_stop = _whole_queries_of(
         block, start, stops_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS
     )
+    columns = key if columns_ptr is None else _of_rows(columns_ptr, key, keys, False)
     k, k_rest = _parts(k_ptr, row, k_stride_s, keys_left, WIDTH, MAIN, REST, False)
     v = _tile(v_ptr, row, v_stride_s, keys_left, 0, V_WIDTH, V_COLUMNS, False)
     grad_k = tl.zeros((KEYS, MAIN), tl.float32)
@@ -443,24 +480,27 @@ def keys_values_kernel(  # type: ignore[no-untyped-def]
         grad_out_head = grad_out_ptr + sample * grad_out_stride_b + head * grad_out_stride_n
         lse_head = lse_ptr + (sample * heads + head) * queries
         delta_head = delta_ptr + (sample * heads + head) * queries
+        random_head = None if random_ptr is None else random_ptr + (sample * heads + head) * queries
         for first_query in range(whole_start, whole_stop, QUERIES):
             grad_k, grad_k_rest, grad_v = _add_to_keys(
                 grad_k, grad_k_rest, grad_v, k, k_rest, v, q_head, grad_out_head, lse_head, delta_head, q_stride_s,
-                grad_out_stride_s, starts_ptr, sample, key, first_query, queries, keys, window, scale, cap,
-                WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, QUERIES, OF_KEYS, OF_VALUES, True,
+                grad_out_stride_s, starts_ptr, random_head, columns, sample, key, first_query, queries, keys, window,
+                scale, cap, keep_scale, WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, QUERIES,
+                OF_KEYS, OF_VALUES, True,
             )  # fmt: skip
         for number in range(0, tl.cdiv(stop - start - (whole_stop - whole_start), QUERIES)):
             first_query = _edge_tile(number, start, whole_start, whole_stop, QUERIES)
             grad_k, grad_k_rest, grad_v = _add_to_keys(
                 grad_k, grad_k_rest, grad_v, k, k_rest, v, q_head, grad_out_head, lse_head, delta_head, q_stride_s,
-                grad_out_stride_s, starts_ptr, sample, key, first_query, queries, keys, window, scale, cap,
-                WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, QUERIES, OF_KEYS, OF_VALUES, False,
+                grad_out_stride_s, starts_ptr, random_head, columns, sample, key, first_query, queries, keys, window,
+                scale, cap, keep_scale, WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, QUERIES,
+                OF_KEYS, OF_VALUES, False,
             )  # fmt: skip
     if OF_VALUES:
         grad_v_ptr += sample * grad_v_stride_b + kv_head * grad_v_stride_n + first_row * grad_v_stride_s
         _write(grad_v_ptr, grad_v, row, grad_v_stride_s, keys_left, 0, V_WIDTH, V_COLUMNS)
     if OF_KEYS:
         grad_k_ptr += sample * grad_k_stride_b + kv_head * grad_k_stride_n + first_row * grad_k_stride_s
-        _write(grad_k_ptr, grad_k * scale, row, grad_k_stride_s, keys_left, 0, WIDTH, MAIN)
-        if REST > 0:
-            _write(grad_k_ptr, grad_k_rest * scale, row, grad_k_stride_s, keys_left, MAIN, WIDTH, REST)
+        _write_parts(
+            grad_k_ptr, grad_k * scale, grad_k_rest * scale, row, grad_k_stride_s, keys_left, WIDTH, MAIN, REST
+        )

@@ -9,6 +9,8 @@ from megapar_kernels import apex
 from megapar_kernels.dispatch import HAS_TRITON, Implementation, interpreting
 
 Backend = Literal["auto", "triton", "torch", "apex"]
+FusedAttention = Literal["torch", "cudnn"]
+"""Which of torch's fused operations for GPUs comes first: FlashAttention 2 ("torch"), or cuDNN's."""
 
 
 @dataclass(frozen=True)
@@ -19,17 +21,16 @@ class Kernels:
     activation: Implementation = "torch"
     rope: Implementation = "torch"
     dropout: Implementation = "torch"
-    softmax: Implementation = "torch"
     cross_entropy: Implementation = "torch"
     token_rows: Implementation = "torch"
     grouped_products: Implementation = "torch"
     """Who multiplies for all experts of a layer: torch for one after the other, triton for all at once."""
     adamw: Implementation = "torch"
     weight_gradient: Implementation = "torch"
-    attention: Literal["torch", "cudnn"] = "torch"
+    attention: FusedAttention = "torch"
     """The backend torch's SDPA tries first; "torch" leaves the choice to torch."""
     masked_attention: Implementation = "torch"
-    """Attention with windows, caps of scores or sinks, for which torch has no fused operation."""
+    """Attention with windows, caps of scores, sinks or dropout, for which torch has no fused operation."""
 
     @property
     def activation_of_experts(self) -> Implementation:
@@ -46,13 +47,13 @@ class Kernels:
         return "; ".join(f"{impl}: {', '.join(names)}" for impl, names in ops.items())
 
 
+TORCH = Kernels()
 # torch's mixed-precision GEMM computes weight gradients, but for those of experts.
 FUSED = Kernels(
     norm="triton",
     activation="triton",
     rope="triton",
     dropout="triton",
-    softmax="triton",
     cross_entropy="triton",
     token_rows="triton",
     grouped_products="triton",
@@ -67,7 +68,7 @@ COMPILED = Kernels(norm="inductor", activation="inductor", rope="inductor")
 
 
 def select(
-    backend: Backend, device: torch.device, attention: Literal["torch", "cudnn"] = "torch", *, compiled: bool = False
+    backend: Backend, device: torch.device, attention: FusedAttention = "torch", *, compiled: bool = False
 ) -> Kernels:
     """The implementations meant by `kernels.backend` and `kernels.compile` on `device`.
 

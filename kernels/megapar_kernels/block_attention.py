@@ -19,28 +19,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megapar_kernels import tiled_attention
-from megapar_kernels.dispatch import Implementation
+from megapar_kernels.backend import TORCH, Kernels
+from megapar_kernels.dropout import RowDropout
 from megapar_kernels.tiled_attention import Attended
 
 _FLASH_DTYPES = (torch.bfloat16, torch.float16)
 _QUERIES, _KEYS = 256, 2048  # of a block of `largest_scores`; the queries are also those of a compiled graph
 _ROWS = 64  # of a block of queries on a CPU, see `in_blocks_of_rows`; with 32 the calls cost as much as that saves
 
-FusedAttention = Literal["torch", "cudnn"]
-"""Which of torch's fused operations for GPUs comes first: FlashAttention 2 ("torch"), or cuDNN's."""
-
 
 @dataclass(frozen=True)
 class ScoreRule:
     """From the product z of a query and a key to their score s: scale * z, and with a `cap` then cap * tanh(s / cap).
 
-    `scale` None is 1 / sqrt(d). `capped_by` triton computes capped scores in tiles, where its kernels serve. Else they
-    are held in memory: all those of a block.
+    `scale` None is 1 / sqrt(d).
     """
 
     scale: float | None = None
     cap: float = 0.0
-    capped_by: Implementation = "torch"
 
     def factor(self, q: Tensor) -> float:
         """The scale of the products of `q` [..., d], which is not padded."""
@@ -61,14 +57,14 @@ def _flash_serves(q: Tensor, v: Tensor) -> bool:
     return q.is_cuda and q.dtype in _FLASH_DTYPES and width % 8 == 0 and width <= 256
 
 
-def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention) -> bool:
-    """Whether `impl` asks for cuDNN, and it takes the dtype, the widths and the lengths of a block.
+def _cudnn_serves(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels) -> bool:
+    """Whether `kernels` asks for cuDNN, and it takes the dtype, the widths and the lengths of a block.
 
     The widths of `q` and `v` may differ. Torch's SDPA refuses single keys with cuDNN, and some versions single queries.
     """
     widths = q.shape[-1], v.shape[-1]
     fits = all(width % 8 == 0 and width <= 128 for width in widths) and min(q.shape[2], k.shape[2]) > 1
-    return impl == "cudnn" and q.is_cuda and q.dtype in _FLASH_DTYPES and fits
+    return kernels.attention == "cudnn" and q.is_cuda and q.dtype in _FLASH_DTYPES and fits
 
 
 Server = Literal["tiles", "cudnn", "flash", "cpu", "scores"]
@@ -84,14 +80,12 @@ SERVERS: dict[Server, str] = {
 
 
 def server_of(
-    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule = PLAIN_SCORES, impl: FusedAttention = "torch", *, drops: bool
+    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule = PLAIN_SCORES, kernels: Kernels = TORCH, *, drops: bool
 ) -> Server:
     """Who computes a block of these shapes, with dropout if it `drops`."""
-    if rule.cap and not drops and tiled_attention.serves(rule.capped_by, q, v):
-        return "tiles"
     if drops or rule.cap:
-        return "scores"
-    if _cudnn_serves(q, k, v, impl):
+        return "tiles" if tiled_attention.serves(kernels.masked_attention, q, v) else "scores"
+    if _cudnn_serves(q, k, v, kernels):
         return "cudnn"
     if _flash_serves(q, v):
         return "flash"
@@ -116,13 +110,13 @@ def _cut(x: Tensor, width: int) -> Tensor:
     return x.narrow(-1, 0, width).clone()
 
 
-def takes_earlier_keys(q: Tensor, k: Tensor, v: Tensor, impl: FusedAttention = "torch") -> bool:
+def takes_earlier_keys(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels = TORCH) -> bool:
     """Whether a causal block of `q` may have more keys than queries. If not, earlier keys need a block of their own.
 
     cuDNN, and the operation of torch for CPUs, align a causal mask at the first key. FlashAttention 2 aligns it at the
     last one.
     """
-    return q.is_cuda and not _cudnn_serves(q, k, v, impl)
+    return q.is_cuda and not _cudnn_serves(q, k, v, kernels)
 
 
 def takes_documents(q: Tensor, v: Tensor, rule: ScoreRule = PLAIN_SCORES) -> bool:
@@ -194,22 +188,20 @@ def attention_block(
     v: Tensor,
     *,
     causal: bool,
-    keep: Tensor | None = None,
-    p: float = 0.0,
+    dropped: RowDropout | None = None,
     rule: ScoreRule = PLAIN_SCORES,
-    impl: FusedAttention = "torch",
+    kernels: Kernels = TORCH,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scores) v of a block, [b, n, q, e], and the lse of its scores (`rule`) in fp32 (fp64 for fp64).
 
-    `causal`: the last query attends all keys, the one before it all but the last, and so on. With `keep`, bool
-    [b, n, q, k], the probabilities are multiplied by keep / (1 - p). Raises ValueError for a causal block with more
-    keys than queries where `takes_earlier_keys` is false.
+    `causal`: the last query attends all keys, the one before it all but the last, and so on. `dropped` drops
+    probabilities. Raises ValueError for a causal block with more keys than queries where `takes_earlier_keys` is false.
     """
-    server = server_of(q, k, v, rule, impl, drops=keep is not None)
+    server = server_of(q, k, v, rule, kernels, drops=dropped is not None)
     if server == "tiles":
-        return tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, Attended(causal))
+        return tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, Attended(causal), dropped=dropped)
     if server == "scores":
-        return reference(q, k, v, causal=causal, keep=keep, p=p, rule=rule)
+        return reference(q, k, v, causal=causal, dropped=dropped, rule=rule)
     if server == "cudnn":
         _check_square(q, k, causal)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -239,17 +231,17 @@ def attention_block_backward(
     lse: Tensor,
     *,
     causal: bool,
-    keep: Tensor | None = None,
-    p: float = 0.0,
+    dropped: RowDropout | None = None,
     rule: ScoreRule = PLAIN_SCORES,
-    impl: FusedAttention = "torch",
+    kernels: Kernels = TORCH,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of a block. `out` and `lse` are the merged results of all blocks of these queries."""
-    server = server_of(q, k, v, rule, impl, drops=keep is not None)
+    server = server_of(q, k, v, rule, kernels, drops=dropped is not None)
     if server == "tiles":
-        return tiled_attention.backward(grad_out, q, k, v, out, lse, rule.factor(q), rule.cap, Attended(causal))[:3]
+        scores = rule.factor(q), rule.cap, Attended(causal), dropped
+        return tiled_attention.backward(grad_out, q, k, v, out, lse, *scores)[:3]
     if server == "scores":
-        return reference_backward(grad_out, q, k, v, out, lse, causal=causal, keep=keep, p=p, rule=rule)
+        return reference_backward(grad_out, q, k, v, out, lse, causal=causal, dropped=dropped, rule=rule)
     if server == "cudnn":
         _check_square(q, k, causal)
         if grad_out.stride() != out.stride():
@@ -385,18 +377,18 @@ def _scores(
 
     `seen` is True for the keys that a query attends, and broadcasts to the scores.
     """
-    scores = q.to(wide(q.dtype)) @ _heads_of(q, k).transpose(-1, -2) * rule.factor(q)
+    scores = (q.to(wide(q.dtype)) @ _heads_of(q, k).transpose(-1, -2)).mul_(rule.factor(q))
     slope: Tensor | float = rule.factor(q)
     if rule.cap:
-        tanh = (scores / rule.cap).tanh_()
+        tanh = scores.div_(rule.cap).tanh_()
         scores = tanh * rule.cap
         slope = tanh.square_().neg_().add_(1.0).mul_(slope)
     if causal:
         queries, keys = scores.shape[-2:]
         future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
-        scores = scores.masked_fill(future, -math.inf)
+        scores.masked_fill_(future, -math.inf)
     if seen is not None:
-        scores = scores.masked_fill(~seen, -math.inf)
+        scores.masked_fill_(~seen, -math.inf)
     return scores, slope
 
 
@@ -411,19 +403,22 @@ def reference(
     v: Tensor,
     *,
     causal: bool,
-    keep: Tensor | None = None,
-    p: float = 0.0,
+    dropped: RowDropout | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention_block` with explicit scores, in the wide dtype. It takes any number of keys, and a mask `seen`."""
     scores, _ = _scores(q, k, causal, rule, seen)
     lse = scores.logsumexp(-1)
-    # Rows without a key have an lse of -inf, and probabilities of 0.
-    probabilities = (scores - lse[..., None]).exp().nan_to_num_(0.0)
-    if keep is not None:
-        probabilities = probabilities * keep / (1.0 - p)
+    probabilities = _probabilities(scores, lse)
+    if dropped is not None:
+        probabilities.mul_(dropped.keep()).div_(1.0 - dropped.p)
     return probabilities @ _heads_of(q, v), lse
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores - lse), in the memory of `scores`. Rows without a key have an lse of -inf, and zeros."""
+    return scores.sub_(lse[..., None]).exp_().nan_to_num_(0.0)
 
 
 def reference_backward(
@@ -435,8 +430,7 @@ def reference_backward(
     lse: Tensor,
     *,
     causal: bool,
-    keep: Tensor | None = None,
-    p: float = 0.0,
+    dropped: RowDropout | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -447,18 +441,19 @@ def reference_backward(
     """
     dtype = wide(q.dtype)
     scores, slope = _scores(q, k, causal, rule, seen)
-    probabilities = (scores - lse[..., None]).exp().nan_to_num_(0.0)
+    probabilities = _probabilities(scores, lse)
     grad_out = grad_out.to(dtype)
     grad_probabilities = grad_out @ _heads_of(q, v).transpose(-1, -2)
-    dropped = probabilities
-    if keep is not None:
-        dropped = probabilities * keep / (1.0 - p)
-        grad_probabilities = grad_probabilities * keep / (1.0 - p)
-    grad_scores = probabilities * (grad_probabilities - (grad_out * out.to(dtype)).sum(-1, keepdim=True))
-    grad_scores = grad_scores * slope
+    kept = probabilities
+    if dropped is not None:
+        factors = dropped.keep().to(dtype).div_(1.0 - dropped.p)
+        kept = probabilities * factors
+        grad_probabilities.mul_(factors)
+    grad_scores = grad_probabilities.sub_((grad_out * out.to(dtype)).sum(-1, keepdim=True))
+    grad_scores.mul_(probabilities).mul_(slope)
     grad_q = grad_scores @ _heads_of(q, k)
     grad_k = grad_scores.transpose(-1, -2) @ q.to(dtype)
-    grad_v = dropped.transpose(-1, -2) @ grad_out
+    grad_v = kept.transpose(-1, -2) @ grad_out
     run = q.shape[1] // k.shape[1]
     return grad_q, grad_k.unflatten(1, (-1, run)).sum(2), grad_v.unflatten(1, (-1, run)).sum(2)
 

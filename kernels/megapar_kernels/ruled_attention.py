@@ -1,14 +1,14 @@
-"""Causal attention with what torch's fused operations do not have: caps of scores, sinks, and windows.
+"""Causal attention with what torch's fused operations do not have: caps of scores, sinks, windows, and dropout by keys.
 
 `tiled_attention` computes it where it serves. Elsewhere torch's ops do, for a block of queries at a time, in forward
-and in backward. A CPU has a fused operation that takes a block's mask. With a cap, and on GPUs, scores are explicit.
-With a window a block reads its own keys alone, so the time grows with length * window. Kept for backward are q, k, v,
-the result, and the logsumexp of a row.
+and in backward. A CPU has a fused operation that takes a block's mask. With a cap or dropout, and on GPUs, scores are
+explicit. With a window a block reads its own keys alone, so the time grows with length * window. Kept for backward are
+q, k, v, the result, and the logsumexp of a row. The mask of dropout is computed again.
 
 Shapes: s positions, b samples, n heads, d width of a query and a key, e width of a value.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,15 +30,21 @@ from megapar_kernels.block_attention import (
     wide,
 )
 from megapar_kernels.dispatch import Implementation
+from megapar_kernels.dropout import RowDropout
 from megapar_kernels.tiled_attention import Attended, of_documents
 
-QUERIES = 256  # of a block with explicit scores
+QUERIES, QUERIES_ON_CPU = 256, 64  # of a block with explicit scores: fewer skip more keys, and take more calls
+
+Drops = Callable[[], RowDropout]
+"""Makes the dropout of all queries and keys, once in forward and once in backward."""
 
 
-def _blocks(length: int, window: int) -> Iterator[tuple[slice, slice]]:
+def _blocks(q: Tensor, window: int) -> Iterator[tuple[slice, slice]]:
     """The queries of each block, and the keys that some of them attend."""
-    for start in range(0, length, QUERIES):
-        stop = min(start + QUERIES, length)
+    length = q.shape[2]
+    queries = QUERIES if q.is_cuda else QUERIES_ON_CPU
+    for start in range(0, length, queries):
+        stop = min(start + queries, length)
         first_key = max(0, start + 1 - window) if window else 0
         yield slice(start, stop), slice(first_key, stop)
 
@@ -56,9 +62,9 @@ def _seen(queries: slice, keys: slice, window: int, documents_bs: Tensor | None,
     return (seen & same)[:, None]
 
 
-def _is_fused(q: Tensor, rule: ScoreRule) -> bool:
+def _is_fused(q: Tensor, rule: ScoreRule, drops: Drops | None) -> bool:
     """Whether a CPU's fused operation computes it. The meta device stands for a CPU here."""
-    return not q.is_cuda and not rule.cap
+    return not q.is_cuda and not rule.cap and drops is None
 
 
 def _as_fused(*inputs: Tensor) -> Iterator[Tensor]:
@@ -68,15 +74,22 @@ def _as_fused(*inputs: Tensor) -> Iterator[Tensor]:
 
 
 def _explicit(
-    q: Tensor, k: Tensor, v: Tensor, documents_bs: Tensor | None, rule: ScoreRule, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents_bs: Tensor | None,
+    rule: ScoreRule,
+    window: int,
+    dropped: RowDropout | None,
 ) -> tuple[Tensor, Tensor]:
     """The result and its lse, in the wide dtype."""
     out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide(q.dtype))
     lse = q.new_empty(q.shape[:3], dtype=wide(q.dtype))
-    for queries, keys in _blocks(q.shape[2], window):
+    for queries, keys in _blocks(q, window):
         seen = _seen(queries, keys, window, documents_bs, q.device)
+        part = None if dropped is None else dropped.of(queries, keys)
         out[:, :, queries], lse[:, :, queries] = reference(
-            q[:, :, queries], k[:, :, keys], v[:, :, keys], causal=False, rule=rule, seen=seen
+            q[:, :, queries], k[:, :, keys], v[:, :, keys], causal=False, dropped=part, rule=rule, seen=seen
         )
     return out, lse
 
@@ -91,16 +104,20 @@ def _explicit_backward(
     lse: Tensor,
     rule: ScoreRule,
     window: int,
+    dropped: RowDropout | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. That of q has its dtype, the others the wide one."""
     grad_q = torch.empty_like(q)
     grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
     grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
-    for queries, keys in _blocks(q.shape[2], window):
+    for queries, keys in _blocks(q, window):
         seen = _seen(queries, keys, window, documents_bs, q.device)
         rows = (x[:, :, queries] for x in (grad_out, q))
         block = (*rows, k[:, :, keys], v[:, :, keys], out[:, :, queries], lse[:, :, queries])
-        grad_q[:, :, queries], part_k, part_v = reference_backward(*block, causal=False, rule=rule, seen=seen)
+        part = None if dropped is None else dropped.of(queries, keys)
+        grad_q[:, :, queries], part_k, part_v = reference_backward(
+            *block, causal=False, dropped=part, rule=rule, seen=seen
+        )
         grad_k[:, :, keys] += part_k
         grad_v[:, :, keys] += part_v
     return grad_q, grad_k, grad_v
@@ -117,13 +134,14 @@ class _RuledAttention(torch.autograd.Function):
         documents_bs: Tensor | None,
         rule: ScoreRule,
         window: int,
+        drops: Drops | None,
     ) -> Tensor:
-        if _is_fused(q, rule):
+        if _is_fused(q, rule, drops):
             q_wide, k_wide, v_wide = _as_fused(q, k, v)
             wide_out, lse = forward_by_rows(q_wide, k_wide, v_wide, rule.factor(q), window, documents_bs)
             wide_out = wide_out[..., : v.shape[-1]]
         else:
-            wide_out, lse = _explicit(q, k, v, documents_bs, rule, window)
+            wide_out, lse = _explicit(q, k, v, documents_bs, rule, window, drops() if drops else None)
         if sinks_n is not None:
             add_sinks(wide_out, lse, sinks_n)
         b, n, s, _ = q.shape
@@ -132,24 +150,26 @@ class _RuledAttention(torch.autograd.Function):
         ctx.save_for_backward(q, k, v, sinks_n, documents_bs, out, lse)
         ctx.rule = rule
         ctx.window = window
+        ctx.drops = drops
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks_n, documents_bs, out, lse = ctx.saved_tensors
-        if _is_fused(q, ctx.rule):
+        if _is_fused(q, ctx.rule, ctx.drops):
             inputs = _as_fused(grad_out, q, k, v, out)
             wide_grads = backward_by_rows(
                 *inputs, lse=lse, scale=ctx.rule.factor(q), window=ctx.window, documents_bs=documents_bs
             )
         else:
-            wide_grads = _explicit_backward(grad_out, q, k, v, documents_bs, out, lse, ctx.rule, ctx.window)
+            dropped = ctx.drops() if ctx.drops else None
+            wide_grads = _explicit_backward(grad_out, q, k, v, documents_bs, out, lse, ctx.rule, ctx.window, dropped)
         grads = (grad[..., : x.shape[-1]].to(x.dtype) for grad, x in zip(wide_grads, (q, k, v), strict=True))
         grad_sinks = None
         if sinks_n is not None:
             grad_sinks = sink_gradient(rowsums(grad_out, out, lse.dtype), lse, sinks_n)
-        return *grads, grad_sinks, None, None, None
+        return *grads, grad_sinks, None, None, None, None
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -163,15 +183,19 @@ class _TiledAttention(torch.autograd.Function):
         documents_bs: Tensor | None,
         rule: ScoreRule,
         window: int,
+        drops: Drops | None,
     ) -> Tensor:
         starts = stops = None
         if documents_bs is not None:
             starts, stops = of_documents(documents_bs)
         attended = Attended(window=window, starts=starts, stops=stops)
-        out, lse = tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, attended, sinks_n)
+        out, lse = tiled_attention.forward(
+            q, k, v, rule.factor(q), rule.cap, attended, sinks_n, drops() if drops else None
+        )
         ctx.save_for_backward(q, k, v, sinks_n, starts, stops, out, lse)
         ctx.rule = rule
         ctx.window = window
+        ctx.drops = drops
         return out
 
     @staticmethod
@@ -180,12 +204,12 @@ class _TiledAttention(torch.autograd.Function):
         q, k, v, sinks_n, starts, stops, out, lse = ctx.saved_tensors
         attended = Attended(window=ctx.window, starts=starts, stops=stops)
         *gradients, rows = tiled_attention.backward(
-            grad_out, q, k, v, out, lse, ctx.rule.factor(q), ctx.rule.cap, attended
+            grad_out, q, k, v, out, lse, ctx.rule.factor(q), ctx.rule.cap, attended, ctx.drops() if ctx.drops else None
         )
         grad_sinks = None
         if sinks_n is not None:
             grad_sinks = sink_gradient(rows, lse, sinks_n)
-        return *gradients, grad_sinks, None, None, None
+        return *gradients, grad_sinks, None, None, None, None
 
 
 def ruled_attention(
@@ -197,6 +221,7 @@ def ruled_attention(
     sinks_n: Tensor | None = None,
     documents_bs: Tensor | None = None,
     window: int = 0,
+    drops: Drops | None = None,
     impl: Implementation = "torch",
 ) -> Tensor:
     """softmax(scores by `rule`, causal) v as [s, b, n * e], in fp32 and rounded once (in fp64 for fp64).
@@ -205,9 +230,10 @@ def ruled_attention(
 
     q may have a multiple of the heads of k and v. Then each head of k and v serves a run of consecutive heads of q.
     `sinks_n` is a further score of each head of q without a value. Positions of different `documents_bs` do not attend
-    to each other. With a `window` a position reads that many keys at most, its own among them.
+    to each other. With a `window` a position reads that many keys at most, its own among them. `drops` drops
+    probabilities.
     """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
     function = _TiledAttention if tiled_attention.serves(impl, q, v) else _RuledAttention
-    y: Tensor = function.apply(q, k, v, sinks_n, documents_bs, rule, window)
+    y: Tensor = function.apply(q, k, v, sinks_n, documents_bs, rule, window, drops)
     return rearrange(y, "b n s d -> s b (n d)")

@@ -1,4 +1,4 @@
-"""Attention by Triton kernels, for what torch's fused operations do not have: windows, caps of scores, sinks.
+"""Attention by Triton kernels, for what torch's fused operations do not have: windows, caps of scores, sinks, dropout.
 
 Scores exist for a tile of queries and keys at a time (FlashAttention 2, Dao, arXiv 2307.08691). Tiles that nothing
 attends are not computed. Those at an edge are masked, and whole ones are not. Two 16-bit factors are multiplied with
@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megapar_kernels.attention_tiles import forward_kernel, keys_values_kernel, queries_kernel
 from megapar_kernels.dispatch import Implementation, capability, interpreting, next_power_of_2, on_gpu, triton
+from megapar_kernels.dropout import RowDropout
 
 WIDEST = 256  # head
 EDGE = 64  # a query's keys in tiles beyond those that it attends, about
@@ -157,15 +158,29 @@ def _rows(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
+def _of_dropout(dropped: RowDropout | None) -> tuple[Tensor | None, Tensor | None, float, int]:
+    """What a kernel takes: the random keys of rows, the numbers of columns, 1 / (1 - p), and the threshold."""
+    if dropped is None:
+        return None, None, 1.0, 0
+    return dropped.keys.contiguous(), dropped.columns.contiguous(), 1.0 / (1.0 - dropped.p), dropped.threshold
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, attended: Attended, sinks_n: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    cap: float,
+    attended: Attended,
+    sinks_n: Tensor | None = None,
+    dropped: RowDropout | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scores) v, [b, n, q, e] in q's dtype, and the lse of the scores, [b, n, q] in fp32.
 
     A score is scale * product, with a `cap` cap * tanh(scale * product / cap). `sinks_n` are further scores of a
-    head without a value. A query that attends nothing has zeros and an lse of -inf. The result is
-    [q, b, n, e] in memory. Raises ValueError unless `scale` is positive: the kernel takes the greatest product for
-    that of the greatest score.
+    head without a value. `dropped` drops probabilities: the lse is that of all scores. A query that attends nothing has
+    zeros and an lse of -inf. The result is [q, b, n, e] in memory. Raises ValueError unless `scale` is positive: the
+    kernel takes the greatest product for that of the greatest score.
     """
     if not scale > 0.0:
         raise ValueError(f"scale {scale} of attention's scores: it must be positive")
@@ -175,13 +190,16 @@ def forward(
     out = q.new_empty(queries, b, n, v_width).permute(1, 2, 0, 3)
     lse = q.new_empty(b, n, queries, dtype=torch.float32)
     tiles = forward_config(width, v_width, attended.window)
+    random_keys, positions, keep_scale, threshold = _of_dropout(dropped)
     if q.is_meta:
-        torch.ops.megapar.tiled_attention([q, k, v, out, lse], attended.pairs(queries, k.shape[2]), False)
+        tensors = [x for x in (q, k, v, random_keys, out, lse) if x is not None]
+        torch.ops.megapar.tiled_attention(tensors, attended.pairs(queries, k.shape[2]), False)
     elif out.numel():
         forward_kernel[triton.cdiv(queries, tiles.queries), n, b](
-            *(q, k, v, sinks_n, attended.starts, out, lse, n, n // k.shape[1], queries, k.shape[2], attended.window),
-            *(scale, cap or 1.0, *_strides(q, k, v, out), width, *columns(width, v_width)[:2], v_width),
-            *(columns(width, v_width)[2], attended.causal, cap > 0.0, tiles.queries, tiles.keys),
+            *(q, k, v, sinks_n, attended.starts, random_keys, positions, out, lse),
+            *(n, n // k.shape[1], queries, k.shape[2], attended.window, scale, cap or 1.0, keep_scale),
+            *(*_strides(q, k, v, out), width, *columns(width, v_width)[:2], v_width, columns(width, v_width)[2]),
+            *(attended.causal, cap > 0.0, threshold, tiles.queries, tiles.keys),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
@@ -198,6 +216,7 @@ def backward(
     scale: float,
     cap: float,
     attended: Attended,
+    dropped: RowDropout | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k and v in their dtypes, and rowsum(grad_out * out), [b, n, q] in fp32.
 
@@ -210,18 +229,20 @@ def backward(
     keys, v_width = v.shape[-2:]
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
+    random_keys, positions, keep_scale, threshold = _of_dropout(dropped)
     if q.is_meta:
-        tensors = [grad_out, q, k, v, out, lse, delta, grad_q, grad_k, grad_v]
+        inputs = [x for x in (grad_out, q, k, v, random_keys, out, lse) if x is not None]
+        tensors = [*inputs, delta, grad_q, grad_k, grad_v]
         torch.ops.megapar.tiled_attention(tensors, attended.pairs(queries, keys), True)
         return grad_q, grad_k, grad_v, delta
     main, rest, v_columns = columns(width, v_width)
-    sizes = n, n // k.shape[1], queries, keys, attended.window, scale, cap or 1.0
-    constants = width, main, rest, v_width, v_columns, attended.causal, cap > 0.0
+    sizes = n, n // k.shape[1], queries, keys, attended.window, scale, cap or 1.0, keep_scale
+    constants = width, main, rest, v_width, v_columns, attended.causal, cap > 0.0, threshold
     generation = capability(q.device)
     if queries and b:
         tiles = queries_config(width, v_width, attended.window, generation)
         queries_kernel[triton.cdiv(queries, tiles.queries), n, b](
-            *(grad_out, q, k, v, attended.starts, out, lse, delta, grad_q, *sizes),
+            *(grad_out, q, k, v, attended.starts, random_keys, positions, out, lse, delta, grad_q, *sizes),
             *(*_strides(grad_out, q, k, v, out, grad_q), *constants, tiles.queries, tiles.keys),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
@@ -230,7 +251,8 @@ def backward(
         tiles = keys_values_config(width, v_width, attended.window, generation)
         for of_keys, of_values in keys_values_passes(width, v_width):
             keys_values_kernel[triton.cdiv(keys, tiles.keys), k.shape[1], b](
-                *(grad_out, q, k, v, attended.starts, attended.stops, lse, delta, grad_k, grad_v, *sizes),
+                *(grad_out, q, k, v, attended.starts, attended.stops, random_keys, positions, lse, delta),
+                *(grad_k, grad_v, *sizes),
                 *(*_strides(grad_out, q, k, v, grad_k, grad_v), *constants, tiles.queries, tiles.keys),
                 *(of_keys, of_values),
                 num_warps=tiles.warps,

@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from einops import rearrange
 from megapar_kernels.backend import Kernels
-from megapar_kernels.block_attention import PLAIN_SCORES, SERVERS, FusedAttention, ScoreRule, server_of
+from megapar_kernels.block_attention import PLAIN_SCORES, SERVERS, ScoreRule, server_of
 from torch import Tensor, nn
 
 from megapar import recompute
@@ -106,18 +106,14 @@ class CoreAttention(nn.Module):
     ) -> str:
         if self.cp.size > 1 and self.ulysses is None:
             q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q, k, v))
-            server = server_of(q, k, v, self._block_rule, self._block_impl(batch), drops=drops)
+            server = server_of(q, k, v, self.rule, self._block_kernels(batch), drops=drops)
             return f"{SERVERS[server]} in blocks"
         way = way_of(q, v, batch, self.kernels, self.window, self.rule, sinks_n, drops=drops)
-        return server_of_whole(way, q, k, v, self.kernels, self.rule)
+        return server_of_whole(way, q, k, v, self.kernels, self.rule, drops=drops)
 
-    @property
-    def _block_rule(self) -> ScoreRule:
-        return replace(self.rule, capped_by=self.kernels.masked_attention)
-
-    def _block_impl(self, batch: MicroBatch) -> FusedAttention:
+    def _block_kernels(self, batch: MicroBatch) -> Kernels:
         # cuDNN compiles a plan for each new shape. The blocks of documents have new shapes in each step.
-        return self.kernels.attention if batch.starts_on_host is None else "torch"
+        return self.kernels if batch.starts_on_host is None else replace(self.kernels, attention="torch")
 
     def _exchanged(
         self,
@@ -149,8 +145,8 @@ class CoreAttention(nn.Module):
         sinks_n: Tensor | None = None,
     ) -> Tensor:
         attention = ring_attention if self.form == "ring" else gather_attention
-        impl = self._block_impl(batch)
-        return attention(q, k, v, self.cp, batch.starts_on_host, dropout, self._block_rule, sinks_n, impl, largest)
+        kernels = self._block_kernels(batch)
+        return attention(q, k, v, self.cp, batch.starts_on_host, dropout, self.rule, sinks_n, kernels, largest)
 
     def flops_per_token(self, seq_length: int) -> int:
         """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""

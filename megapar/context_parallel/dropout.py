@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 import torch
+from megapar_kernels.dropout import RowDropout
 from torch import Tensor
 
-from megapar.random import keep_mask, row_keys
+from megapar.random import row_keys
 
 ALL = slice(None)
 
@@ -26,14 +27,11 @@ class AttentionDropout:
     sample_ids_b: Tensor
     positions_s: Tensor
 
-    def keep(self, keys_k: Tensor, samples: slice = ALL, queries: slice = ALL) -> Tensor:
-        """The mask, bool [b, n, q, k]: True for kept probabilities.
-
-        `samples` and `queries` are slices of local rows. `keys_k` are the positions of the keys.
-        """
+    def of(self, keys_k: Tensor, samples: slice = ALL, queries: slice = ALL) -> RowDropout:
+        """That of `queries` of `samples`, slices of local rows, and of keys at the positions `keys_k`."""
         sample_b11 = self.sample_ids_b[samples, None, None]
-        head_1n1 = torch.arange(self.heads.start, self.heads.stop, device=keys_k.device)[None, :, None]
+        head_1n1 = torch.arange(self.heads.start, self.heads.stop, device=self.positions_s.device)[None, :, None]
         position_11q = self.positions_s[None, None, queries]
         # Here a key is one of random numbers, and not one of attention.
         random_keys_bnq = row_keys(self.seed, self.use, sample_b11, head_1n1, position_11q)
-        return keep_mask(random_keys_bnq, keys_k, self.p)
+        return RowDropout(random_keys_bnq, keys_k, self.p)

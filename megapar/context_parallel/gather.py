@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megapar_kernels.block_attention import PLAIN_SCORES, FusedAttention, ScoreRule, wide
+from megapar_kernels.backend import TORCH, Kernels
+from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -34,7 +35,7 @@ class _GatherAttention(torch.autograd.Function):
         dropout: AttentionDropout | None,
         rule: ScoreRule,
         sinks_n: Tensor | None,
-        impl: FusedAttention,
+        kernels: Kernels,
         largest: LargestLogits | None,
     ) -> Tensor:
         length = q.shape[2] * cp.size
@@ -43,12 +44,12 @@ class _GatherAttention(torch.autograd.Function):
         ctx.dropped = Dropped(dropout, [(0, length)])
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
-        result = Result(q, v.shape[-1], rule, impl, largest)
+        result = Result(q, v.shape[-1], rule, kernels, largest)
         result.add(q, *_gathered(kv, cp), ctx.blocks, ctx.dropped)
         result.add_sinks(sinks_n)
         out = result.out.to(q.dtype)
         ctx.rule = rule
-        ctx.impl = impl
+        ctx.kernels = kernels
         ctx.save_for_backward(q, kv.flat, out, result.lse, sinks_n)
         return out
 
@@ -60,7 +61,7 @@ class _GatherAttention(torch.autograd.Function):
         k, v = _gathered(kv, ctx.cp)
         grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
         grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
-        gradient = Gradient(grad_out, q, out, lse, ctx.rule, ctx.impl)
+        gradient = Gradient(grad_out, q, out, lse, ctx.rule, ctx.kernels)
         gradient.add(k, v, ctx.blocks, ctx.dropped, grad_k, grad_v)
         # Summed over ranks in the wide dtype, because the rounding of 16-bit sums would grow with the number of ranks.
         parts = grad_k.new_empty(ctx.cp.size * flat.numel())
@@ -87,13 +88,13 @@ def gather_attention(
     dropout: AttentionDropout | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     sinks_n: Tensor | None = None,
-    impl: FusedAttention = "torch",
+    kernels: Kernels = TORCH,
     largest: LargestLogits | None = None,
 ) -> Tensor:
     """Causal attention [b, n, s, e] of this rank's queries `q` [b, n, s, d] to the keys and values of all cp ranks.
 
     `k` [b, h, s, d] and `v` [b, h, s, e] are those of this rank. The s positions are those of `deal.chunks` for this
-    rank. `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). `impl` is the fused operation
-    for blocks. `largest` notes the largest logits. A collective over `cp`.
+    rank. `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). `kernels` says who computes a
+    block. `largest` notes the largest logits. A collective over `cp`.
     """
-    return _GatherAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, impl, largest)
+    return _GatherAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, kernels, largest)

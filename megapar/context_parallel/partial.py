@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
+from megapar_kernels.backend import TORCH, Kernels
 from megapar_kernels.block_attention import (
     PLAIN_SCORES,
     Documents,
-    FusedAttention,
     ScoreRule,
     add_sinks,
     attention_block,
@@ -28,6 +28,7 @@ from megapar_kernels.block_attention import (
     takes_earlier_keys,
     wide,
 )
+from megapar_kernels.dropout import RowDropout
 from torch import Tensor
 
 from megapar.context_parallel.deal import Block, Ranges, square, together
@@ -37,29 +38,27 @@ from megapar.largest_logits import LargestLogits
 
 
 class Dropped:
-    """The dropout masks of blocks. `keys` are the positions of the keys. Without dropout there are no masks."""
+    """The dropout of blocks. `keys` are the positions of the keys. Without dropout a block has none."""
 
     def __init__(self, dropout: AttentionDropout | None, keys: Ranges):
         self._dropout = dropout
         self.any = dropout is not None
-        self.p = 0.0
         if dropout is not None:
-            self.p = dropout.p
             device = dropout.positions_s.device
             self._keys = torch.cat([torch.arange(start, stop, device=device) for start, stop in keys])
 
-    def keep(self, block: Block) -> Tensor | None:
-        """The mask of a block, bool [b, n, q, k]: True for kept probabilities. None without dropout."""
+    def of(self, block: Block) -> RowDropout | None:
+        """That of a block. None without dropout."""
         if self._dropout is None:
             return None
-        return self._dropout.keep(self._keys[block.keys], block.samples, block.queries)
+        return self._dropout.of(self._keys[block.keys], block.samples, block.queries)
 
 
 def _as_served(
-    blocks: Sequence[Block], q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, rule: ScoreRule, impl: FusedAttention
+    blocks: Sequence[Block], q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, rule: ScoreRule, kernels: Kernels
 ) -> Sequence[Block]:
     """The blocks as the operation that computes them takes them."""
-    if not takes_earlier_keys(q, k, v, impl):
+    if not takes_earlier_keys(q, k, v, kernels):
         return square(blocks)
     if takes_documents(q, v, rule) and not dropped.any:
         return together(blocks)
@@ -77,7 +76,7 @@ class Result:
     """The merged result of the blocks so far: `out` [b, n, s, e], and the logsumexp of the scores, `lse` [b, n, s].
 
     In memory `out` is [s, b, n, e], because the layer after attention reads it in this order. `v_width` is e. `rule`
-    says the scores, and `impl` which fused operation computes a block. `largest` notes the largest logits.
+    says the scores, and `kernels` who computes a block. `largest` notes the largest logits.
     """
 
     def __init__(
@@ -85,11 +84,11 @@ class Result:
         q: Tensor,
         v_width: int,
         rule: ScoreRule = PLAIN_SCORES,
-        impl: FusedAttention = "torch",
+        kernels: Kernels = TORCH,
         largest: LargestLogits | None = None,
     ):
         self._rule = rule
-        self._impl = impl
+        self._kernels = kernels
         self._largest = largest
         b, n, s, _ = q.shape
         dtype = wide(q.dtype)
@@ -105,15 +104,14 @@ class Result:
             for block in blocks:
                 q_rows, k_rows = q[block.samples, :, block.queries], k[block.samples, :, block.keys]
                 self._largest.add(largest_scores(q_rows, k_rows, self._rule, causal=block.causal))
-        for block in _as_served(blocks, q, k, v, dropped, self._rule, self._impl):
+        for block in _as_served(blocks, q, k, v, dropped, self._rule, self._kernels):
             samples, queries, keys, causal, documents = block
             rows = q[samples, :, queries], k[samples, :, keys], v[samples, :, keys]
             if documents is not None:
                 part, lse = attention_documents(*rows, _documents(*documents, q.device), self._rule)
             else:
-                keep = dropped.keep(block)
                 part, lse = attention_block(
-                    *rows, causal=causal, keep=keep, p=dropped.p, rule=self._rule, impl=self._impl
+                    *rows, causal=causal, dropped=dropped.of(block), rule=self._rule, kernels=self._kernels
                 )
             out_rows = self.out[samples, :, queries]
             lse_rows = self.lse[samples, :, queries]
@@ -143,10 +141,10 @@ class Gradient:
         out: Tensor,
         lse: Tensor,
         rule: ScoreRule = PLAIN_SCORES,
-        impl: FusedAttention = "torch",
+        kernels: Kernels = TORCH,
     ):
         self._rule = rule
-        self._impl = impl
+        self._kernels = kernels
         self._grad_out = grad_out
         self._q = q
         self._out = out
@@ -157,7 +155,7 @@ class Gradient:
         self, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped, grad_k: Tensor, grad_v: Tensor
     ) -> None:
         """Add the gradients of `blocks` to `self.q`, and to `grad_k` [b, h, k, d] and `grad_v` [b, h, k, e]."""
-        for block in _as_served(blocks, self._q, k, v, dropped, self._rule, self._impl):
+        for block in _as_served(blocks, self._q, k, v, dropped, self._rule, self._kernels):
             samples, queries, keys, causal, documents = block
             grad_out, q, out, lse = (x[samples, :, queries] for x in (self._grad_out, self._q, self._out, self._lse))
             rows = grad_out, q, k[samples, :, keys], v[samples, :, keys], out, lse
@@ -165,9 +163,8 @@ class Gradient:
                 bounds = _documents(*documents, q.device)
                 block_grad_q, block_grad_k, block_grad_v = attention_documents_backward(*rows, bounds, self._rule)
             else:
-                keep = dropped.keep(block)
                 block_grad_q, block_grad_k, block_grad_v = attention_block_backward(
-                    *rows, causal=causal, keep=keep, p=dropped.p, rule=self._rule, impl=self._impl
+                    *rows, causal=causal, dropped=dropped.of(block), rule=self._rule, kernels=self._kernels
                 )
             self.q[samples, :, queries] += block_grad_q
             grad_k[samples, :, keys] += block_grad_k

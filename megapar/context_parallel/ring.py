@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megapar_kernels.block_attention import PLAIN_SCORES, FusedAttention, ScoreRule, wide
+from megapar_kernels.backend import TORCH, Kernels
+from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -104,14 +105,14 @@ class _RingAttention(torch.autograd.Function):
         dropout: AttentionDropout | None,
         rule: ScoreRule,
         sinks_n: Tensor | None,
-        impl: FusedAttention,
+        kernels: Kernels,
         largest: LargestLogits | None,
     ) -> Tensor:
         ring_round = _Round(q.shape[2] * cp.size, cp, starts, dropout)
         ctx.ring_round = ring_round
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
-        result = Result(q, v.shape[-1], rule, impl, largest)
+        result = Result(q, v.shape[-1], rule, kernels, largest)
         held: KeysValues | None = kv
         for step in range(cp.size):
             arriving, pending = ring_round.pass_keys(held, kv, step)
@@ -122,7 +123,7 @@ class _RingAttention(torch.autograd.Function):
         result.add_sinks(sinks_n)
         out = result.out.to(q.dtype)
         ctx.rule = rule
-        ctx.impl = impl
+        ctx.kernels = kernels
         ctx.save_for_backward(q, kv.flat, out, result.lse, sinks_n)
         return out
 
@@ -132,7 +133,7 @@ class _RingAttention(torch.autograd.Function):
         q, flat, out, lse, sinks_n = ctx.saved_tensors
         kv = KeysValues.of(flat, *ctx.shapes)
         ring_round: _Round = ctx.ring_round
-        gradient = Gradient(grad_out, q, out, lse, ctx.rule, ctx.impl)
+        gradient = Gradient(grad_out, q, out, lse, ctx.rule, ctx.kernels)
         # The gradients of this rank's own keys from its own queries (step 0). They do not travel.
         own_grad_kv = kv.zeros(wide(flat.dtype))
         held: KeysValues | None = kv
@@ -183,8 +184,8 @@ def ring_attention(
     dropout: AttentionDropout | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     sinks_n: Tensor | None = None,
-    impl: FusedAttention = "torch",
+    kernels: Kernels = TORCH,
     largest: LargestLogits | None = None,
 ) -> Tensor:
     """The same attention as `gather.gather_attention`, computed in a ring. The results differ by rounding alone."""
-    return _RingAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, impl, largest)
+    return _RingAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, kernels, largest)

@@ -1,13 +1,13 @@
 """Attention of whole samples on one rank: of all their heads, or of a part of them."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Literal
 
 from einops import rearrange
 from megapar_kernels.attention import (
     WITH_A_MASK,
     causal_attention,
-    causal_attention_dropout,
     for_cpu,
     masked_causal_attention,
     packed_causal_attention,
@@ -23,9 +23,9 @@ from torch import Tensor
 from megapar.batch import MicroBatch
 from megapar.context_parallel.dropout import AttentionDropout
 
-Way = Literal["causal", "documents", "mask", "rules", "dropout"]
-"""How attention of whole samples is computed: causal, within documents, with a mask of booleans, with scores by rules
-(windows, caps, sinks), or with dropout."""
+Way = Literal["causal", "documents", "mask", "rules"]
+"""How attention of whole samples is computed: causal, within documents, with a mask of booleans, or by rules (windows,
+caps, sinks, dropout)."""
 
 
 def way_of(
@@ -42,25 +42,23 @@ def way_of(
     """How `whole_attention` computes attention of these shapes."""
     # Else, on a GPU without our kernels, one fused call with a mask: docs/kernels.md has its time beside ours.
     in_blocks = serves(kernels.masked_attention, q_sbnd, v_sbnd) or for_cpu(q_sbnd, kernels.attention)
-    if rule.cap or sinks_n is not None or (window and in_blocks):
+    if rule.cap or sinks_n is not None or drops or (window and in_blocks):
         return "rules"
     if window:
         return "mask"
-    if drops:
-        return "dropout"
     return "causal" if batch.starts is None else "documents"
 
 
-def server_of_whole(way: Way, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, kernels: Kernels, rule: ScoreRule) -> str:
+def server_of_whole(
+    way: Way, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, kernels: Kernels, rule: ScoreRule, *, drops: bool
+) -> str:
     """Who computes `whole_attention` in this way, in words."""
     if way == "rules":
         if serves(kernels.masked_attention, q_sbnd, v_sbnd):
             return SERVERS["tiles"]
-        return SERVERS["scores" if q_sbnd.is_cuda or rule.cap else "cpu"]
+        return SERVERS["scores" if q_sbnd.is_cuda or rule.cap or drops else "cpu"]
     if way == "mask":
         return WITH_A_MASK
-    if way == "dropout":
-        return SERVERS["scores"]
     if way == "documents":
         return server_of_documents(q_sbnd, v_sbnd)
     return server_of_sdpa(q_sbnd, k_sbnd, v_sbnd, kernels.attention)
@@ -82,31 +80,23 @@ def whole_attention(
     The columns of `batch` are all positions of its samples.
     q [s, b, n, d] may have a multiple of the heads of k and v. Then a run of consecutive heads of q reads each head of
     k and v. The width e of v may differ from d. With a `window`, a position reads that many keys at most, its own among
-    them. Scores follow `rule`. With `sinks_n` each head has a further score without a value. Attention with a window, a
-    cap or sinks takes no dropout.
+    them. Scores follow `rule`. With `sinks_n` each head has a further score without a value.
     """
     starts = batch.starts
     way = way_of(q_sbnd, v_sbnd, batch, kernels, window, rule, sinks_n, drops=dropout is not None)
-    documents = None
-    if starts is not None and way in ("rules", "dropout"):
-        documents = batch.documents_bs()
     if way == "rules":
-        options: dict[str, Any] = {"documents_bs": documents, "window": window, "impl": kernels.masked_attention}
+        options: dict[str, Any] = {"window": window, "impl": kernels.masked_attention}
+        if starts is not None:
+            options["documents_bs"] = batch.documents_bs()
+        if dropout is not None:
+            options["drops"] = partial(dropout.of, batch.positions_s)
         return ruled_attention(q_sbnd, k_sbnd, v_sbnd, rule, sinks_n=sinks_n, **options)
     if way == "mask":
         return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, window, rule.scale)
     if way == "causal":
         return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention, rule.scale)
-    if way == "documents":
-        assert starts is not None
-        return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, rule.scale)
-    assert dropout is not None
-    # Attention with dropout holds all scores in memory. It needs a key/value head for each query head.
-    queries_per_kv_head = q_sbnd.shape[2] // k_sbnd.shape[2]
-    k_sbnd = k_sbnd.repeat_interleave(queries_per_kv_head, 2)
-    v_sbnd = v_sbnd.repeat_interleave(queries_per_kv_head, 2)
-    keep = dropout.keep(batch.positions_s)
-    return causal_attention_dropout(q_sbnd, k_sbnd, v_sbnd, keep, dropout.p, documents, kernels.softmax, rule.scale)
+    assert starts is not None
+    return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, rule.scale)
 
 
 def largest_of_whole(q_sbnd: Tensor, k_sbnd: Tensor, batch: MicroBatch, window: int, rule: ScoreRule) -> Tensor:

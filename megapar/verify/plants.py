@@ -129,14 +129,13 @@ def _seed_by_rank(patch: Patch, rank: int) -> None:
 
 
 def _heads_from_zero(patch: Patch, rank: int) -> None:
-    def wrap(original: Any) -> Callable[..., torch.Tensor]:
-        def keep(self: AttentionDropout, *args: Any, **kwargs: Any) -> torch.Tensor:
-            masks: torch.Tensor = original(replace(self, heads=range(len(self.heads))), *args, **kwargs)
-            return masks
+    def wrap(original: Any) -> Callable[..., Any]:
+        def of(self: AttentionDropout, *args: Any, **kwargs: Any) -> Any:
+            return original(replace(self, heads=range(len(self.heads))), *args, **kwargs)
 
-        return keep
+        return of
 
-    patch(AttentionDropout, "keep", wrap)
+    patch(AttentionDropout, "of", wrap)
 
 
 # Data parallelism and ZeRO

@@ -155,20 +155,12 @@ def _rules(config: Config, kinds: Set[LayerKind] | None = None) -> tuple[ModelRu
 
 
 def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
-    """What attention by rules does not do. With a window it needs whole samples."""
+    """Attention with a window needs whole samples."""
     parallel = config.parallel
-    gathers = parallel.cp > 1 and parallel.cp_attention != "ulysses"
-    if any(kind.score_cap or kind.sinks for kind in kinds if kind.attention_dropout):
-        text = "the family has layers with capped scores or sinks; such attention takes no dropout; use 0.0"
-        yield problem(config, "model.attention_dropout", text)
     windows = {kind.window for kind in kinds} - {0}
-    if not windows:
-        return
-    text = f"the family has layers that read {listed(sorted(windows))} keys; "
-    if gathers:
-        yield problem(config, "parallel.cp parallel.cp_attention", f"{text}use cp_attention ulysses, or cp 1")
-    if any(kind.attention_dropout for kind in kinds if kind.window):
-        yield problem(config, "model.attention_dropout", f"{text}such attention takes no dropout; use 0.0")
+    if windows and parallel.cp > 1 and parallel.cp_attention != "ulysses":
+        text = f"the family has layers that read {listed(sorted(windows))} keys; use cp_attention ulysses, or cp 1"
+        yield problem(config, "parallel.cp parallel.cp_attention", text)
 
 
 def _clip_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:

@@ -1,10 +1,11 @@
-"""Attention by our own kernels: sinks, caps of scores, windows and documents, at the shapes of models."""
+"""Attention by our own kernels: sinks, caps of scores, windows, documents and dropout, at the shapes of models."""
 
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import ScoreRule
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.ruled_attention import ruled_attention
@@ -12,6 +13,9 @@ from torch import Tensor
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.ops import Case, Maker
+from megapar.batch import MicroBatch
+from megapar.context_parallel.dropout import AttentionDropout
+from megapar.context_parallel.whole import whole_attention
 
 
 class Model(NamedTuple):
@@ -27,6 +31,7 @@ class Model(NamedTuple):
     cap: float = 0.0
     sinks: bool = False
     documents: tuple[int, ...] = ()  # their lengths
+    p: float = 0.0  # of dropout, without the rules above
 
     @property
     def pairs(self) -> int:
@@ -35,28 +40,52 @@ class Model(NamedTuple):
         return sum(length * window - window * (window - 1) // 2 for length, window in windows)
 
 
-SINKS, CAP, WINDOW, DOCUMENTS = (f"attention with {what}" for what in ("sinks", "a cap", "a window", "documents"))
+SINKS, CAP, WINDOW, DOCUMENTS, DROPOUT = (
+    f"attention with {what}" for what in ("sinks", "a cap", "a window", "documents", "dropout")
+)
 LENGTHS = (3000, 120, 700, 64, 2400, 31, 1100, 777)
 MODELS = (
     Model(SINKS, "gpt-oss", 8192, 64, 8, 64, window=128, sinks=True),
     Model(CAP, "Gemma 2 9B", 8192, 16, 8, 256, window=4096, cap=50.0),
     Model(WINDOW, "Mistral 7B", 8192, 32, 8, 128, window=4096),
     Model(DOCUMENTS, "8B", 8192, 32, 8, 128, window=2048, documents=LENGTHS),
+    Model(DROPOUT, "GPT-3 2.7B", 8192, 32, 32, 80, window=8192, p=0.1),
 )
 TINY = (
     Model(SINKS, "tiny", 8, 4, 2, 16, window=3, sinks=True),
     Model(CAP, "tiny", 8, 4, 2, 16, window=5, cap=1.0),
     Model(WINDOW, "tiny", 8, 4, 2, 16, window=5),
     Model(DOCUMENTS, "tiny", 8, 4, 2, 16, window=3, documents=(5, 1, 2)),
+    Model(DROPOUT, "tiny", 8, 4, 4, 16, window=8, p=0.5),
 )
 
 
 def cases(models: tuple[Model, ...], impl: Implementation) -> Iterator[Case]:
-    return (_case(model, impl) for model in models)
+    return (_dropout_case(model, impl) if model.p else _case(model, impl) for model in models)
+
+
+def _dropout_case(model: Model, impl: Implementation) -> Case:
+    """With the random keys of rows, which a layer computes from samples, heads and positions."""
+    tokens, heads, d = model.tokens, model.heads, model.head_dim
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        return *(m.floats(tokens, 1, heads, d) for _ in "qkv"), torch.arange(1, device=m.target), model.p
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, sample_ids_b: Tensor, p: float, impl: Implementation = "torch") -> Tensor:
+        ids = sample_ids_b.new_zeros(1, tokens)
+        batch = MicroBatch.of_samples(ids, ids, ids.float(), sample_ids_b)
+        dropout = AttentionDropout(p, 1, 2, range(heads), sample_ids_b, batch.positions_s)
+        return whole_attention(q, k, v, batch, dropout, Kernels(masked_attention=impl))
+
+    forward = 4 * model.pairs * heads * d
+    return Case(
+        model.op, model.name, f"{tokens}x{heads}x{d}", make, partial(ours, impl=impl), peers.attention_with_dropout,
+        (forward, 2.5 * forward), "flops", exact=ours, same=False, tolerance=None if model in TINY else 1e-2,
+    )  # fmt: skip
 
 
 def _case(model: Model, impl: Implementation) -> Case:
-    _, name, tokens, heads, kv_heads, d, window, cap, sinks, documents = model
+    _, name, tokens, heads, kv_heads, d, window, cap, sinks, documents, _ = model
 
     def make(m: Maker) -> tuple[Any, ...]:
         qkv = (m.floats(tokens, 1, n, d) for n in (heads, kv_heads, kv_heads))

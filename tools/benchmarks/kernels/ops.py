@@ -13,7 +13,6 @@ from megapar_kernels.backend import Kernels
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.dropout import dropout_add
 from megapar_kernels.rope import rotate_qk
-from megapar_kernels.softmax import scaled_causal_softmax
 from torch import Tensor
 
 from benchmarks.kernels import peers
@@ -40,13 +39,12 @@ class Model(NamedTuple):
     kv_heads: int
     head_dim: int
     vocab: int
-    softmax: tuple[int, int]  # explicit scores: heads and sequence
     flat: tuple[int, ...]  # elements of an optimizer's shard
 
 
-LLAMA_8B = Model("8B", 8192, 4096, 14336, 32, 8, 128, 128256, (32, 4096), (10**8, 10**9))
-LLAMA_70B = Model("70B", 8192, 8192, 28672, 64, 8, 128, 128256, (64, 4096), ())
-TINY = Model("tiny", 8, 32, 48, 4, 2, 16, 96, (2, 8), (384,))
+LLAMA_8B = Model("8B", 8192, 4096, 14336, 32, 8, 128, 128256, (10**8, 10**9))
+LLAMA_70B = Model("70B", 8192, 8192, 28672, 64, 8, 128, 128256, ())
+TINY = Model("tiny", 8, 32, 48, 4, 2, 16, 96, (384,))
 
 
 class Maker:
@@ -96,7 +94,6 @@ def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
     yield from _row_cases(model, kernels)
     yield _rope_case(model, kernels.rope)
     yield _dropout_case(model, kernels.dropout)
-    yield _softmax_case(model, kernels.softmax)
     yield _attention_case(model, kernels.attention)
     yield _weight_gradient_case(model)
     yield _linear_cross_entropy_case(model, kernels.cross_entropy)
@@ -173,17 +170,6 @@ def _dropout_case(model: Model, impl: Implementation) -> Case:
     return Case(
         "dropout + add", model.name, f"{tokens}x{hidden}", make, partial(dropout_add, impl=impl), peers.dropout_add,
         (6 * tokens * hidden, 4 * tokens * hidden), exact=dropout_add, same=False,
-    )  # fmt: skip
-
-
-def _softmax_case(model: Model, impl: Implementation) -> Case:
-    heads, length = model.softmax
-    scale = model.head_dim**-0.5
-    size = heads * length**2
-    return Case(
-        "causal softmax", model.name, f"{heads}x{length}x{length}", lambda m: (m.floats(1, heads, length, length),),
-        lambda x: scaled_causal_softmax(x, scale, impl=impl), lambda x: peers.causal_softmax(x, scale),
-        (3 * size, 4 * size),  # the future is not read, but written
     )  # fmt: skip
 
 

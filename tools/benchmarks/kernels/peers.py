@@ -72,11 +72,6 @@ def dropout_add(x: Tensor, residual: Tensor, keys: Tensor, p: float) -> Tensor:
     return residual + F.dropout(x, p)
 
 
-def causal_softmax(scores: Tensor, scale: float) -> Tensor:
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    return (scores.float() * scale).masked_fill(future, -math.inf).softmax(-1).to(scores.dtype)
-
-
 def cross_entropy(logits_sbv: Tensor, targets_sb: Tensor) -> Tensor:
     return F.cross_entropy(logits_sbv.flatten(0, 1).float(), targets_sb.flatten(), reduction="none").view_as(targets_sb)
 
@@ -160,6 +155,12 @@ def masked_attention(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, sinks_n: No
     run = q_sbnd.shape[2] // k_sbnd.shape[2]
     q, k, v = _heads_first(q_sbnd, k_sbnd.repeat_interleave(run, 2), v_sbnd.repeat_interleave(run, 2))
     return _joined(F.scaled_dot_product_attention(q, k, v, attn_mask=masks.seen))
+
+
+def attention_with_dropout(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, sample_ids_b: Tensor, p: float) -> Tensor:
+    """By SDPA with torch's own random numbers: other masks than the kernel's, the same work."""
+    q, k, v = _heads_first(q_sbnd, k_sbnd, v_sbnd)
+    return _joined(F.scaled_dot_product_attention(q, k, v, dropout_p=p, is_causal=True))
 
 
 def attention_by_scores(
