@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -16,16 +16,20 @@ from megapar_models.registry import validate
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from megapar.config.options import option_types
 from megapar.errors import ConfigError
+from megapar.pipeline.schedules import SCHEDULES
 from megapar.train.rehearsal import rehearse
 from megapar.train.step import train_step
-from tests.support.distributed import run_ranks
+from tests.support.distributed import apart, run_ranks
 from tests.support.faults import session
 from tests.support.grid import (
     GPT,
+    LATENT,
     LLAMA,
     MIXTRAL,
     SAMPLES,
+    SHARED,
     SIGMOID,
     STRADDLING,
     Layout,
@@ -51,7 +55,10 @@ def _compiled_ranks(layout: Layout) -> list[dict[str, Any]]:
 
 
 def _train_compiled(layout: Layout) -> dict[str, Any]:
-    return train_two_steps(layout.config(), layout.packed)
+    shown = train_two_steps(layout.config(), layout.packed)
+    assert counters["stats"]["unique_graphs"] > 0
+    assert not counters["graph_break"]
+    return shown
 
 
 LAYOUTS = [
@@ -62,6 +69,13 @@ LAYOUTS = [
     Layout(LLAMA, pp=2, schedule="1f1b", recompute="full", dp=2, zero_stage=3, compile=True),
     Layout(LLAMA, pp=2, vpp=2, schedule="zb-v", recompute="light", compile=True),
     Layout(LLAMA, pp=2, vpp=2, schedule="interleaved", compile=True),
+    Layout(LATENT, pp=2, schedule="gpipe", recompute="all_but_attention", dp=2, zero_stage=0, compile=True),
+    Layout(LLAMA, pp=2, vpp=2, schedule="breadth", dp=2, zero_stage=2, compile=True),
+    Layout(SHARED, pp=2, schedule="zb-2p", recompute="all_but_attention", compile=True),
+    Layout(LLAMA, pp=2, vpp=2, schedule="zb-interleaved", recompute="full", compile=True),
+    Layout(GPT, pp=2, vpp=2, schedule="v-half", recompute="light", compile=True),
+    Layout(LLAMA, pp=2, vpp=2, schedule="v-min", recompute="selective", compile=True),
+    Layout(GPT, pp=2, vpp=2, schedule="dualpipe-v", compile=True),
     Layout(STRADDLING, tp=4, sequence_parallel=True, tp_overlap_chunks=2, micro_batch_size=3, compile=True),
     Layout(LLAMA, cp=2, cp_attention="ring", micro_batch_size=2, compile=True),
     Layout(LLAMA, cp=2, cp_attention="ulysses", zero_stage=1, compile=True),
@@ -76,8 +90,23 @@ def test_compiled_training_is_eager_training(layout: Layout) -> None:
     check(layout, _compiled_ranks(layout))
 
 
-def test_traced_training_is_eager_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Inductor takes a minute to compile its code, so torch's ops run the graphs. The code of ops is tested below."""
+def test_every_schedule_recomputation_and_zero_stage_is_compiled() -> None:
+    """A schedule counts with a pipeline alone, and a ZeRO stage where several ranks hold the same weights."""
+    assert all(layout.compile for layout in LAYOUTS)
+    types = option_types()
+    assert {layout.schedule for layout in LAYOUTS if layout.pp > 1} == set(SCHEDULES)
+    assert {layout.recompute for layout in LAYOUTS} == set(get_args(types["train.recompute"]))
+    stages = {layout.zero_stage for layout in LAYOUTS if layout.dp * layout.cp > 1}
+    assert stages == set(get_args(types["optimizer.zero_stage"]))
+
+
+def _traced(body: Callable[..., Any], *args: Any) -> Any:
+    """`body(*args)` while torch's ops run the graphs: inductor takes a minute to compile its code. The code of ops is
+    tested below, so this is a process of its own: a OneGraph keeps the compiler of its first call."""
+    return apart(_trace, body, *args)
+
+
+def _trace(body: Callable[..., Any], *args: Any) -> Any:
     compile_ = torch.compile
     traced: list[str] = []
 
@@ -85,10 +114,14 @@ def test_traced_training_is_eager_training(monkeypatch: pytest.MonkeyPatch) -> N
         traced.append(function.__name__)
         return compile_(function, fullgraph=fullgraph, dynamic=dynamic, backend="aot_eager")
 
-    monkeypatch.setattr(torch, "compile", trace)
-    check(LAYOUTS[1], [_train_compiled(LAYOUTS[1])])
+    torch.compile = trace  # type: ignore[assignment]
+    result = body(*args)
     assert traced
-    assert not counters["graph_break"]
+    return result
+
+
+def test_traced_training_is_eager_training() -> None:
+    check(LAYOUTS[1], [_traced(_train_compiled, LAYOUTS[1])])
 
 
 @pytest.mark.slow
