@@ -1,6 +1,7 @@
 """Norms, activations and rotations compiled by torch.compile (kernels.compile)."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,19 +9,22 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from megapar_kernels import norm_formulas
 from megapar_kernels.activations import bias_gelu, gelu, gelu_erf, relu, relu_squared, silu, swiglu
 from megapar_kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from megapar_kernels.one_graph import OneGraph
+from megapar_kernels.one_graph import NoGraphError, OneGraph
 from megapar_kernels.rope import rotate, rotate_qk, split_and_rotate_qkv
 from megapar_models.registry import validate
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from megapar.compiled import compiled_so_far
 from megapar.config.options import option_types
 from megapar.errors import ConfigError
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.train.rehearsal import rehearse
 from megapar.train.step import train_step
+from tests.support import program
 from tests.support.distributed import apart, run_ranks
 from tests.support.faults import session
 from tests.support.grid import (
@@ -40,7 +44,6 @@ from tests.support.grid import (
     train_two_steps,
 )
 from tests.support.kernel_checks import TOLERANCE, relative_error
-from tests.support.program import start
 from tests.support.sweeps import slow_but
 
 
@@ -56,8 +59,9 @@ def _compiled_ranks(layout: Layout) -> list[dict[str, Any]]:
 
 def _train_compiled(layout: Layout) -> dict[str, Any]:
     shown = train_two_steps(layout.config(), layout.packed)
-    assert counters["stats"]["unique_graphs"] > 0
-    assert not counters["graph_break"]
+    graphs, breaks = compiled_so_far()
+    assert graphs > 0
+    assert not breaks
     return shown
 
 
@@ -124,6 +128,90 @@ def test_traced_training_is_eager_training() -> None:
     check(LAYOUTS[1], [_traced(_train_compiled, LAYOUTS[1])])
 
 
+def _double_if_positive(x: Tensor, *_: Any) -> Tensor:
+    return 2 * x if x.sum() > 0 else 3 * x
+
+
+REASON = "Data-dependent branching: Detected data-dependent branching "
+
+
+def _twice_or_thrice(x: Tensor) -> Tensor:
+    y = _double_if_positive(x)
+    return y if y.sum() > 0 else -y
+
+
+def _rehearse_twice() -> list[str]:
+    """The second time beside a function of the user that is compiled with graph breaks."""
+    torch.compile(_double_if_positive, fullgraph=False, dynamic=False, options={})(torch.ones(3))  # counted before
+    state = make_state(Layout(LLAMA, micro_batch_size=SAMPLES, compile=True).config())
+    batches = micro_batches(state.config, state.ctx, 0)
+    lines = [rehearse(state, batches)]
+    theirs = torch.compile(_twice_or_thrice, fullgraph=False, dynamic=False, options={})
+
+    def call(*_: Any) -> None:
+        theirs(torch.ones(3))
+
+    state.stages[0].register_forward_hook(call)
+    return [*lines, rehearse(state, batches)]
+
+
+def test_a_rehearsal_counts_graphs_and_names_breaks() -> None:
+    """Of this run alone. A branch in a function that another calls has torch's long reason, and one in the compiled
+    function a short one."""
+    without, with_breaks = _traced(_rehearse_twice)
+    begin = r"compiled in \d+\.\d s, before the first step; rank 0: "
+    assert re.fullmatch(begin + "12 graphs, 0 graph breaks", without)
+    place = rf"{re.escape(__file__)}:\d+: "
+    breaks = rf"1 x {place}{REASON}.*; 1 x {place}generic_jump .*"
+    assert re.fullmatch(begin + rf"\d graphs?, 2 graph breaks \({breaks}\)", with_breaks)
+
+
+def _refused(name: str, reason: str) -> str:
+    """The pattern of the one line that tells of a function of this file without a graph."""
+    begin = f"kernels.compile=true: torch.compile cannot make one graph of {__name__}.{name}: {reason}"
+    return re.escape(begin) + ".*; kernels.compile=false trains with torch's ops"
+
+
+def _break_backward() -> str:
+    norm_formulas.backward_in_one_graph.function = _double_if_positive
+    state = make_state(Layout(LLAMA, micro_batch_size=SAMPLES, compile=True).config())
+    with pytest.raises(NoGraphError) as caught:
+        rehearse(state, micro_batches(state.config, state.ctx, 0))
+    return str(caught.value)
+
+
+def _double_three_shapes() -> str:
+    double = OneGraph(_double)
+    with torch._dynamo.config.patch(recompile_limit=2):
+        double(torch.ones(3))
+        double(torch.ones(4))
+        with pytest.raises(NoGraphError) as caught:
+            double(torch.ones(5))
+    return str(caught.value)
+
+
+def _double(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_nothing_falls_back_to_torch() -> None:
+    """A function that is no graph is refused by name, in autograd's backward too, and so is one shape too many."""
+    assert re.fullmatch(_refused("_double_if_positive", REASON), _traced(_break_backward))
+    assert re.fullmatch(_refused("_double", "Dynamo recompile limit exceeded: "), _traced(_double_three_shapes))
+
+
+def _break_forward() -> None:
+    norm_formulas._forward_in_one_graph.function = _double_if_positive
+
+
+def test_a_run_that_cannot_compile_ends_with_the_reason(tmp_path: Path) -> None:
+    ended = program.run("--kernels.compile", cwd=tmp_path, plant=_break_forward)
+    assert ended.code == 70
+    line = json.loads((tmp_path / "run/error.json").read_text())["message"]
+    assert re.fullmatch(_refused("_double_if_positive", REASON), line)
+    assert ended.err.endswith(f"NoGraphError: {line}\n")
+
+
 @pytest.mark.slow
 def test_a_layer_is_twelve_graphs_without_a_break() -> None:
     """Forward the norms of x, of x + attention, of q and of k, the rotation and the activation; and their backwards.
@@ -134,8 +222,7 @@ def test_a_layer_is_twelve_graphs_without_a_break() -> None:
     assert len(list(state.stages[0].layers)) > 1
     for step in range(2):
         train_step(state, micro_batches(state.config, state.ctx, step))
-        assert counters["stats"]["unique_graphs"] == 12
-        assert not counters["graph_break"]
+        assert compiled_so_far() == (12, ())
 
 
 @pytest.mark.slow
@@ -202,20 +289,6 @@ def test_compiled_ops_round_once(op: str, dtype: torch.dtype) -> None:
         assert relative_error(ours, exact) < TOLERANCE[dtype]
 
 
-@pytest.mark.slow
-def test_nothing_falls_back_to_torch() -> None:
-    """A function that is no graph is refused, and so is one combination of shapes too many."""
-    broken = OneGraph(lambda x: 2 * x if x.sum() > 0 else 3 * x)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        broken(torch.ones(3))
-    doubled = OneGraph(lambda x: 2 * x)
-    with torch._dynamo.config.patch(recompile_limit=2):
-        doubled(torch.ones(3))
-        doubled(torch.ones(4))
-        with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-            doubled(torch.ones(5))
-
-
 def test_a_backend_with_kernels_and_compile_are_refused() -> None:
     config = Layout(LLAMA).config()
     config = replace(config, kernels=replace(config.kernels, backend="triton", compile=True))
@@ -226,15 +299,14 @@ def test_a_backend_with_kernels_and_compile_are_refused() -> None:
 @pytest.mark.slow
 def test_a_launch_compiles_before_its_first_step_and_leaves_no_process(tmp_path: Path) -> None:
     """Forked ranks compile, after the launcher has imported the compiler."""
-    program = start(
-        "--launch.nproc", "2", "--parallel.pp", "2", "--kernels.compile", "--train.steps", "2", cwd=tmp_path
-    )
-    program.until("before the first step")
-    assert len(session(program.pid)) == 3, "the launcher and two ranks"
-    ended = program.wait(cap_seconds=300)
+    flags = ("--launch.nproc", "2", "--parallel.pp", "2", "--kernels.compile", "--train.steps", "2")
+    started = program.start(*flags, cwd=tmp_path)
+    started.until("before the first step")
+    assert len(session(started.pid)) == 3, "the launcher and two ranks"
+    ended = started.wait(cap_seconds=300)
     assert ended.code == 0, ended.err
-    assert "before the first step" in ended.out
-    assert session(program.pid) == []
+    assert "before the first step; rank 0: 8 graphs, 0 graph breaks\n" in ended.out
+    assert session(started.pid) == []
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert all(line["step_seconds"] < 2 for line in lines)
     assert lines[0]["comm_bytes"] == lines[1]["comm_bytes"]

@@ -40,7 +40,7 @@ FOUNDATION = {
             "linear",
         ),
         *("sharding", "random", "recompute", "precision", "batch", "stage_set", "tally", "recorder", "expert_load"),
-        *("side_stream", "host_inputs", "optimizer_state", "environment", "largest_logits"),
+        *("side_stream", "host_inputs", "optimizer_state", "environment", "largest_logits", "compiled"),
         *("errors", "low_rank", "__version__"),
     )
 }
