@@ -24,6 +24,7 @@ STEPS = 2
 WIDE = replace(LLAMA, hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 WIDEST = replace(WIDE, num_key_value_heads=1, head_dim=128)
 LEARNED = replace(GPT, hidden_size=128, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0)
+DROPPING = replace(LEARNED, attention_dropout=0.2)
 EXPERTS = replace(MIXTRAL, hidden_size=128, num_attention_heads=2, num_key_value_heads=1, head_dim=64)
 
 # Each may be this much farther from fp32 than one process, and all of them together a little: one rounding more.
@@ -51,6 +52,8 @@ LAYOUTS = [
     Layout(WIDE, tp=2, sequence_parallel=True, moments="bf16", main_weights="remainder"),
     Layout(WIDE, dp=2, zero_stage=3, moments="bf16", main_weights="remainder"),
     Layout(EXPERTS, dp=2, ep=2, zero_stage=1, moments="bf16"),
+    Layout(DROPPING, tp=2),
+    Layout(DROPPING, cp=2, cp_attention="ring", packed=True),
 ]
 
 Shown = dict[str, Tensor]
