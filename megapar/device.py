@@ -112,6 +112,10 @@ def backend(device: torch.device) -> str:
     return "nccl" if device.type == "cuda" else "gloo"
 
 
+CUDNN_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
+"""GPUs of Hopper and Blackwell, by compute capability. There cuDNN's attention is faster than FlashAttention 2."""
+
+
 def choose_kernels(options: KernelsConfig, device: torch.device) -> Kernels:
     """Choose the implementation of each op for the section `kernels` and this device.
 
@@ -119,7 +123,7 @@ def choose_kernels(options: KernelsConfig, device: torch.device) -> Kernels:
     backend does not work here.
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
-    modern = capability in ((9, 0), (10, 0)) and not torch.are_deterministic_algorithms_enabled()
+    modern = capability in CUDNN_CAPABILITIES and not torch.are_deterministic_algorithms_enabled()
     try:
         kernels = select(options.backend, device, "cudnn" if modern else "torch", compiled=options.compile)
     except ValueError as error:

@@ -46,6 +46,27 @@ def test_a_backend_that_cannot_serve_is_refused_in_one_line(monkeypatch: pytest.
         select("apex", GPU)
 
 
+@pytest.mark.parametrize(
+    ("capability", "attention", "masked", "experts"),
+    [
+        ((8, 0), "torch", "triton", "torch"),
+        ((8, 9), "torch", "torch", "torch"),
+        ((9, 0), "cudnn", "triton", "triton"),
+        ((10, 0), "cudnn", "triton", "torch"),
+        ((10, 3), "cudnn", "triton", "torch"),
+        ((12, 0), "torch", "torch", "torch"),
+    ],
+)
+def test_a_gpu_gets_the_kernels_of_its_generation(
+    capability: tuple[int, int], attention: str, masked: str, experts: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend, "HAS_TRITON", True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    kernels = choose_kernels(KernelsConfig(), GPU)
+    assert (kernels.attention, kernels.masked_attention, kernels.grouped_products) == (attention, masked, experts)
+    assert kernels.norm == "triton"
+
+
 def test_kernels_are_told_op_by_op() -> None:
     assert str(Kernels()) == "torch"
     assert str(FUSED) == (

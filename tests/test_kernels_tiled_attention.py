@@ -29,6 +29,9 @@ ALL_BEFORE = Attended()
 # The result in bf16 takes one rounding, gradients those of probabilities and of their gradients, too.
 LIMITS = {torch.float32: (2e-6, 4e-6), torch.bfloat16: (4e-3, 8e-3), torch.float16: (6e-4, 1.2e-3)}
 
+# On GPUs the kernels serve 16 bits alone.
+DTYPE, BOUND = (torch.bfloat16, 1e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-5)
+
 
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +203,16 @@ def test_it_is_attention_with_explicit_scores(name: str) -> None:
     check(**CASES[name])
 
 
+@pytest.mark.parametrize(("b", "queries", "keys"), [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_what_is_empty_has_zeros(b: int, queries: int, keys: int) -> None:
+    q, k, v = (torch.randn(b, 2, length, 16, device=DEVICE, dtype=DTYPE) for length in (queries, keys, keys))
+    with poisoned():
+        out, lse = tiled_attention.forward(q, k, v, 0.5, 0.0, Attended(causal=False))
+        gradients = tiled_attention.backward(out, q, k, v, out, lse, 0.5, 0.0, Attended(causal=False))
+    assert (lse == -torch.inf).all()
+    assert not any(x.count_nonzero() for x in (out, *gradients))
+
+
 @pytest.mark.parametrize("scale", [0.0, -0.5])
 def test_a_scale_that_would_turn_the_order_of_scores_is_refused(scale: float) -> None:
     with pytest.raises(ValueError, match=rf"scale {scale} of attention's scores: it must be positive"):
@@ -244,8 +257,6 @@ def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str
 
 CAPPED = ScoreRule(0.3, 3.0)
 TILES = Kernels(masked_attention="triton")
-# On GPUs the kernels serve 16 bits alone.
-DTYPE, BOUND = (torch.bfloat16, 1e-2) if DEVICE.type == "cuda" else (torch.float32, 1e-5)
 
 
 @pytest.fixture

@@ -20,6 +20,7 @@ from megapar.comm.transport_symmetric import SymmetricMemory
 from megapar.context import Axis
 from megapar.errors import ConfigError
 from megapar.grid import Grid
+from megapar.launch import rank_process
 from megapar.launch.rank_process import _check_symmetric_memory
 from megapar.sharding import Sharding
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks, shares_gpus
@@ -186,3 +187,9 @@ def test_what_it_needs_is_checked_on_every_rank(device: str, hosts: list[str], w
         found = str(error)
     assert words in found
     assert bool(words) == bool(found)
+
+
+def test_a_torch_without_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_process, "offered_by_torch", lambda: False)
+    with pytest.raises(ConfigError, match=r"torch \S+ has no symmetric memory here; leave it at false"):
+        _check_symmetric_memory(Grid(tp=2), torch.device("cuda"), [member(0, "a"), member(1, "a")])
