@@ -16,6 +16,7 @@ import pytest
 
 from megapar.checkpoint import folder as folders
 from megapar.checkpoint import save
+from megapar.comm import transport_shared_memory
 from megapar.comm.flight import AxisLog
 from megapar.data.delivery import Delivery
 from megapar.launch import rank_process
@@ -82,7 +83,7 @@ def plant(case: Case) -> Callable[[], None]:
     """What kills at the moment of the case."""
     where, _, place = case.moment.partition("_")
     at = int(place) if place.isdigit() else 0
-    here = {"rank": -1, "operations": 0, "step": 0}
+    here = {"rank": -1, "operations": 0, "copies": 0, "step": 0}
     # Some moments exist on rank 0 alone; a rank that is the victim acts itself elsewhere.
     acting = int(case.victim.removeprefix("rank")) if case.victim.startswith("rank") else 0
 
@@ -103,6 +104,10 @@ def plant(case: Case) -> Callable[[], None]:
         here["operations"] += axis._flight.step >= 4
         return here["operations"] == at + 1 and strike()
 
+    def sorted_rows(*_: Any) -> bool:
+        here["copies"] += 1
+        return here["copies"] == at + 1 and strike()
+
     def on_step(step: int) -> bool:
         here["step"] += 1
         return here["step"] == step and strike()
@@ -117,6 +122,7 @@ def plant(case: Case) -> Callable[[], None]:
             "starting": lambda: before(trainer, "start", lambda *_: strike()),
             "fetching": lambda: before(Delivery, "next_step", lambda *_: on_step(4)),
             "operation": lambda: before(AxisLog, "begin", began),
+            "sorting": lambda: after(transport_shared_memory, "_copy", sorted_rows),
             "updating": lambda: after(trainer, "queue_step", lambda *_: on_step(4)),
             "evaluating": lambda: before(trainer, "evaluate", lambda *_: on_step(2)),
             "writing": lambda: before(save, "write_part", lambda path, *_: in_save(path, acting)),
@@ -266,12 +272,13 @@ def test_a_killed_run_goes_on_in_another_way(option: str, tmp_path: Path) -> Non
 def many() -> list[Case]:
     """Each moment in each layout, with victims and signals dealt for all pairs of moment, victim and signal to come up
     over the layouts."""
+    layouts = ("pp2", "dp2", "tp2", "tp2pp2", "one", "zero3", "ep2")
     moments = ["joining", "starting", "fetching", "updating", "evaluating", "writing", "written", "sealing", "sealed"]
     moments += ["published", "pruning", "copying", "loading", "aside", "lines", "operation_0", "operation_3"]
     signals = [KILL, TERM, SEGV, INT, KILL, HUP, USR1]
     cases = []
     for at, moment in enumerate(moments):
-        for turn, layout in enumerate(("pp2", "dp2", "tp2", "tp2pp2", "one", "zero3")):
+        for turn, layout in enumerate(layouts):
             if layout == "one" and moment.startswith("operation"):
                 continue  # no other rank to talk to
             ranks = [f"rank{rank}" for rank in range(RANKS[layout])]
@@ -286,6 +293,10 @@ def many() -> list[Case]:
                 number = INT  # whether all ranks have come to where requests are followed is a race
             mode = "async" if moment == "copying" or (at + turn) % 2 else "sync"
             cases.append(Case(number, victim, layout, moment, mode))
+    # Between exchanges of rows for experts, and within one: rows for the other rank are written, and not announced.
+    cases += [
+        Case(number, "rank1", "ep2", f"sorting_{at}") for number in (KILL, SEGV, TERM) for at in (0, 150, 151, 152)
+    ]
     return [case for case in cases if case not in FEW]
 
 

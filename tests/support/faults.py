@@ -25,8 +25,9 @@ LAYOUTS = {
     "pp2": (*TWO, "--parallel.pp", "2"),
     "tp2pp2": FOUR,
     "zero3": (*TWO, "--optimizer.zero_stage", "3"),
+    "ep2": (*TWO, "--model.family", "mixtral", "--model.moe.num_experts", "4", "--parallel.ep", "2"),
 }
-RANKS = {"one": 1, "dp2": 2, "tp2": 2, "pp2": 2, "tp2pp2": 4, "zero3": 2}
+RANKS = {"one": 1, "dp2": 2, "tp2": 2, "pp2": 2, "tp2pp2": 4, "zero3": 2, "ep2": 2}
 LONG = ("--train.steps", "100000")
 SPEED = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes")
 
