@@ -36,7 +36,7 @@ BOTH_WAYS = {
     *("cross entropy", "RMSNorm", "add + RMSNorm", "LayerNorm", "add + LayerNorm", "SwiGLU", "GeGLU", "ReLU²"),
     *("bias + GELU", "RoPE", "dropout + add", "attention"),
     *("copies for experts", "sums of experts' rows"),
-    *(attention.SINKS, attention.CAP, attention.WINDOW, attention.DOCUMENTS, attention.DROPOUT),
+    *(attention.SINKS, attention.CAP, attention.WINDOW, attention.DOCUMENTS, attention.DROPOUT, attention.WIDTHS),
 }
 ONE_WAY = {
     **dict.fromkeys(("AdamW", "square sum", "weight gradient", "weight gradients of experts"), "forward"),
@@ -131,7 +131,8 @@ def test_flex_attention_computes_the_same(
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *qkv: None)
     documents = attention.Model(attention.DOCUMENTS, "small", 150, 4, 2, 16, window=40, documents=(90, 1, 59))
     sinks = attention.Model(attention.SINKS, "small", 150, 4, 2, 16, window=40, sinks=True)
-    models = (documents, sinks, *(model for model in attention.TINY if not model.p))  # SDPA is the peer of dropout
+    # FlexAttention is no peer of dropout, nor of unlike widths.
+    models = (documents, sinks, *(model for model in attention.TINY if not model.p and not model.v_dim))
     todo = list(attention.cases(models, "torch"))
     session = run.KernelSession(run.Options(json=tmp_path / "out.json"), bench, {}, todo)
     for case in todo:

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from megapar_kernels.attention import causal_attention
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import ScoreRule
 from megapar_kernels.dispatch import Implementation
@@ -32,6 +33,7 @@ class Model(NamedTuple):
     sinks: bool = False
     documents: tuple[int, ...] = ()  # their lengths
     p: float = 0.0  # of dropout, without the rules above
+    v_dim: int = 0  # width of a value, without the rules above; 0: head_dim
 
     @property
     def pairs(self) -> int:
@@ -40,8 +42,8 @@ class Model(NamedTuple):
         return sum(length * window - window * (window - 1) // 2 for length, window in windows)
 
 
-SINKS, CAP, WINDOW, DOCUMENTS, DROPOUT = (
-    f"attention with {what}" for what in ("sinks", "a cap", "a window", "documents", "dropout")
+SINKS, CAP, WINDOW, DOCUMENTS, DROPOUT, WIDTHS = (
+    f"attention with {what}" for what in ("sinks", "a cap", "a window", "documents", "dropout", "unlike widths")
 )
 LENGTHS = (3000, 120, 700, 64, 2400, 31, 1100, 777)
 MODELS = (
@@ -50,6 +52,7 @@ MODELS = (
     Model(WINDOW, "Mistral 7B", 8192, 32, 8, 128, window=4096),
     Model(DOCUMENTS, "8B", 8192, 32, 8, 128, window=2048, documents=LENGTHS),
     Model(DROPOUT, "GPT-3 2.7B", 8192, 32, 32, 80, window=8192, p=0.1),
+    Model(WIDTHS, "DeepSeek-V3, tp 8", 8192, 16, 16, 192, window=8192, v_dim=128),
 )
 TINY = (
     Model(SINKS, "tiny", 8, 4, 2, 16, window=3, sinks=True),
@@ -57,11 +60,33 @@ TINY = (
     Model(WINDOW, "tiny", 8, 4, 2, 16, window=5),
     Model(DOCUMENTS, "tiny", 8, 4, 2, 16, window=3, documents=(5, 1, 2)),
     Model(DROPOUT, "tiny", 8, 4, 4, 16, window=8, p=0.5),
+    Model(WIDTHS, "tiny", 8, 4, 4, 24, window=8, v_dim=16),
 )
 
 
 def cases(models: tuple[Model, ...], impl: Implementation) -> Iterator[Case]:
-    return (_dropout_case(model, impl) if model.p else _case(model, impl) for model in models)
+    for model in models:
+        of_model = _dropout_case if model.p else _widths_case if model.v_dim else _case
+        yield of_model(model, impl)
+
+
+def _widths_case(model: Model, impl: Implementation) -> Case:
+    """Our tiles beside `causal_attention`, which layers take: FlashAttention 2 in columns of zeros."""
+    tokens, heads, d, e = model.tokens, model.heads, model.head_dim, model.v_dim
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        return tuple(m.floats(tokens, 1, heads, width) for width in (d, d, e))
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, impl: Implementation = "torch") -> Tensor:
+        return ruled_attention(q, k, v, ScoreRule(), impl=impl)
+
+    # A product of d and one of e columns forward, and two more of d and one more of e backward.
+    products = 2 * model.pairs * heads
+    return Case(
+        model.op, model.name, f"{tokens}x{heads}x{d}/{e}", make, partial(ours, impl=impl), causal_attention,
+        (products * (d + e), products * (3 * d + 2 * e)), "flops", exact=ours,
+        tolerance=None if model in TINY else 1e-2,
+    )  # fmt: skip
 
 
 def _dropout_case(model: Model, impl: Implementation) -> Case:
@@ -85,7 +110,7 @@ def _dropout_case(model: Model, impl: Implementation) -> Case:
 
 
 def _case(model: Model, impl: Implementation) -> Case:
-    _, name, tokens, heads, kv_heads, d, window, cap, sinks, documents, _ = model
+    _, name, tokens, heads, kv_heads, d, window, cap, sinks, documents, *_ = model
 
     def make(m: Maker) -> tuple[Any, ...]:
         qkv = (m.floats(tokens, 1, n, d) for n in (heads, kv_heads, kv_heads))
