@@ -14,6 +14,7 @@ from megapar.batch import MicroBatch
 from megapar.context import Axis
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
+from megapar.context_parallel.scoring import Scoring
 from megapar.train.report import attention_in_words
 from tests.support.attention_blocks import Calls
 
@@ -37,7 +38,9 @@ def server(device: str, ranks: int = 1, kernels: Kernels = FUSED, **given: Any) 
         q = torch.empty(8, 1, 4, widths[0], device=device, dtype=dtype)
         k, v = (torch.empty(8, 1, 2, width, device=device, dtype=dtype) for width in widths)
         sinks = torch.empty(4, device=device) if given.get("sinks") else None
-        return core._server(q, k, v, batch, drops=given.get("drops", False), sinks_n=sinks)
+        drops = AttentionDropout(0.5, 1, 2, range(4), tokens[:, 0], tokens[0]) if given.get("drops") else None
+        scoring = Scoring(core.rule, kernels, core.window, drops)
+        return core._server(q, k, v, batch, scoring, sinks)
 
 
 ON_GPUS: list[tuple[dict[str, Any], str]] = [

@@ -18,6 +18,7 @@ from megapar.context_parallel import attention, deal
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.partial import Dropped, Gradient, Result
+from megapar.context_parallel.scoring import Scoring
 from megapar.context_parallel.whole import whole_attention
 from megapar.random import row_keys
 from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error, strided
@@ -243,7 +244,7 @@ def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str
         qkv = random((20, 2, 8, 16), torch.bfloat16, "guarded").requires_grad_()
         sinks = torch.linspace(-1, 2, 4, device=DEVICE, requires_grad=True) if with_sinks else None
         q, k, v = qkv.split([4, 2, 2], dim=2)
-        y = whole_attention(q, k, v, batch, drops, kernels, window, rule, sinks)
+        y = whole_attention(q, k, v, batch, Scoring(rule, kernels, window, drops), sinks)
         leaves = [x for x in (qkv, sinks) if x is not None]
         grad = random(tuple(y.shape), torch.bfloat16, "guarded")
         outputs[impl] = [y, *torch.autograd.grad(y, leaves, grad)]
@@ -302,9 +303,9 @@ def test_blocks_of_a_rank_are_merged(rule: ScoreRule, p: float, starts: tuple[in
     q, grad = q[:, :, held], grad[:, :, held]
     blocks = deal.blocks(deal.chunks(length, 2, 1), [(0, length)], length, starts)
     dropped = Dropped(drops, [(0, length)])
-    result = Result(q, 16, rule, TILES)
+    result = Result(q, 16, Scoring(rule, TILES, dropout=drops))
     result.add(q, k, v, blocks, dropped)
-    gradient = Gradient(grad, q, result.out.to(DTYPE), result.lse, rule, TILES)
+    gradient = Gradient(grad, q, result.out.to(DTYPE), result.lse, Scoring(rule, TILES, dropout=drops))
     grad_k, grad_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
     gradient.add(k, v, blocks, dropped, grad_k, grad_v)
     wide = [x.double() for x in (q, k, v)]
@@ -320,7 +321,7 @@ def test_ranks_of_cp_compute_by_the_kernels_of_the_run() -> None:
     noted: list[Kernels] = []
 
     def gather(q: Tensor, *others: Any) -> Tensor:
-        noted.append(others[7])
+        noted.append(others[4].kernels)
         return q
 
     kernels = Kernels(attention="cudnn", masked_attention="triton")

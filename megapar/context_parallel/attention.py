@@ -20,6 +20,7 @@ from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.gather import gather_attention
 from megapar.context_parallel.ring import ring_attention
+from megapar.context_parallel.scoring import Scoring
 from megapar.context_parallel.ulysses import Ulysses
 from megapar.context_parallel.whole import are_equal_runs, largest_of_whole, server_of_whole, way_of, whole_attention
 from megapar.largest_logits import LargestLogits
@@ -61,7 +62,7 @@ class CoreAttention(nn.Module):
         self.ulysses = None
         kv_index = None
         if cp.size > 1 and form == "ulysses":
-            self.ulysses = Ulysses(cp, kv_heads, device, window, rule)
+            self.ulysses = Ulysses(cp, kv_heads, device)
         elif not are_equal_runs(kv_heads):
             # Copied to the device here, because in the forward pass each copy would wait for all queued work.
             kv_index = torch.tensor(kv_heads, device=device)
@@ -84,69 +85,48 @@ class CoreAttention(nn.Module):
         The s positions are the columns of `batch` on this rank. `sinks_n` has a further score without a value for each
         head of q. `largest` notes the largest logits.
         """
+        scoring = Scoring(self.rule, self.kernels, self.window, dropout, largest)
         if not self.server:
-            self.server = self._server(q_sbnd, k_sbnd, v_sbnd, batch, drops=dropout is not None, sinks_n=sinks_n)
+            self.server = self._server(q_sbnd, k_sbnd, v_sbnd, batch, scoring, sinks_n)
         # Layers that are recomputed may keep what these compute.
         sinks = () if sinks_n is None else (sinks_n,)
         if self.ulysses is not None:
-            return recompute.kept(partial(self._exchanged, batch, dropout, largest), q_sbnd, k_sbnd, v_sbnd, *sinks)
+            return recompute.kept(partial(self._exchanged, batch, scoring), q_sbnd, k_sbnd, v_sbnd, *sinks)
         if self.kv_index is not None:
             k_sbnd = k_sbnd.index_select(2, self.kv_index)
             v_sbnd = v_sbnd.index_select(2, self.kv_index)
         if self.cp.size == 1:
             if largest is not None:
-                largest.add(largest_of_whole(q_sbnd, k_sbnd, batch, self.window, self.rule))
-            return recompute.kept(partial(self._whole, batch, dropout), q_sbnd, k_sbnd, v_sbnd, *sinks)
+                largest.add(largest_of_whole(q_sbnd, k_sbnd, batch, scoring))
+            return recompute.kept(partial(self._whole, batch, scoring), q_sbnd, k_sbnd, v_sbnd, *sinks)
         q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
-        y = recompute.kept(partial(self._in_blocks, batch, dropout, largest), q.contiguous(), k, v, *sinks)
+        y = recompute.kept(partial(self._in_blocks, batch, scoring), q.contiguous(), k, v, *sinks)
         return rearrange(y, "b n s d -> s b (n d)")
 
     def _server(
-        self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch, *, drops: bool, sinks_n: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, batch: MicroBatch, scoring: Scoring, sinks_n: Tensor | None
     ) -> str:
         if self.cp.size > 1 and self.ulysses is None:
             q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q, k, v))
-            server = server_of(q, k, v, self.rule, self._block_kernels(batch), drops=drops)
-            return f"{SERVERS[server]} in blocks"
-        way = way_of(q, v, batch, self.kernels, self.window, self.rule, sinks_n, drops=drops)
-        return server_of_whole(way, q, k, v, self.kernels, self.rule, drops=drops)
-
-    def _block_kernels(self, batch: MicroBatch) -> Kernels:
-        # cuDNN compiles a plan for each new shape. The blocks of documents have new shapes in each step.
-        return self.kernels if batch.starts_on_host is None else replace(self.kernels, attention="torch")
+            kernels = _of_blocks(scoring, batch).kernels
+            return f"{SERVERS[server_of(q, k, v, self.rule, kernels, drops=scoring.dropout is not None)]} in blocks"
+        return server_of_whole(way_of(q, v, batch, scoring, sinks_n), q, k, v, scoring)
 
     def _exchanged(
-        self,
-        batch: MicroBatch,
-        dropout: AttentionDropout | None,
-        largest: LargestLogits | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks_n: Tensor | None = None,
+        self, batch: MicroBatch, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
     ) -> Tensor:
         assert self.ulysses is not None
-        y: Tensor = self.ulysses(q, k, v, batch, dropout, self.kernels, sinks_n, largest)
+        y: Tensor = self.ulysses(q, k, v, batch, scoring, *sinks_n)
         return y
 
-    def _whole(
-        self, batch: MicroBatch, dropout: AttentionDropout | None, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
-    ) -> Tensor:
-        return whole_attention(q, k, v, batch, dropout, self.kernels, self.window, self.rule, *sinks_n)
+    def _whole(self, batch: MicroBatch, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor) -> Tensor:
+        return whole_attention(q, k, v, batch, scoring, *sinks_n)
 
     def _in_blocks(
-        self,
-        batch: MicroBatch,
-        dropout: AttentionDropout | None,
-        largest: LargestLogits | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks_n: Tensor | None = None,
+        self, batch: MicroBatch, scoring: Scoring, q: Tensor, k: Tensor, v: Tensor, *sinks_n: Tensor
     ) -> Tensor:
         attention = ring_attention if self.form == "ring" else gather_attention
-        kernels = self._block_kernels(batch)
-        return attention(q, k, v, self.cp, batch.starts_on_host, dropout, self.rule, sinks_n, kernels, largest)
+        return attention(q, k, v, self.cp, batch.starts_on_host, _of_blocks(scoring, batch), *sinks_n)
 
     def flops_per_token(self, seq_length: int) -> int:
         """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""
@@ -154,3 +134,10 @@ class CoreAttention(nn.Module):
         if 0 < self.window < seq_length:
             keys = self.window - self.window**2 / (2 * seq_length)
         return round(2 * keys * self.heads * (self.qk_width + self.v_width))
+
+
+def _of_blocks(scoring: Scoring, batch: MicroBatch) -> Scoring:
+    # cuDNN compiles a plan for each new shape. The blocks of documents have new shapes in each step.
+    if batch.starts_on_host is None:
+        return scoring
+    return replace(scoring, kernels=replace(scoring.kernels, attention="torch"))

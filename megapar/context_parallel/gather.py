@@ -8,19 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megapar_kernels.backend import TORCH, Kernels
-from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, wide
+from megapar_kernels.block_attention import wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm import collectives
 from megapar.context import Axis
 from megapar.context_parallel.deal import blocks, chunks
-from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.keys_values import KeysValues
 from megapar.context_parallel.order import whole_of, write_parts
 from megapar.context_parallel.partial import Dropped, Gradient, Result
-from megapar.largest_logits import LargestLogits
+from megapar.context_parallel.scoring import PLAIN, Scoring
 
 
 class _GatherAttention(torch.autograd.Function):
@@ -32,24 +30,20 @@ class _GatherAttention(torch.autograd.Function):
         v: Tensor,
         cp: Axis,
         starts: Sequence[int] | None,
-        dropout: AttentionDropout | None,
-        rule: ScoreRule,
+        scoring: Scoring,
         sinks_n: Tensor | None,
-        kernels: Kernels,
-        largest: LargestLogits | None,
     ) -> Tensor:
         length = q.shape[2] * cp.size
         ctx.cp = cp
         ctx.blocks = blocks(chunks(length, cp.size, cp.rank), [(0, length)], length, starts)
-        ctx.dropped = Dropped(dropout, [(0, length)])
+        ctx.dropped = Dropped(scoring.dropout, [(0, length)])
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
-        result = Result(q, v.shape[-1], rule, kernels, largest)
+        result = Result(q, v.shape[-1], scoring)
         result.add(q, *_gathered(kv, cp), ctx.blocks, ctx.dropped)
         result.add_sinks(sinks_n)
         out = result.out.to(q.dtype)
-        ctx.rule = rule
-        ctx.kernels = kernels
+        ctx.scoring = scoring
         ctx.save_for_backward(q, kv.flat, out, result.lse, sinks_n)
         return out
 
@@ -61,7 +55,7 @@ class _GatherAttention(torch.autograd.Function):
         k, v = _gathered(kv, ctx.cp)
         grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
         grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
-        gradient = Gradient(grad_out, q, out, lse, ctx.rule, ctx.kernels)
+        gradient = Gradient(grad_out, q, out, lse, ctx.scoring)
         gradient.add(k, v, ctx.blocks, ctx.dropped, grad_k, grad_v)
         # Summed over ranks in the wide dtype, because the rounding of 16-bit sums would grow with the number of ranks.
         parts = grad_k.new_empty(ctx.cp.size * flat.numel())
@@ -70,7 +64,7 @@ class _GatherAttention(torch.autograd.Function):
         write_parts(v_parts, grad_v)
         grad_kv = kv.with_flat(collectives.reduce_scatter(parts, ctx.cp).to(flat.dtype))
         grad_sinks = gradient.of_sinks(sinks_n)
-        return gradient.q.to(q.dtype), grad_kv.k, grad_kv.v, None, None, None, None, grad_sinks, None, None
+        return gradient.q.to(q.dtype), grad_kv.k, grad_kv.v, None, None, None, grad_sinks
 
 
 def _gathered(kv: KeysValues, cp: Axis) -> tuple[Tensor, Tensor]:
@@ -85,16 +79,13 @@ def gather_attention(
     v: Tensor,
     cp: Axis,
     starts: Sequence[int] | None = None,
-    dropout: AttentionDropout | None = None,
-    rule: ScoreRule = PLAIN_SCORES,
+    scoring: Scoring = PLAIN,
     sinks_n: Tensor | None = None,
-    kernels: Kernels = TORCH,
-    largest: LargestLogits | None = None,
 ) -> Tensor:
     """Causal attention [b, n, s, e] of this rank's queries `q` [b, n, s, d] to the keys and values of all cp ranks.
 
     `k` [b, h, s, d] and `v` [b, h, s, e] are those of this rank. The s positions are those of `deal.chunks` for this
-    rank. `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). `kernels` says who computes a
-    block. `largest` notes the largest logits. A collective over `cp`.
+    rank. `starts` are the starts of documents, on the host (`MicroBatch.starts_on_host`). `scoring` has no window. A
+    collective over `cp`.
     """
-    return _GatherAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, kernels, largest)
+    return _GatherAttention.apply(q, k, v, cp, starts, scoring, sinks_n)

@@ -10,11 +10,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
-from megapar_kernels.backend import TORCH, Kernels
 from megapar_kernels.block_attention import (
-    PLAIN_SCORES,
     Documents,
-    ScoreRule,
     add_sinks,
     attention_block,
     attention_block_backward,
@@ -33,8 +30,8 @@ from torch import Tensor
 
 from megapar.context_parallel.deal import Block, Ranges, square, together
 from megapar.context_parallel.dropout import AttentionDropout
+from megapar.context_parallel.scoring import PLAIN, Scoring
 from megapar.device import to_device
-from megapar.largest_logits import LargestLogits
 
 
 class Dropped:
@@ -42,7 +39,6 @@ class Dropped:
 
     def __init__(self, dropout: AttentionDropout | None, keys: Ranges):
         self._dropout = dropout
-        self.any = dropout is not None
         if dropout is not None:
             device = dropout.positions_s.device
             self._keys = torch.cat([torch.arange(start, stop, device=device) for start, stop in keys])
@@ -54,13 +50,11 @@ class Dropped:
         return self._dropout.of(self._keys[block.keys], block.samples, block.queries)
 
 
-def _as_served(
-    blocks: Sequence[Block], q: Tensor, k: Tensor, v: Tensor, dropped: Dropped, rule: ScoreRule, kernels: Kernels
-) -> Sequence[Block]:
+def _as_served(blocks: Sequence[Block], q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Sequence[Block]:
     """The blocks as the operation that computes them takes them."""
-    if not takes_earlier_keys(q, k, v, kernels):
+    if not takes_earlier_keys(q, k, v, scoring.kernels):
         return square(blocks)
-    if takes_documents(q, v, rule) and not dropped.any:
+    if takes_documents(q, v, scoring.rule) and scoring.dropout is None:
         return together(blocks)
     return blocks
 
@@ -75,21 +69,11 @@ def _documents(queries: tuple[int, ...], keys: tuple[int, ...], device: torch.de
 class Result:
     """The merged result of the blocks so far: `out` [b, n, s, e], and the logsumexp of the scores, `lse` [b, n, s].
 
-    In memory `out` is [s, b, n, e], because the layer after attention reads it in this order. `v_width` is e. `rule`
-    says the scores, and `kernels` who computes a block. `largest` notes the largest logits.
+    In memory `out` is [s, b, n, e], because the layer after attention reads it in this order. `v_width` is e.
     """
 
-    def __init__(
-        self,
-        q: Tensor,
-        v_width: int,
-        rule: ScoreRule = PLAIN_SCORES,
-        kernels: Kernels = TORCH,
-        largest: LargestLogits | None = None,
-    ):
-        self._rule = rule
-        self._kernels = kernels
-        self._largest = largest
+    def __init__(self, q: Tensor, v_width: int, scoring: Scoring = PLAIN):
+        self._scoring = scoring
         b, n, s, _ = q.shape
         dtype = wide(q.dtype)
         self.out = torch.empty(s, b, n, v_width, dtype=dtype, device=q.device).permute(1, 2, 0, 3)
@@ -100,19 +84,18 @@ class Result:
 
         For each query, the block with its own position must come first: `out` and `lse` are not initialized.
         """
-        if self._largest is not None:
+        rule, kernels, largest = self._scoring.rule, self._scoring.kernels, self._scoring.largest
+        if largest is not None:
             for block in blocks:
                 q_rows, k_rows = q[block.samples, :, block.queries], k[block.samples, :, block.keys]
-                self._largest.add(largest_scores(q_rows, k_rows, self._rule, causal=block.causal))
-        for block in _as_served(blocks, q, k, v, dropped, self._rule, self._kernels):
+                largest.add(largest_scores(q_rows, k_rows, rule, causal=block.causal))
+        for block in _as_served(blocks, q, k, v, self._scoring):
             samples, queries, keys, causal, documents = block
             rows = q[samples, :, queries], k[samples, :, keys], v[samples, :, keys]
             if documents is not None:
-                part, lse = attention_documents(*rows, _documents(*documents, q.device), self._rule)
+                part, lse = attention_documents(*rows, _documents(*documents, q.device), rule)
             else:
-                part, lse = attention_block(
-                    *rows, causal=causal, dropped=dropped.of(block), rule=self._rule, kernels=self._kernels
-                )
+                part, lse = attention_block(*rows, causal=causal, dropped=dropped.of(block), rule=rule, kernels=kernels)
             out_rows = self.out[samples, :, queries]
             lse_rows = self.lse[samples, :, queries]
             # A query has exactly one causal block, the one with its own position. It comes first.
@@ -134,17 +117,8 @@ class Gradient:
     Both contain the sinks, if there are any.
     """
 
-    def __init__(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        rule: ScoreRule = PLAIN_SCORES,
-        kernels: Kernels = TORCH,
-    ):
-        self._rule = rule
-        self._kernels = kernels
+    def __init__(self, grad_out: Tensor, q: Tensor, out: Tensor, lse: Tensor, scoring: Scoring = PLAIN):
+        self._scoring = scoring
         self._grad_out = grad_out
         self._q = q
         self._out = out
@@ -155,16 +129,17 @@ class Gradient:
         self, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped, grad_k: Tensor, grad_v: Tensor
     ) -> None:
         """Add the gradients of `blocks` to `self.q`, and to `grad_k` [b, h, k, d] and `grad_v` [b, h, k, e]."""
-        for block in _as_served(blocks, self._q, k, v, dropped, self._rule, self._kernels):
+        rule, kernels = self._scoring.rule, self._scoring.kernels
+        for block in _as_served(blocks, self._q, k, v, self._scoring):
             samples, queries, keys, causal, documents = block
             grad_out, q, out, lse = (x[samples, :, queries] for x in (self._grad_out, self._q, self._out, self._lse))
             rows = grad_out, q, k[samples, :, keys], v[samples, :, keys], out, lse
             if documents is not None:
                 bounds = _documents(*documents, q.device)
-                block_grad_q, block_grad_k, block_grad_v = attention_documents_backward(*rows, bounds, self._rule)
+                block_grad_q, block_grad_k, block_grad_v = attention_documents_backward(*rows, bounds, rule)
             else:
                 block_grad_q, block_grad_k, block_grad_v = attention_block_backward(
-                    *rows, causal=causal, dropped=dropped.of(block), rule=self._rule, kernels=self._kernels
+                    *rows, causal=causal, dropped=dropped.of(block), rule=rule, kernels=kernels
                 )
             self.q[samples, :, queries] += block_grad_q
             grad_k[samples, :, keys] += block_grad_k

@@ -12,8 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from megapar_kernels.backend import TORCH, Kernels
-from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, wide
+from megapar_kernels.block_attention import wide
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -24,7 +23,7 @@ from megapar.context_parallel.deal import Block, Ring, blocks, chunks, ring
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.keys_values import KeysValues
 from megapar.context_parallel.partial import Dropped, Gradient, Result
-from megapar.largest_logits import LargestLogits
+from megapar.context_parallel.scoring import PLAIN, Scoring
 
 
 class _Round:
@@ -102,17 +101,14 @@ class _RingAttention(torch.autograd.Function):
         v: Tensor,
         cp: Axis,
         starts: Sequence[int] | None,
-        dropout: AttentionDropout | None,
-        rule: ScoreRule,
+        scoring: Scoring,
         sinks_n: Tensor | None,
-        kernels: Kernels,
-        largest: LargestLogits | None,
     ) -> Tensor:
-        ring_round = _Round(q.shape[2] * cp.size, cp, starts, dropout)
+        ring_round = _Round(q.shape[2] * cp.size, cp, starts, scoring.dropout)
         ctx.ring_round = ring_round
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
-        result = Result(q, v.shape[-1], rule, kernels, largest)
+        result = Result(q, v.shape[-1], scoring)
         held: KeysValues | None = kv
         for step in range(cp.size):
             arriving, pending = ring_round.pass_keys(held, kv, step)
@@ -122,8 +118,7 @@ class _RingAttention(torch.autograd.Function):
             held = arriving
         result.add_sinks(sinks_n)
         out = result.out.to(q.dtype)
-        ctx.rule = rule
-        ctx.kernels = kernels
+        ctx.scoring = scoring
         ctx.save_for_backward(q, kv.flat, out, result.lse, sinks_n)
         return out
 
@@ -133,7 +128,7 @@ class _RingAttention(torch.autograd.Function):
         q, flat, out, lse, sinks_n = ctx.saved_tensors
         kv = KeysValues.of(flat, *ctx.shapes)
         ring_round: _Round = ctx.ring_round
-        gradient = Gradient(grad_out, q, out, lse, ctx.rule, ctx.kernels)
+        gradient = Gradient(grad_out, q, out, lse, ctx.scoring)
         # The gradients of this rank's own keys from its own queries (step 0). They do not travel.
         own_grad_kv = kv.zeros(wide(flat.dtype))
         held: KeysValues | None = kv
@@ -162,7 +157,7 @@ class _RingAttention(torch.autograd.Function):
             own_grad_kv.flat.add_(arrived_grad.flat)
         rounded = kv.with_flat(own_grad_kv.flat.to(flat.dtype))
         grad_sinks = gradient.of_sinks(sinks_n)
-        return gradient.q.to(q.dtype), rounded.k, rounded.v, None, None, None, None, grad_sinks, None, None
+        return gradient.q.to(q.dtype), rounded.k, rounded.v, None, None, None, grad_sinks
 
 
 def _sum(arrived: KeysValues | None, own_block: KeysValues | None) -> KeysValues | None:
@@ -181,11 +176,8 @@ def ring_attention(
     v: Tensor,
     cp: Axis,
     starts: Sequence[int] | None = None,
-    dropout: AttentionDropout | None = None,
-    rule: ScoreRule = PLAIN_SCORES,
+    scoring: Scoring = PLAIN,
     sinks_n: Tensor | None = None,
-    kernels: Kernels = TORCH,
-    largest: LargestLogits | None = None,
 ) -> Tensor:
     """The same attention as `gather.gather_attention`, computed in a ring. The results differ by rounding alone."""
-    return _RingAttention.apply(q, k, v, cp, starts, dropout, rule, sinks_n, kernels, largest)
+    return _RingAttention.apply(q, k, v, cp, starts, scoring, sinks_n)

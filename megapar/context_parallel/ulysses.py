@@ -11,17 +11,14 @@ from dataclasses import replace
 
 import torch
 from einops import rearrange
-from megapar_kernels.backend import Kernels
-from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 from torch import Tensor, nn
 
 from megapar.batch import MicroBatch
 from megapar.comm.exchange import exchange_rows
 from megapar.context import Axis
-from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.order import to_parts, to_whole
+from megapar.context_parallel.scoring import Scoring
 from megapar.context_parallel.whole import are_equal_runs, largest_of_whole, whole_attention
-from megapar.largest_logits import LargestLogits
 
 
 class Ulysses(nn.Module):
@@ -29,25 +26,15 @@ class Ulysses(nn.Module):
 
     `kv_heads[i]` is the local key/value head read by the local query head i, ascending. cp must divide the number of
     query heads. Each rank gets a run of query heads, and the key/value heads they read. A key/value head read by
-    several ranks is sent to each of them, and the backward pass sums their gradients of it. `window` and
-    `rule` are as in `whole_attention`.
+    several ranks is sent to each of them, and the backward pass sums their gradients of it.
     """
 
     kv_order: Tensor
     kv_index: Tensor | None
 
-    def __init__(
-        self,
-        cp: Axis,
-        kv_heads: Sequence[int],
-        device: torch.device,
-        window: int = 0,
-        rule: ScoreRule = PLAIN_SCORES,
-    ):
+    def __init__(self, cp: Axis, kv_heads: Sequence[int], device: torch.device):
         super().__init__()
         self.cp = cp
-        self.window = window
-        self.rule = rule
         self.heads = len(kv_heads) // cp.size  # query heads of a rank between the exchanges
         self._kv_heads_of_rank: list[range] = []  # the key/value heads that each rank gets
         for rank in range(cp.size):
@@ -72,30 +59,29 @@ class Ulysses(nn.Module):
         k_sbnd: Tensor,
         v_sbnd: Tensor,
         batch: MicroBatch,
-        dropout: AttentionDropout | None,
-        kernels: Kernels,
+        scoring: Scoring,
         sinks_n: Tensor | None = None,
-        largest: LargestLogits | None = None,
     ) -> Tensor:
         """Causal attention, [s, b, n * e], of this rank's positions s to those of all cp ranks.
 
-        `sinks_n` are those of all heads. A rank's gradient of them is that of its heads, and 0 for the others.
-        `largest` notes the largest logits of a rank's heads.
+        `sinks_n` are those of all heads. A rank's gradient of them is that of its heads, and 0 for the others. Noted
+        are the largest logits of a rank's heads.
         """
         q, k, v = self._to_heads(q_sbnd, k_sbnd, v_sbnd)
         # This rank now has all positions of its part of the heads.
         all_positions_s = torch.arange(batch.sample_length, device=q.device)
         first = self.cp.rank * self.heads
-        if dropout is not None:
-            first_head = dropout.heads.start + first
+        if scoring.dropout is not None:
+            first_head = scoring.dropout.heads.start + first
             heads = range(first_head, first_head + self.heads)
-            dropout = replace(dropout, heads=heads, positions_s=all_positions_s)
+            dropout = replace(scoring.dropout, heads=heads, positions_s=all_positions_s)
+            scoring = replace(scoring, dropout=dropout)
         if sinks_n is not None:
             sinks_n = sinks_n[first : first + self.heads]
         batch = replace(batch, positions_s=all_positions_s)
-        if largest is not None:
-            largest.add(largest_of_whole(q, k, batch, self.window, self.rule), first)
-        y_sbc = whole_attention(q, k, v, batch, dropout, kernels, self.window, self.rule, sinks_n)
+        if scoring.largest is not None:
+            scoring.largest.add(largest_of_whole(q, k, batch, scoring), first)
+        y_sbc = whole_attention(q, k, v, batch, scoring, sinks_n)
         return self._to_positions(y_sbc)
 
     def _to_heads(self, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor) -> tuple[Tensor, Tensor, Tensor]:

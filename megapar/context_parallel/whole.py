@@ -14,54 +14,44 @@ from megapar_kernels.attention import (
     server_of_documents,
     server_of_sdpa,
 )
-from megapar_kernels.backend import Kernels
-from megapar_kernels.block_attention import PLAIN_SCORES, SERVERS, ScoreRule, largest_scores
+from megapar_kernels.block_attention import SERVERS, largest_scores
 from megapar_kernels.ruled_attention import ruled_attention
 from megapar_kernels.tiled_attention import serves
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.context_parallel.dropout import AttentionDropout
+from megapar.context_parallel.scoring import PLAIN, Scoring
 
 Way = Literal["causal", "documents", "mask", "rules"]
 """How attention of whole samples is computed: causal, within documents, with a mask of booleans, or by rules (windows,
 caps, sinks, dropout)."""
 
 
-def way_of(
-    q_sbnd: Tensor,
-    v_sbnd: Tensor,
-    batch: MicroBatch,
-    kernels: Kernels,
-    window: int,
-    rule: ScoreRule,
-    sinks_n: Tensor | None,
-    *,
-    drops: bool,
-) -> Way:
+def way_of(q_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, scoring: Scoring, sinks_n: Tensor | None) -> Way:
     """How `whole_attention` computes attention of these shapes."""
+    kernels = scoring.kernels
     # Else, on a GPU without our kernels, one fused call with a mask: docs/kernels.md has its time beside ours.
     in_blocks = serves(kernels.masked_attention, q_sbnd, v_sbnd) or for_cpu(q_sbnd, kernels.attention)
-    if rule.cap or sinks_n is not None or drops or (window and in_blocks):
+    beyond_masks = scoring.rule.cap or sinks_n is not None or scoring.dropout is not None
+    if beyond_masks or (scoring.window and in_blocks):
         return "rules"
-    if window:
+    if scoring.window:
         return "mask"
     return "causal" if batch.starts is None else "documents"
 
 
-def server_of_whole(
-    way: Way, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, kernels: Kernels, rule: ScoreRule, *, drops: bool
-) -> str:
+def server_of_whole(way: Way, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, scoring: Scoring) -> str:
     """Who computes `whole_attention` in this way, in words."""
     if way == "rules":
-        if serves(kernels.masked_attention, q_sbnd, v_sbnd):
+        if serves(scoring.kernels.masked_attention, q_sbnd, v_sbnd):
             return SERVERS["tiles"]
-        return SERVERS["scores" if q_sbnd.is_cuda or rule.cap or drops else "cpu"]
+        explicit = q_sbnd.is_cuda or scoring.rule.cap or scoring.dropout is not None
+        return SERVERS["scores" if explicit else "cpu"]
     if way == "mask":
         return WITH_A_MASK
     if way == "documents":
         return server_of_documents(q_sbnd, v_sbnd)
-    return server_of_sdpa(q_sbnd, k_sbnd, v_sbnd, kernels.attention)
+    return server_of_sdpa(q_sbnd, k_sbnd, v_sbnd, scoring.kernels.attention)
 
 
 def whole_attention(
@@ -69,21 +59,19 @@ def whole_attention(
     k_sbnd: Tensor,
     v_sbnd: Tensor,
     batch: MicroBatch,
-    dropout: AttentionDropout | None,
-    kernels: Kernels,
-    window: int = 0,
-    rule: ScoreRule = PLAIN_SCORES,
+    scoring: Scoring = PLAIN,
     sinks_n: Tensor | None = None,
 ) -> Tensor:
     """Causal attention, [s, b, n * e], within the documents of `batch`.
 
     The columns of `batch` are all positions of its samples.
     q [s, b, n, d] may have a multiple of the heads of k and v. Then a run of consecutive heads of q reads each head of
-    k and v. The width e of v may differ from d. With a `window`, a position reads that many keys at most, its own among
-    them. Scores follow `rule`. With `sinks_n` each head has a further score without a value.
+    k and v. The width e of v may differ from d. With `sinks_n` each head has a further score without a value. The
+    largest logits are not noted: `largest_of_whole`.
     """
     starts = batch.starts
-    way = way_of(q_sbnd, v_sbnd, batch, kernels, window, rule, sinks_n, drops=dropout is not None)
+    rule, kernels, window, dropout = scoring.rule, scoring.kernels, scoring.window, scoring.dropout
+    way = way_of(q_sbnd, v_sbnd, batch, scoring, sinks_n)
     if way == "rules":
         options: dict[str, Any] = {"window": window, "impl": kernels.masked_attention}
         if starts is not None:
@@ -99,11 +87,11 @@ def whole_attention(
     return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, rule.scale)
 
 
-def largest_of_whole(q_sbnd: Tensor, k_sbnd: Tensor, batch: MicroBatch, window: int, rule: ScoreRule) -> Tensor:
+def largest_of_whole(q_sbnd: Tensor, k_sbnd: Tensor, batch: MicroBatch, scoring: Scoring) -> Tensor:
     """The largest score of each head of q in `whole_attention`, before a cap, [n]."""
     q, k = (rearrange(x.detach(), "s b n d -> b n s d") for x in (q_sbnd, k_sbnd))
     documents = None if batch.starts is None else batch.documents_bs()
-    return largest_scores(q, k, rule, window=window, documents_bs=documents)
+    return largest_scores(q, k, scoring.rule, window=scoring.window, documents_bs=documents)
 
 
 def are_equal_runs(kv_heads: Sequence[int]) -> bool:

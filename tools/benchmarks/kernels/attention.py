@@ -16,6 +16,7 @@ from benchmarks.kernels import peers
 from benchmarks.kernels.ops import Case, Maker
 from megapar.batch import MicroBatch
 from megapar.context_parallel.dropout import AttentionDropout
+from megapar.context_parallel.scoring import Scoring
 from megapar.context_parallel.whole import whole_attention
 
 
@@ -100,7 +101,8 @@ def _dropout_case(model: Model, impl: Implementation) -> Case:
         ids = sample_ids_b.new_zeros(1, tokens)
         batch = MicroBatch.of_samples(ids, ids, ids.float(), sample_ids_b)
         dropout = AttentionDropout(p, 1, 2, range(heads), sample_ids_b, batch.positions_s)
-        return whole_attention(q, k, v, batch, dropout, Kernels(masked_attention=impl))
+        scoring = Scoring(kernels=Kernels(masked_attention=impl), dropout=dropout)
+        return whole_attention(q, k, v, batch, scoring)
 
     forward = 4 * model.pairs * heads * d
     return Case(
