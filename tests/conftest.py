@@ -9,13 +9,14 @@ They need processes of their own: CUDA cannot be used in a fork of a process tha
 and compiler cannot share a process. The deciding variables must be set before torch and triton are imported.
 """
 
+import atexit
 import gc
 import os
 from pathlib import Path
 
 import pytest
 
-from tests.support import garbage
+from tests.support import garbage, huge_pages
 
 # Files that prove nothing about training: documents, benchmarks, rules of the code, tools, the tests' own support.
 PROJECT = (
@@ -73,10 +74,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         raise pytest.UsageError("a test's file has started CUDA while it was imported: no forked rank could use a GPU")
     gc.enable()
     garbage.freeze()
+    huge_pages.use_huge_pages()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()  # triton's modules tell of each of their objects that is left at the end of a process
+# Else triton's modules tell of each of their objects that is left at the end of a process. It comes after pytest's own
+# end, where garbage is collected five times: what is frozen is not looked at.
+atexit.register(gc.unfreeze)
 
 
 @pytest.fixture(autouse=True)
