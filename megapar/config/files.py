@@ -13,7 +13,7 @@ import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, make_dataclass, replace
 from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
@@ -28,6 +28,8 @@ from megapar.config.other_frameworks.hints import Given, hint
 from megapar.errors import ConfigError
 from megapar.system.regular_files import read_regular
 
+# Options say what they are in docstrings. To look for comments tyro would read the sources, for half of its time.
+_TYRO: dict[str, Any] = {"use_underscores": True, "config": (tyro.conf.HelptextFromCommentsOff,)}
 ASKS_FOR_COMPLETION = "--tyro-write-completion"  # tyro's own flag, which every tool answers
 
 
@@ -104,7 +106,7 @@ def load(
     if ASKS_FOR_COMPLETION in argv:
         words = argv[argv.index(ASKS_FOR_COMPLETION) :]
         flags_of = _CommandLine(model=families.find(family).options())
-        tyro.cli(_CommandLine, args=words, default=flags_of, use_underscores=True)  # prints and exits
+        tyro.cli(_CommandLine, args=words, default=flags_of, **_TYRO)  # prints and exits
     known = _Known(families, family, families.find(family).options)
     flags = _split(argv, known)
     values = flatten(default_config(known.model))
@@ -280,30 +282,42 @@ def _file_of(flag: _Flag) -> str:
 
 def _parse(flags: Sequence[_Flag], config: Config) -> Config:
     """`config` with the values of the flags. Raises ConfigError for values of the wrong type or number."""
-    defaults = _CommandLine(**{f.name: getattr(config, f.name) for f in fields(config)})
+    if any(flag.option == "help" for flag in flags):
+        defaults = _CommandLine(**{f.name: getattr(config, f.name) for f in fields(config)})
+        tyro.cli(_CommandLine, args=["--help"], default=defaults, **_TYRO)
 
-    def parse(words: Sequence[str]) -> _CommandLine | None:
+    def parse(given: Sequence[_Flag]) -> dict[str, Any] | None:
         # For a wrong value tyro prints a box to stderr and exits. Messages must be one line, so the box is dropped.
         try:
             with redirect_stderr(StringIO()):
-                return tyro.cli(_CommandLine, args=words, default=defaults, use_underscores=True)
+                return vars(
+                    tyro.cli(_sections_of(given, config), args=[w for flag in given for w in flag.words], **_TYRO)
+                )
         except SystemExit:
             return None
 
-    if any(flag.option == "help" for flag in flags):
-        tyro.cli(_CommandLine, args=["--help"], default=defaults, use_underscores=True)
-    parsed = parse([word for flag in flags for word in flag.words])
+    parsed = parse(flags)
     if parsed is None:
         # tyro does not say which flags were wrong, so each is parsed by itself.
-        wrong = [flag for flag in flags if parse(flag.words) is None]
+        wrong = [flag for flag in flags if parse([flag]) is None]
         raise ConfigError(_refused(wrong, config))
-    resolved = Config(**{f.name: getattr(parsed, f.name) for f in fields(config)})
+    resolved = replace(config, **{name: value for name, value in parsed.items() if name != "config"})
     values = flatten(resolved)
     # Python's integers have no bound, but TOML's have: config.toml must be able to hold every value.
     too_large = [flag for flag in flags if not _fits(values.get(flag.option))]
     if too_large:
         raise ConfigError(_refused(too_large, config))
     return resolved
+
+
+def _sections_of(flags: Sequence[_Flag], config: Config) -> type:
+    """A class with the sections and options of _CommandLine that these flags set, at their values in `config`.
+
+    tyro looks at every option of a class in each call: with all of them it would take six times as long.
+    """
+    named = {flag.option.partition(".")[0] for flag in flags}
+    kept = [f for f in fields(_CommandLine) if f.name in named]
+    return make_dataclass("_Flags", [(f.name, f.type, field(default=getattr(config, f.name, ""))) for f in kept])
 
 
 def _fits(value: Any) -> bool:
