@@ -2,12 +2,14 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.distributed import run_ranks
+from tests.support import huge_pages
+from tests.support.distributed import apart, packed, run_ranks, unpacked
 
 
 def rank_and_world() -> tuple[int, int]:
@@ -40,6 +42,42 @@ def work_for_seconds(seconds: float) -> int:
 
 def test_results_come_in_the_order_of_ranks() -> None:
     assert run_ranks(3, rank_and_world) == [(0, 3), (1, 3), (2, 3)]
+
+
+RESULTS = {
+    "matrix": torch.arange(12.0).view(3, 4).t(),
+    "half": torch.tensor([1.5, -torch.inf, torch.nan], dtype=torch.bfloat16),
+    "flags": torch.tensor([[True, False]]),
+    "number": torch.tensor(7),
+    "nothing": torch.zeros(0, 3),
+    "weight": torch.nn.Parameter(torch.ones(2)),
+}
+
+
+def test_tensors_arrive_with_their_bits_as_plain_ones() -> None:
+    found, rest = unpacked(packed((RESULTS, ["a", 1])))
+    assert (list(found), rest) == (list(RESULTS), ["a", 1])
+    for name, tensor in RESULTS.items():
+        assert (type(found[name]), found[name].requires_grad) == (torch.Tensor, False)
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].nan_to_num(), tensor.nan_to_num()), name
+
+
+def in_huge_pages() -> tuple[bool, int]:
+    """Whether all numbers are the same there, and how many KiB of huge pages this process has."""
+    numbers = torch.arange(2**21)
+    huge_pages.use_huge_pages()
+    (line,) = [text for text in Path("/proc/self/smaps_rollup").read_text().splitlines() if "AnonHugePages" in text]
+    return torch.equal(numbers, torch.arange(2**21)), int(line.split()[1])
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="only Linux tells of huge pages")
+def test_what_is_put_into_huge_pages_stays() -> None:
+    same, size = apart(in_huge_pages)
+    assert same
+    if not size:
+        pytest.skip("this system gives no huge pages")
+    assert size >= 8192
 
 
 def test_a_rank_that_fails_is_told_with_its_traceback() -> None:

@@ -14,9 +14,10 @@ from megapar_models.registry import named_configs
 
 from megapar.config.options import Config, ParallelConfig, flatten
 from megapar.errors import ConfigError
+from megapar.params import Box, Piece
 from megapar.verify import layout_words, plants
 from megapar.verify.compare import NOISES, ROUNDINGS, compare
-from megapar.verify.logical import Assembled
+from megapar.verify.logical import Assembled, Held, assembled
 from megapar.verify.run import Shown, Step
 from tests.support.options import load
 from tests.support.program import ROOT, TINY, Ended, Program
@@ -142,6 +143,33 @@ def test_a_difference_may_be_as_large_as_rounding_explains(
 ) -> None:
     found = compare(shown(difference), shown(0.0), [shown(noise), shown(-noise / 2)], unit)
     assert {each.name: each.passed for each in found} == {"loss": True, "a": passes}
+
+
+def held(first: int, size: int, value: float = 1.0, owned: bool = True, replica: int = 0) -> Held:
+    """A rank's part of a tensor `a` of six numbers."""
+    box = Box((first,), (size,))
+    return Held(Piece("a", (6,), box, box if owned else None), torch.full((size,), value), False, replica)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "problem"),
+    [
+        ([held(0, 6)], ""),
+        ([held(0, 3), held(3, 3, 2.0)], ""),
+        ([held(0, 4), held(2, 4, owned=False), held(4, 2)], ""),
+        ([held(0, 6), held(0, 6, 2.0, owned=False)], "copies differ"),
+        ([held(0, 4), held(3, 3, 2.0, owned=False), held(4, 2, 2.0)], "copies differ"),
+        ([held(0, 4), held(3, 3)], "owned ranges overlap or leave gaps"),
+        ([held(0, 6, owned=False)], "owned ranges overlap or leave gaps"),
+        ([held(0, 3), held(4, 2)], "some elements are held by no rank"),
+        ([held(0, 6), held(0, 6, replica=1)], ""),
+        ([held(0, 6), held(0, 6, 2.0, replica=1)], "replica 1 differs from the first"),
+    ],
+)
+def test_parts_that_contradict_each_other_are_told(ranks: list[Held], problem: str) -> None:
+    found = assembled([[part] for part in ranks])
+    assert found.problems == ({"a": problem} if problem else {})
+    assert found.tensors["a"][:2].tolist() == [1, 1]
 
 
 def test_copies_that_differ_and_tensors_that_lack_never_pass() -> None:
