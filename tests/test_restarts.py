@@ -38,9 +38,16 @@ LAYOUTS = faults.LAYOUTS | {
 }
 
 
-def flags_of(steps: int, every: int = 4, timeout_seconds: int = 6) -> tuple[str, ...]:
+def flags_of(steps: int, every: int = 4, timeout_seconds: int = 6, micro_batch: int = 4) -> tuple[str, ...]:
     """Flags of a run of so many steps, with a checkpoint after every `every`-th."""
-    sizes = ("--train.steps", str(steps), "--train.global_batch_size", "8", "--train.micro_batch_size", "2")
+    sizes = (
+        "--train.steps",
+        str(steps),
+        "--train.global_batch_size",
+        "8",
+        "--train.micro_batch_size",
+        str(micro_batch),
+    )
     launch = ("--launch.timeout_seconds", str(timeout_seconds))
     return (*sizes, *launch, "--checkpoint.every", str(every), "--log.no-tensorboard")
 
@@ -293,7 +300,7 @@ def test_a_fault_that_would_come_again_ends_the_run_at_once(tmp_path: Path) -> N
 
 def test_replicas_become_fewer_and_come_back_with_the_same_global_batches(tmp_path: Path) -> None:
     """Fault lost-twice: 4 replicas, then 3, then 4; loss and samples are those of an undisturbed run, to rounding."""
-    four = (*flags_of(12), "--launch.nproc", "4")
+    four = (*flags_of(12, micro_batch=2), "--launch.nproc", "4")
     calm = Scene(tmp_path)
     assert calm.run(*four).code == 0
     folder = tmp_path / "shrinking"
@@ -452,7 +459,7 @@ def test_soak_of_faults(tmp_path: Path) -> None:
     plants = both(plant(*planted, marks=marks), note_launchers(tmp_path / "launchers"))
     scene = Scene(tmp_path)
     four = ("--launch.nproc", "4", "--launch.max_restarts", "100", "--launch.min_dp", "3")
-    flags = (*flags_of(steps, every=500, timeout_seconds=12), *four)
+    flags = (*flags_of(steps, every=500, timeout_seconds=12, micro_batch=2), *four)
     tiers_of = ("--checkpoint.memory_every", "10", "--checkpoint.local_every", "10", "--log.every", "500")
     more = (*tiers_of, "--checkpoint.local_dir", str(tmp_path / "fast"))
     codes = [7]

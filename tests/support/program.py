@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 import torch._dynamo  # checkpoint() imports it when first used: once here rather than in every fork
 
+from megapar.config import files
 from tests.support import garbage
 from tests.support.progress import CAP_SECONDS, Watch, processes_of_session
 
@@ -31,6 +32,11 @@ TINY = (
     *("--config", str(ROOT / "pretrain_scripts/configs/tiny.toml"), "--run_dir", "run"),
     *("--launch.device", "cpu", "--launch.threads", "1"),
 )
+files.load(TINY)  # tyro keeps what it has read of the options' docstrings, so that no fork has to read them
+
+# Four micro-batches in a step, where the configuration has twelve: most of a short run's time goes into them.
+FEW_MICRO_BATCHES = ("--train.micro_batch_size", "6")
+OTHER_BATCHES = ("--config", "--train.global_batch_size", "--train.micro_batch_size", "--train.batch_ramp")
 
 
 @dataclass(frozen=True)
@@ -137,8 +143,12 @@ class Program:
 def start(
     *flags: str, cwd: Path, env: Mapping[str, str] | None = None, plant: Callable[[], None] | None = None
 ) -> Program:
-    """Start the tiny configuration in folder `cwd`, with more flags; the run folder is `cwd`/run."""
-    pairs = zip(TINY[::2], TINY[1::2], strict=True)
+    """Start the tiny configuration in folder `cwd`, with more flags; the run folder is `cwd`/run.
+
+    It has few micro-batches unless the flags say something of batches.
+    """
+    known = TINY if any(flag in OTHER_BATCHES for flag in flags) else (*TINY, *FEW_MICRO_BATCHES)
+    pairs = zip(known[::2], known[1::2], strict=True)
     kept = [word for pair in pairs if pair[0] not in flags for word in pair]  # an option may be given once
     return Program(PRETRAIN, (*kept, *flags), cwd, env or {}, plant)
 
