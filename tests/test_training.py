@@ -90,9 +90,10 @@ def test_repetition_overlap_and_recompute_change_no_bit(precision: str) -> None:
 # Resuming
 
 
+TWO_LAYERS = {"num_hidden_layers": 2}
 RESUMED = [
-    Case(Layout(GPT, dp=2, micro_batch_size=2)),
-    Case(Layout(LLAMA, dp=2, micro_batch_size=3), "bf16"),
+    Case(Layout(replace(GPT, **TWO_LAYERS), dp=2, micro_batch_size=2)),
+    Case(Layout(replace(LLAMA, **TWO_LAYERS), dp=2, micro_batch_size=3), "bf16"),
     Case(Layout(LLAMA, tp=2, sequence_parallel=True, micro_batch_size=6)),
     Case(Layout(ONE_KV_HEAD, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3)),
     Case(Layout(GPT, pp=2, vpp=2, schedule="interleaved", zero_stage=0, micro_batch_size=4), "bf16"),
@@ -201,9 +202,9 @@ def test_a_run_resumes_in_another_layout(finished: tuple[list[Path], list[Any]],
     """The state is bitwise the saved one, the next loss the same to 1e-6 in fp32 (fault any-layout-loads)."""
     folders, _ = finished
     moves = [
-        (0, Layout(GPT, tp=2, pp=2, sequence_parallel=True, micro_batch_size=6)),
-        (0, Layout(GPT, dp=4, zero_stage=0, micro_batch_size=3)),
-        (1, Layout(LLAMA, tp=2, pp=2, zero_stage=0, micro_batch_size=3)),
+        (0, Layout(RESUMED[0].layout.model, tp=2, pp=2, sequence_parallel=True, micro_batch_size=6)),
+        (0, Layout(RESUMED[0].layout.model, dp=4, zero_stage=0, micro_batch_size=3)),
+        (1, Layout(RESUMED[1].layout.model, tp=2, pp=2, zero_stage=0, micro_batch_size=3)),
         (2, Layout(LLAMA, dp=2, pp=2, vpp=2, schedule="interleaved", micro_batch_size=3)),
         (3, Layout(ONE_KV_HEAD, tp=4, sequence_parallel=True, micro_batch_size=6)),
     ]
