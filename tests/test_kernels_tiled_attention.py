@@ -266,8 +266,14 @@ def no_scores_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_attention, "reference_backward", None)
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("rule", "p"), [(CAPPED, 0.0), (PLAIN_SCORES, 0.3)], ids=["cap", "dropout"])
+CAP_AND_DROPOUT = [(CAPPED, 0.0), (PLAIN_SCORES, 0.3)]
+
+
+@pytest.mark.parametrize(
+    ("rule", "p", "causal"),
+    slow_but([0, 3], [(*how, causal) for how in CAP_AND_DROPOUT for causal in (True, False)]),
+    ids=["cap, causal", "cap", "dropout, causal", "dropout"],
+)
 @pytest.mark.usefixtures("no_scores_in_memory")
 def test_a_block_of_earlier_keys(rule: ScoreRule, p: float, causal: bool) -> None:
     """Fewer queries than keys: the last query attends the last key."""
@@ -286,8 +292,11 @@ def test_a_block_of_earlier_keys(rule: ScoreRule, p: float, causal: bool) -> Non
         assert relative_error(mine, theirs) < BOUND
 
 
-@pytest.mark.parametrize("starts", [None, (0, 1, 4, 17, 40, 70, 80)])
-@pytest.mark.parametrize(("rule", "p"), [(CAPPED, 0.0), (PLAIN_SCORES, 0.3)], ids=["cap", "dropout"])
+@pytest.mark.parametrize(
+    ("rule", "p", "starts"),
+    slow_but([1, 2], [(*how, starts) for how in CAP_AND_DROPOUT for starts in (None, (0, 1, 4, 17, 40, 70, 80))]),
+    ids=["cap", "cap, documents", "dropout", "dropout, documents"],
+)
 @pytest.mark.usefixtures("no_scores_in_memory")
 def test_blocks_of_a_rank_are_merged(rule: ScoreRule, p: float, starts: tuple[int, ...] | None) -> None:
     """Rank 1 of cp 2 has the second and third quarter of two samples' queries. Samples may have documents."""

@@ -32,16 +32,19 @@ class Space:
     factors: Mapping[str, Sequence[Any]]
     rules: Sequence[Rule]
 
-    def allows(self, case: Case) -> bool:
-        """Whether all rules allow `case`. A rule counts if all its factors have a value there."""
-        decided = [rule for rule in self.rules if all(factor in case for factor in rule.factors)]
+    def allows(self, case: Case, newest: str = "") -> bool:
+        """Whether all rules allow `case`. A rule counts if all its factors have a value there. `newest`: the factor
+        without which all rules are known to allow it."""
+        rules = [rule for rule in self.rules if not newest or newest in rule.factors]
+        decided = [rule for rule in rules if all(factor in case for factor in rule.factors)]
         return all(rule.allows(*(case[factor] for factor in rule.factors)) for rule in decided)
 
     def complete(self, case: Case, missing_pairs: set[Pair], draw: random.Random) -> Case | None:
         """`case` with a value for each other factor. Each in turn gets the value with most of `missing_pairs` among the
         factors before it, by `draw` if there are several. None if the rules allow no such case."""
-        if not self.allows(case):
-            return None
+        return self._completed(case, missing_pairs, draw) if self.allows(case) else None
+
+    def _completed(self, case: Case, missing_pairs: set[Pair], draw: random.Random) -> Case | None:
         factor = next((factor for factor in self.factors if factor not in case), None)
         if factor is None:
             return case
@@ -50,7 +53,8 @@ class Space:
             met = sum(pair_of((factor, value), other) in missing_pairs for other in case.items())
             choices.append((-met, draw.random(), value))
         for _, _, value in sorted(choices, key=lambda choice: choice[:2]):
-            found = self.complete({**case, factor: value}, missing_pairs, draw)
+            larger = {**case, factor: value}
+            found = self._completed(larger, missing_pairs, draw) if self.allows(larger, factor) else None
             if found is not None:
                 return found
         return None
