@@ -43,10 +43,12 @@ PROJECT = (
 # The longest of both lanes first: a process that begins with one of them last works alone at the end. By the seconds
 # that their tests take with `-n 2 --durations=0 -vv` on two cores; those of hung ranks wait for most of them.
 LONGEST = (
-    *("test_grid", "test_docs", "test_faults_local", "test_stragglers", "test_faults_hosts", "test_training"),
-    *("test_restarts", "test_house", "test_preflight", "test_rendezvous", "test_zero", "test_alerts"),
-    *("test_optimizers_further", "test_benchmark", "test_faults_links", "test_gpu_waits", "test_model_types"),
-    *("test_adapters", "test_data_preprocess", "test_verify_layouts", "test_late_numbers", "test_checkpoint_program"),
+    *("test_restarts", "test_docs", "test_kernels_tiled_attention", "test_faults_local", "test_model_types"),
+    *("test_grid", "test_adapters", "test_faults_hosts", "test_stragglers", "test_training", "test_zero"),
+    *("test_narrow_state", "test_optimizers_further", "test_compile", "test_preflight", "test_dry_run"),
+    *("test_gpu_waits", "test_expert_meanwhile", "test_benchmark", "test_kernels_norms", "test_plan_search"),
+    *("test_objectives", "test_memory_budget", "test_pipeline_halves", "test_data_preprocess", "test_data_text"),
+    *("test_rendezvous", "test_command", "test_checkpoint_program", "test_house", "test_lanes", "test_faults_links"),
 )
 
 
