@@ -231,7 +231,8 @@ def test_the_shipped_tiles_are_right(name: str, window: int, monkeypatch: pytest
 def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str) -> None:
     """Also of the sinks. q, k and v are slices of a wider row, and the first sample has two documents."""
     with_sinks = attention == "cap and sinks"
-    rule, window = (ScoreRule(0.3, 3.0) if with_sinks else PLAIN_SCORES), (9 if attention == "window" else 0)
+    rule = ScoreRule(0.3, 3.0) if with_sinks else PLAIN_SCORES
+    window = 9 if attention == "window" else 0
     tokens = torch.zeros(2, 20, dtype=torch.long)
     starts = torch.tensor([0, 7, 20, 40], dtype=torch.int32)
     batch = MicroBatch.of_samples(tokens, tokens, torch.ones(2, 20), torch.arange(2), starts).to(DEVICE)

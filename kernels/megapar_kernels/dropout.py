@@ -15,7 +15,8 @@ from torch.autograd.function import once_differentiable
 from megapar_kernels.dispatch import Implementation, fused, launches, next_power_of_2, tl, triton
 
 _MASK = 0xFFFFFFFF
-_FIRST_BIT = -(1 << 31)
+_FIRST_BIT = 1 << 31
+_ROUNDS = ((16, 0x85EBCA6B), (13, 0xC2B2AE35))  # shift and factor
 
 
 Number = TypeVar("Number", int, Tensor)
@@ -24,9 +25,20 @@ Number = TypeVar("Number", int, Tensor)
 def mix(x: Number) -> Number:
     """MurmurHash3's 32-bit finalizer of an int, or of an int64 tensor, with values from 0 to 2^32 - 1."""
     # torch has no uint32 arithmetic. An int64 product may wrap, but its lower 32 bits are right.
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & _MASK
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & _MASK
+    for shift, factor in _ROUNDS:
+        x = ((x ^ (x >> shift)) * factor) & _MASK
     return x ^ (x >> 16)
+
+
+def _mix_int32(x: Tensor) -> Tensor:
+    """`mix` of int32 numbers with the bits of uint32, in place. A CPU takes a tenth of the time of int64."""
+    # Products wrap to the bits of uint32. A shift to the right copies the sign, so the copies are masked.
+    shifted = torch.empty_like(x)
+    for shift, factor in _ROUNDS:
+        torch.bitwise_right_shift(x, shift, out=shifted)
+        x.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1)).mul_(_signed(factor))
+    torch.bitwise_right_shift(x, 16, out=shifted)
+    return x.bitwise_xor_(shifted.bitwise_and_(0xFFFF))
 
 
 def keys_from_column(keys: Tensor, first: int) -> Tensor:
@@ -42,16 +54,14 @@ def keep_mask(keys: Tensor, columns: int | Tensor, p: float) -> Tensor:
     if isinstance(columns, int):
         columns = torch.arange(columns, device=keys.device)
     # 0x9E3779B1 is 2^32 divided by the golden ratio. It spreads neighboring columns over all 32 bits.
-    bits = _as_int32(keys)[..., None] + _as_int32((columns * 0x9E3779B1) & _MASK)
-    # `mix` in place, in int32: a CPU takes a tenth of the time that it takes in int64. Products and sums wrap to the
-    # bits of uint32. A shift to the right copies the sign, so the copies are masked.
-    shifted = torch.empty_like(bits)
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
-        torch.bitwise_right_shift(bits, shift, out=shifted)
-        bits.bitwise_xor_(shifted.bitwise_and_((1 << (32 - shift)) - 1))
-        bits.mul_(_signed(factor))
+    bits = _mix_int32(_as_int32(keys)[..., None] + _as_int32(columns * 0x9E3779B1))
     # With the first bit flipped, signed numbers have the order of unsigned ones.
-    return bits.bitwise_xor_(_FIRST_BIT) >= _signed(int(p * 2**32) ^ (1 << 31))
+    return bits.bitwise_xor_(_signed(_FIRST_BIT)) >= _signed(threshold(p) ^ _FIRST_BIT)
+
+
+def threshold(p: float) -> int:
+    """An element is kept if its 32 bits are a number of this size, or a greater one."""
+    return int(p * 2**32)
 
 
 def _signed(bits: int) -> int:
@@ -61,7 +71,7 @@ def _signed(bits: int) -> int:
 
 def _as_int32(x: Tensor) -> Tensor:
     """The lower 32 bits of int64 numbers."""
-    return ((x & _MASK) ^ (1 << 31)).sub_(1 << 31).to(torch.int32)
+    return ((x & _MASK) ^ _FIRST_BIT).sub_(_FIRST_BIT).to(torch.int32)
 
 
 @dataclass(frozen=True)
@@ -83,11 +93,6 @@ class RowDropout:
     def of(self, queries: slice, keys: slice) -> "RowDropout":
         """That of some rows and columns."""
         return replace(self, keys=self.keys[:, :, queries], columns=self.columns[keys])
-
-    @property
-    def threshold(self) -> int:
-        """An element is kept if its 32 bits are a number of this size, or a greater one."""
-        return int(self.p * 2**32)
 
 
 @triton.jit
@@ -146,7 +151,7 @@ def _launch(x: Tensor, residual: Tensor | None, keys: Tensor, p: float) -> Tenso
     grid = triton.cdiv(rows, tile_rows), triton.cdiv(columns, block)
     _dropout_add_kernel[grid](
         x, residual, keys, y, rows, columns, 1.0 / (1.0 - p),
-        THRESHOLD=int(p * 2**32), ROWS=tile_rows, BLOCK=block, num_warps=warps,
+        THRESHOLD=threshold(p), ROWS=tile_rows, BLOCK=block, num_warps=warps,
     )  # fmt: skip
     return y
 

@@ -33,7 +33,9 @@ from megapar_kernels.dispatch import Implementation
 from megapar_kernels.dropout import RowDropout
 from megapar_kernels.tiled_attention import Attended, of_documents
 
-QUERIES, QUERIES_ON_CPU = 256, 64  # of a block with explicit scores: fewer skip more keys, and take more calls
+# Of a block with explicit scores. Fewer skip more keys, and take more calls.
+QUERIES = 256
+QUERIES_ON_CPU = 64
 
 Drops = Callable[[], RowDropout]
 """Makes the dropout of all queries and keys, once in forward and once in backward."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megapar_kernels.attention_tiles import forward_kernel, keys_values_kernel, queries_kernel
 from megapar_kernels.dispatch import Implementation, capability, interpreting, next_power_of_2, on_gpu, triton
-from megapar_kernels.dropout import RowDropout
+from megapar_kernels.dropout import RowDropout, threshold
 
 WIDEST = 256  # head
 EDGE = 64  # a query's keys in tiles beyond those that it attends, about
@@ -162,7 +162,7 @@ def _of_dropout(dropped: RowDropout | None) -> tuple[Tensor | None, Tensor | Non
     """What a kernel takes: the random keys of rows, the numbers of columns, 1 / (1 - p), and the threshold."""
     if dropped is None:
         return None, None, 1.0, 0
-    return dropped.keys.contiguous(), dropped.columns.contiguous(), 1.0 / (1.0 - dropped.p), dropped.threshold
+    return dropped.keys.contiguous(), dropped.columns.contiguous(), 1.0 / (1.0 - dropped.p), threshold(dropped.p)
 
 
 def forward(
@@ -190,7 +190,7 @@ def forward(
     out = q.new_empty(queries, b, n, v_width).permute(1, 2, 0, 3)
     lse = q.new_empty(b, n, queries, dtype=torch.float32)
     tiles = forward_config(width, v_width, attended.window)
-    random_keys, positions, keep_scale, threshold = _of_dropout(dropped)
+    random_keys, positions, keep_scale, least_kept = _of_dropout(dropped)
     if q.is_meta:
         tensors = [x for x in (q, k, v, random_keys, out, lse) if x is not None]
         torch.ops.megapar.tiled_attention(tensors, attended.pairs(queries, k.shape[2]), False)
@@ -199,7 +199,7 @@ def forward(
             *(q, k, v, sinks_n, attended.starts, random_keys, positions, out, lse),
             *(n, n // k.shape[1], queries, k.shape[2], attended.window, scale, cap or 1.0, keep_scale),
             *(*_strides(q, k, v, out), width, *columns(width, v_width)[:2], v_width, columns(width, v_width)[2]),
-            *(attended.causal, cap > 0.0, threshold, tiles.queries, tiles.keys),
+            *(attended.causal, cap > 0.0, least_kept, tiles.queries, tiles.keys),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
         )
@@ -229,7 +229,7 @@ def backward(
     keys, v_width = v.shape[-2:]
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
-    random_keys, positions, keep_scale, threshold = _of_dropout(dropped)
+    random_keys, positions, keep_scale, least_kept = _of_dropout(dropped)
     if q.is_meta:
         inputs = [x for x in (grad_out, q, k, v, random_keys, out, lse) if x is not None]
         tensors = [*inputs, delta, grad_q, grad_k, grad_v]
@@ -237,7 +237,7 @@ def backward(
         return grad_q, grad_k, grad_v, delta
     main, rest, v_columns = columns(width, v_width)
     sizes = n, n // k.shape[1], queries, keys, attended.window, scale, cap or 1.0, keep_scale
-    constants = width, main, rest, v_width, v_columns, attended.causal, cap > 0.0, threshold
+    constants = width, main, rest, v_width, v_columns, attended.causal, cap > 0.0, least_kept
     generation = capability(q.device)
     if queries and b:
         tiles = queries_config(width, v_width, attended.window, generation)

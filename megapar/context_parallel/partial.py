@@ -84,7 +84,8 @@ class Result:
 
         For each query, the block with its own position must come first: `out` and `lse` are not initialized.
         """
-        rule, kernels, largest = self._scoring.rule, self._scoring.kernels, self._scoring.largest
+        rule = self._scoring.rule
+        largest = self._scoring.largest
         if largest is not None:
             for block in blocks:
                 q_rows, k_rows = q[block.samples, :, block.queries], k[block.samples, :, block.keys]
@@ -95,7 +96,9 @@ class Result:
             if documents is not None:
                 part, lse = attention_documents(*rows, _documents(*documents, q.device), rule)
             else:
-                part, lse = attention_block(*rows, causal=causal, dropped=dropped.of(block), rule=rule, kernels=kernels)
+                part, lse = attention_block(
+                    *rows, causal=causal, dropped=dropped.of(block), rule=rule, kernels=self._scoring.kernels
+                )
             out_rows = self.out[samples, :, queries]
             lse_rows = self.lse[samples, :, queries]
             # A query has exactly one causal block, the one with its own position. It comes first.
@@ -129,7 +132,7 @@ class Gradient:
         self, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped, grad_k: Tensor, grad_v: Tensor
     ) -> None:
         """Add the gradients of `blocks` to `self.q`, and to `grad_k` [b, h, k, d] and `grad_v` [b, h, k, e]."""
-        rule, kernels = self._scoring.rule, self._scoring.kernels
+        rule = self._scoring.rule
         for block in _as_served(blocks, self._q, k, v, self._scoring):
             samples, queries, keys, causal, documents = block
             grad_out, q, out, lse = (x[samples, :, queries] for x in (self._grad_out, self._q, self._out, self._lse))
@@ -139,7 +142,7 @@ class Gradient:
                 block_grad_q, block_grad_k, block_grad_v = attention_documents_backward(*rows, bounds, rule)
             else:
                 block_grad_q, block_grad_k, block_grad_v = attention_block_backward(
-                    *rows, causal=causal, dropped=dropped.of(block), rule=rule, kernels=kernels
+                    *rows, causal=causal, dropped=dropped.of(block), rule=rule, kernels=self._scoring.kernels
                 )
             self.q[samples, :, queries] += block_grad_q
             grad_k[samples, :, keys] += block_grad_k

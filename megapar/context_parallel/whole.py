@@ -70,17 +70,18 @@ def whole_attention(
     largest logits are not noted: `largest_of_whole`.
     """
     starts = batch.starts
-    rule, kernels, window, dropout = scoring.rule, scoring.kernels, scoring.window, scoring.dropout
+    rule = scoring.rule
+    kernels = scoring.kernels
     way = way_of(q_sbnd, v_sbnd, batch, scoring, sinks_n)
     if way == "rules":
-        options: dict[str, Any] = {"window": window, "impl": kernels.masked_attention}
+        options: dict[str, Any] = {"window": scoring.window, "impl": kernels.masked_attention}
         if starts is not None:
             options["documents_bs"] = batch.documents_bs()
-        if dropout is not None:
-            options["drops"] = partial(dropout.of, batch.positions_s)
+        if scoring.dropout is not None:
+            options["drops"] = partial(scoring.dropout.of, batch.positions_s)
         return ruled_attention(q_sbnd, k_sbnd, v_sbnd, rule, sinks_n=sinks_n, **options)
     if way == "mask":
-        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, window, rule.scale)
+        return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, scoring.window, rule.scale)
     if way == "causal":
         return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention, rule.scale)
     assert starts is not None

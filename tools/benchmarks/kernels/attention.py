@@ -67,8 +67,12 @@ TINY = (
 
 def cases(models: tuple[Model, ...], impl: Implementation) -> Iterator[Case]:
     for model in models:
-        of_model = _dropout_case if model.p else _widths_case if model.v_dim else _case
-        yield of_model(model, impl)
+        if model.p:
+            yield _dropout_case(model, impl)
+        elif model.v_dim:
+            yield _widths_case(model, impl)
+        else:
+            yield _case(model, impl)
 
 
 def _widths_case(model: Model, impl: Implementation) -> Case:
@@ -81,7 +85,7 @@ def _widths_case(model: Model, impl: Implementation) -> Case:
     def ours(q: Tensor, k: Tensor, v: Tensor, impl: Implementation = "torch") -> Tensor:
         return ruled_attention(q, k, v, ScoreRule(), impl=impl)
 
-    # A product of d and one of e columns forward, and two more of d and one more of e backward.
+    # Forward: scores (d) and results (e). Backward: scores, gradients of q and k (3 d), of v and probabilities (2 e).
     products = 2 * model.pairs * heads
     return Case(
         model.op, model.name, f"{tokens}x{heads}x{d}/{e}", make, partial(ours, impl=impl), causal_attention,
