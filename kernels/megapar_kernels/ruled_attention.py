@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from megapar_kernels import tiled_attention
 from megapar_kernels.block_attention import (
     ScoreRule,
+    Server,
     add_sinks,
     backward_by_rows,
     forward_by_rows,
@@ -64,9 +65,16 @@ def _seen(queries: slice, keys: slice, window: int, documents_bs: Tensor | None,
     return (seen & same)[:, None]
 
 
-def _is_fused(q: Tensor, rule: ScoreRule, drops: Drops | None) -> bool:
+def server_of_rules(q: Tensor, v: Tensor, rule: ScoreRule, impl: Implementation, *, drops: bool) -> Server:
+    """Who computes `ruled_attention`, with dropout if it `drops`."""
+    if tiled_attention.serves(impl, q, v):
+        return "tiles"
+    return "cpu" if _is_fused(q, rule, drops=drops) else "scores"
+
+
+def _is_fused(q: Tensor, rule: ScoreRule, *, drops: bool) -> bool:
     """Whether a CPU's fused operation computes it. The meta device stands for a CPU here."""
-    return not q.is_cuda and not rule.cap and drops is None
+    return not (q.is_cuda or rule.cap or drops)
 
 
 def _as_fused(*inputs: Tensor) -> Iterator[Tensor]:
@@ -138,7 +146,7 @@ class _RuledAttention(torch.autograd.Function):
         window: int,
         drops: Drops | None,
     ) -> Tensor:
-        if _is_fused(q, rule, drops):
+        if _is_fused(q, rule, drops=drops is not None):
             q_wide, k_wide, v_wide = _as_fused(q, k, v)
             wide_out, lse = forward_by_rows(q_wide, k_wide, v_wide, rule.factor(q), window, documents_bs)
             wide_out = wide_out[..., : v.shape[-1]]
@@ -159,7 +167,7 @@ class _RuledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks_n, documents_bs, out, lse = ctx.saved_tensors
-        if _is_fused(q, ctx.rule, ctx.drops):
+        if _is_fused(q, ctx.rule, drops=ctx.drops is not None):
             inputs = _as_fused(grad_out, q, k, v, out)
             wide_grads = backward_by_rows(
                 *inputs, lse=lse, scale=ctx.rule.factor(q), window=ctx.window, documents_bs=documents_bs

@@ -15,7 +15,7 @@ from megapar_kernels.attention import (
     server_of_sdpa,
 )
 from megapar_kernels.block_attention import SERVERS, largest_scores
-from megapar_kernels.ruled_attention import ruled_attention
+from megapar_kernels.ruled_attention import ruled_attention, server_of_rules
 from megapar_kernels.tiled_attention import serves
 from torch import Tensor
 
@@ -43,10 +43,8 @@ def way_of(q_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, scoring: Scoring, 
 def server_of_whole(way: Way, q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, scoring: Scoring) -> str:
     """Who computes `whole_attention` in this way, in words."""
     if way == "rules":
-        if serves(scoring.kernels.masked_attention, q_sbnd, v_sbnd):
-            return SERVERS["tiles"]
-        explicit = q_sbnd.is_cuda or scoring.rule.cap or scoring.dropout is not None
-        return SERVERS["scores" if explicit else "cpu"]
+        impl = scoring.kernels.masked_attention
+        return SERVERS[server_of_rules(q_sbnd, v_sbnd, scoring.rule, impl, drops=scoring.dropout is not None)]
     if way == "mask":
         return WITH_A_MASK
     if way == "documents":
