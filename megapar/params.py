@@ -33,8 +33,8 @@ class Init:
     """Initial values of a parameter: the constant `value`, or random numbers.
 
     `normal` draws from a normal distribution of mean 0 and standard deviation `value`, and `uniform` evenly from -value
-    to value. The numbers depend on the seed, on the name of the tensor and on the row, so they are the same under every
-    parallel layout.
+    to value. The numbers depend on the seed, on the name of the tensor and on the place in it, so they are the same
+    under every parallel layout.
     """
 
     kind: Literal["normal", "uniform", "constant"]

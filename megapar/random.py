@@ -1,8 +1,8 @@
 """Random numbers, the same in every layout. Each is a function of its purpose, not of the rank or the time of drawing.
 
-Initial weights come from numpy's Philox generator, with one stream for each row of each logical tensor, keyed by (seed,
-name, row). Dropout hashes (seed, use, sample, position, element) with 32-bit integer arithmetic. A GPU kernel repeats
-it exactly.
+Initial weights come from numpy's Philox generator, with one stream for each tile of each logical tensor, keyed by
+(seed, name, tile). Dropout hashes (seed, use, sample, position, element) with 32-bit integer arithmetic. A GPU kernel
+repeats it exactly.
 """
 
 import hashlib
@@ -21,8 +21,12 @@ from megapar.params import Init, ParamSpec, Piece, spec_of
 __all__ = ["Tokens", "fill", "initial_values", "initialize", "row_keys"]
 
 _MASK = 0xFFFFFFFF
+# Tiles are drawn whole. Small ones leave a rank little to throw away at the edges of its part. But numpy holds Python's
+# lock between tiles, for the time of some 1,000 numbers (10 us): threads gain nothing from smaller ones.
+_TILE_ROWS = 16
+_TILE_COLUMNS = 1024
+_NUMBERS_OF_LOCK = 1024
 _NUMBERS_PER_THREAD = 1 << 18  # some milliseconds of drawing; a thread costs 0.1
-_WIDTH_PER_THREAD = 512  # numbers of a row
 
 Draws = Callable[[ParamSpec], bool]
 """Whether a parameter is drawn. A checkpoint fills the others."""
@@ -35,55 +39,62 @@ def _always(_: ParamSpec) -> bool:
 def initial_values(piece: Piece, init: Init, seed: int, *, rows: slice | None = None, threads: int = 1) -> Tensor:
     """This rank's part of the logical tensor `piece`, fp32, as `init` says. `rows` are those of the part to draw.
 
-    Whole rows are drawn and then cut, so the numbers do not depend on the cut. `threads` share them.
+    The tensor is seen as a matrix of its first dimension and all others. The tiles that the part touches are drawn
+    whole and then cut, so the numbers do not depend on the cut. `threads` share them.
+
+    Raises NotImplementedError if the part is cut along a third dimension.
     """
     first, last, _ = (rows or slice(None)).indices(piece.local_shape[0])
     shape = (last - first, *piece.local_shape[1:])
     if init.kind == "constant":
         return torch.full(shape, init.value)
-    local = np.empty(shape, np.float32)
-    # Threads for large parts and wide rows alone. numpy holds Python's lock between rows, not while it draws one: on 16
-    # cores, rows of 768 were drawn fastest by 1 thread, those of 2,048 by 4, and those of 8,192 by 16.
-    width = math.prod(piece.shape[1:])
-    parts = max(1, min(threads, local.size // _NUMBERS_PER_THREAD, width // _WIDTH_PER_THREAD))
-    bounds = [len(local) * i // parts for i in range(parts + 1)]
+    if piece.local_shape[2:] != piece.shape[2:]:
+        raise NotImplementedError(f"{piece.name} is cut along its third dimension, and tiles have two")
+    local = np.empty((last - first, math.prod(shape[1:])), np.float32)
     start = piece.held.offset[0] + first
+    tiles = range(start // _TILE_ROWS, -(-(start + len(local)) // _TILE_ROWS))
+    tile_size = _TILE_ROWS * min(_TILE_COLUMNS, math.prod(piece.shape[1:]))
+    parts = max(1, min(threads, len(tiles), local.size // _NUMBERS_PER_THREAD, tile_size // _NUMBERS_OF_LOCK))
 
     def draw(begin: int, end: int) -> None:
-        _draw_rows(local[begin:end], start + begin, piece, init, seed)
+        _draw_tiles(local[begin:end], start + begin, piece, init, seed)
 
     if parts == 1:
         draw(0, len(local))
     else:
+        # A part begins with a tile, so that no two threads draw the same one.
+        begins = [max(0, tiles[len(tiles) * i // parts] * _TILE_ROWS - start) for i in range(parts)]
+        bounds = [*begins, len(local)]
         with ThreadPoolExecutor(parts) as pool:
             for _ in pool.map(draw, bounds, bounds[1:]):
                 pass  # raises what a thread has raised
-    values = torch.from_numpy(local)
+    values = torch.from_numpy(local).view(shape)
     if init.kind == "uniform":
         values.mul_(2).sub_(1)  # drawn from 0 to 1
     return values.mul_(init.value)
 
 
-def _draw_rows(rows: np.ndarray, first: int, piece: Piece, init: Init, seed: int) -> None:
-    """Fill `rows` with this rank's columns of the rows from number `first` on, before `init.value` scales them."""
+def _draw_tiles(values: np.ndarray, first: int, piece: Piece, init: Init, seed: int) -> None:
+    """Fill `values` with this rank's columns of the rows from number `first` on, before `init.value` scales them."""
     key = int.from_bytes(hashlib.blake2b(piece.name.encode(), digest_size=8).digest(), "little")
-    columns = piece.held.slices[1:]
-    row_shape = piece.shape[1:]
-    width = math.prod(row_shape)
-    # One row at a time: a rank needs no memory for the whole tensor. A row has a stream that begins at its counter.
-    # One generator is set to it, because a new one for each row would take longer than short rows do.
+    height, width = piece.shape[0], math.prod(piece.shape[1:])
+    left = piece.held.offset[1] * math.prod(piece.shape[2:]) if len(piece.shape) > 1 else 0
+    # A tile has a stream that begins at its counter. One generator is set to it: a new one for each takes longer.
     bits = np.random.Philox(key=[seed, key])
     generator = np.random.Generator(bits)
     draw = generator.standard_normal if init.kind == "normal" else generator.random
     begin = bits.state
-    whole = rows.reshape(len(rows), width) if rows.shape[1:] == row_shape else None
-    for i in range(len(rows)):
-        begin["state"]["counter"][2] = first + i
-        bits.state = begin
-        if whole is None:
-            rows[i] = draw(width, np.float32).reshape(row_shape)[columns]
-        else:
-            draw(dtype=np.float32, out=whole[i])
+    memory = np.empty(_TILE_ROWS * _TILE_COLUMNS, np.float32)
+    for row in range(first // _TILE_ROWS * _TILE_ROWS, first + len(values), _TILE_ROWS):
+        for column in range(left // _TILE_COLUMNS * _TILE_COLUMNS, left + values.shape[1], _TILE_COLUMNS):
+            begin["state"]["counter"][2:] = row, column
+            bits.state = begin
+            tile_shape = min(_TILE_ROWS, height - row), min(_TILE_COLUMNS, width - column)
+            tile = draw(dtype=np.float32, out=memory[: math.prod(tile_shape)]).reshape(tile_shape)
+            below, right = max(0, row - first), max(0, column - left)
+            part = values[below : row - first + _TILE_ROWS, right : column - left + _TILE_COLUMNS]
+            in_tile = tile[first + below - row :, left + right - column :]
+            part[:] = in_tile[: part.shape[0], : part.shape[1]]
 
 
 def initialize(modules: Iterable[nn.Module], seed: int, *, draws: Draws = _always, threads: int = 1) -> None:

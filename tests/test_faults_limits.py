@@ -3,16 +3,21 @@
 import errno
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from megapar_models import balance, build  # noqa: F401  imported before the limit holds, as the program does
 
-from tests.support.faults import FOUR, TWO, Scene
+from megapar.comm import shared_memory
+from tests.support import faults
+from tests.support.faults import FOUR, TWO, Scene, on_rank
 from tests.support.program import ROOT
 
 REFUSED = "(Resource temporarily unavailable): the limit of processes (ulimit -u, or the container's) or of memory"
@@ -45,6 +50,24 @@ def with_forks(count: int) -> Callable[[], None]:
     return plant
 
 
+def no_shared_memory(inside: str, passing: str) -> Callable[[Any], None]:
+    """From now on this rank gets no memory to share within the function `inside`, called by a function `passing`."""
+
+    def act(ctx: Any) -> None:
+        real = os.posix_fallocate
+
+        def posix_fallocate(descriptor: int, offset: int, size: int) -> None:
+            callers = {frame.name for frame in traceback.extract_stack()}
+            if {inside, passing} <= callers:
+                raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+            real(descriptor, offset, size)
+
+        os.posix_fallocate = posix_fallocate
+        shared_memory._smallest_fitting = lambda *_: None  # each message needs a new block
+
+    return act
+
+
 LAYOUTS = {"one": (), "two": TWO, "threads": (*TWO, "--launch.threads", "8")}
 MEMORY = [(layout, mib) for layout in LAYOUTS for mib in (4, 8, 12, 24, 32, 40, 60)]
 FEW_MEMORY = (("threads", 60),)
@@ -75,6 +98,19 @@ def test_memory_that_ends_while_ranks_start(layout: str, mib: int, tmp_path: Pat
     assert code == 8, err
     assert err.startswith("OutOfMemoryError: ")
     assert err.count("\n") == 1, err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("passing", ["forward", "backward"])
+def test_memory_that_ends_in_an_exchange_by_experts(passing: str, rank: int, tmp_path: Path) -> None:
+    """Fault out-of-memory: both ranks end, error.json has the one without memory, and what was saved stays."""
+    scene = Scene(tmp_path)
+    flags = (*faults.LAYOUTS["ep2"], "--model.hidden_size", "64", "--checkpoint.every", "2")
+    ended = scene.run(*flags, plant=on_rank(rank, 2, no_shared_memory("_all_to_all", passing)))
+    assert ended.code == 8, ended.err
+    assert re.fullmatch(r"OutOfMemoryError: .*no [\d,]+ bytes of memory to share with other ranks.*\n", ended.err)
+    assert faults.error(scene.work)["rank"] == rank
+    assert scene.check_checkpoints(ended.out) == [2]
 
 
 @pytest.mark.parametrize("count", [0, pytest.param(1, marks=pytest.mark.slow), 3])

@@ -49,7 +49,8 @@ def _smallest(scored: Scored, train: TrainConfig) -> Losses:
 
 
 OWN_OF_PAIRS = Objective(_smallest, "pairs")
-# Their mean margins are not near 0, where rounding would be large beside them.
+# Vocabularies with mean margins that are not near 0: rounding would be large beside them.
+OF_PAIRS = replace(LLAMA, vocab_size=159)
 REWARD = replace(LLAMA, head="score", vocab_size=127)
 GPT_REWARD = replace(GPT, head="score", vocab_size=127, tie_word_embeddings=False)
 
@@ -72,15 +73,15 @@ LAYOUTS = [
     Layout(LLAMA, pp=2, loss_chunk=5, objective=f"{__name__}:OWN"),
     Layout(LLAMA, cp=2, dp=2, objective=f"{__name__}:OWN"),
     Layout(LLAMA, tp=2, pp=2, objective=f"{__name__}:OWN_OF_PAIRS"),
-    Layout(LLAMA, pp=2, schedule="zb-h1", micro_batch_size=3, objective="dpo"),
-    Layout(DENSE_BETWEEN, cp=2, cp_attention="ring", micro_batch_size=3, objective="dpo_norm"),
-    Layout(LLAMA, tp=2, sequence_parallel=True, recompute="full", loss_chunk=7, objective="ipo"),
-    Layout(LLAMA, cp=2, cp_attention="gather", dp=2, objective="dpo"),
-    Layout(LLAMA, cp=2, cp_attention="ulysses", zero_stage=3, objective="dpo"),
-    Layout(LLAMA, dp=2, zero_stage=1, objective="dpo"),
-    Layout(LLAMA, dp=2, zero_stage=3, objective="dpo"),
-    Layout(LLAMA, tp=2, pp=2, sequence_parallel=True, recompute="selective", objective="dpo"),
-    Layout(LLAMA, pp=2, vpp=2, schedule="zb-v", loss_chunk=7, objective="dpo"),
+    Layout(OF_PAIRS, pp=2, schedule="zb-h1", micro_batch_size=3, objective="dpo_norm"),
+    Layout(DENSE_BETWEEN, cp=2, cp_attention="ring", micro_batch_size=3, objective="dpo"),
+    Layout(OF_PAIRS, tp=2, sequence_parallel=True, recompute="full", loss_chunk=7, objective="ipo"),
+    Layout(OF_PAIRS, cp=2, cp_attention="gather", dp=2, objective="dpo"),
+    Layout(OF_PAIRS, cp=2, cp_attention="ulysses", zero_stage=3, objective="dpo"),
+    Layout(OF_PAIRS, dp=2, zero_stage=1, objective="dpo"),
+    Layout(OF_PAIRS, dp=2, zero_stage=3, objective="dpo"),
+    Layout(OF_PAIRS, tp=2, pp=2, sequence_parallel=True, recompute="selective", objective="dpo"),
+    Layout(OF_PAIRS, pp=2, vpp=2, schedule="zb-v", loss_chunk=7, objective="dpo"),
     Layout(DENSE_BETWEEN, dp=2, ep=2, objective="dpo"),
     Layout(REWARD, tp=2, sequence_parallel=True, objective="reward"),
     Layout(REWARD, cp=2, dp=2, micro_batch_size=3, objective="reward"),

@@ -5,9 +5,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from megapar_kernels.dropout import RowDropout, keep_mask
@@ -92,13 +93,61 @@ def test_initial_weights_follow_the_law_of_their_kind(model: ModelConfig) -> Non
             )
 
 
+def part_of(shape: Sizes, offset: Sizes, size: Sizes) -> Piece:
+    return Piece("layers.0.mlp.up.weight", shape, Box(offset, size), Box(offset, size))
+
+
+@pytest.mark.parametrize(
+    ("shape", "offset", "size"),
+    [
+        ((600, 2500), (0, 0), (600, 2500)),
+        ((600, 2500), (7, 250), (593, 1500)),
+        ((600, 2500), (15, 1023), (2, 2)),
+        ((600, 2500), (592, 2047), (8, 453)),
+        ((40, 7, 300), (3, 2, 0), (30, 4, 300)),
+        ((5000,), (17,), (3000,)),
+        ((600, 2500), (5, 6), (0, 0)),
+    ],
+)
+@pytest.mark.parametrize("kind", ["normal", "uniform"])
+def test_a_part_is_that_of_the_whole(
+    shape: Sizes, offset: Sizes, size: Sizes, kind: Literal["normal", "uniform"]
+) -> None:
+    init = Init(kind, 0.5)
+    piece = part_of(shape, offset, size)
+    expected = initial_values(part_of(shape, (0,) * len(shape), shape), init, 7)[piece.held.slices]
+    assert torch.equal(initial_values(piece, init, 7), expected)
+
+
+def test_a_rank_draws_the_tiles_that_it_holds_alone() -> None:
+    """With tp 8, of a matrix that is cut by its columns; with ZeRO-3, of the rows that a shard touches."""
+    drawn: list[int] = []
+
+    class Counting(np.random.Generator):
+        def standard_normal(self, *words: Any, out: Any, **named: Any) -> Any:
+            drawn.append(out.size)
+            return super().standard_normal(*words, out=out, **named)
+
+    with mock.patch("megapar.random.np.random.Generator", Counting):
+        initial_values(part_of((40, 8192), (0, 3072), (40, 1024)), Init("normal", 1.0), 7)
+        assert sum(drawn) == 40 * 1024
+        drawn.clear()
+        initial_values(part_of((4096, 256), (0, 0), (4096, 256)), Init("normal", 1.0), 7, rows=slice(30, 35))
+        assert sum(drawn) == 2 * 16 * 256
+
+
+def test_a_cut_of_the_third_dimension_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match="third dimension"):
+        initial_values(part_of((4, 4, 4), (0, 0, 0), (4, 4, 2)), Init("normal", 1.0), 7)
+
+
 @pytest.mark.parametrize("held", [((0, 0), (600, 1000)), ((7, 250), (593, 500))])
 def test_threads_and_kept_elements_change_no_bit(held: tuple[Sizes, Sizes]) -> None:
     """A rank draws the rows of its own shard alone, in all threads; the others are zero."""
-    piece = Piece("layers.0.mlp.up.weight", (600, 1000), Box(*held), Box(*held))
+    piece = part_of((600, 1000), *held)
     init = Init("normal", 0.02)
     whole = initial_values(piece, init, 7)
-    with mock.patch.multiple("megapar.random", _NUMBERS_PER_THREAD=10_000, _WIDTH_PER_THREAD=100):
+    with mock.patch.multiple("megapar.random", _NUMBERS_PER_THREAD=10_000, _NUMBERS_OF_LOCK=100):
         assert torch.equal(initial_values(piece, init, 7, threads=3), whole)
         assert torch.equal(initial_values(piece, init, 7, rows=slice(5, 17), threads=3), whole[5:17])
     spec = ParamSpec((piece,), init, decay=True, grad_axis=context.single().grad)
