@@ -25,7 +25,7 @@ _MASK = 0xFFFFFFFF
 # lock between tiles, for the time of some 1,000 numbers (10 us): threads gain nothing from smaller ones.
 _TILE_ROWS = 16
 _TILE_COLUMNS = 1024
-_NUMBERS_OF_LOCK = 1024
+_NUMBERS_WHILE_LOCKED = 1024
 _NUMBERS_PER_THREAD = 1 << 18  # some milliseconds of drawing; a thread costs 0.1
 
 Draws = Callable[[ParamSpec], bool]
@@ -41,20 +41,18 @@ def initial_values(piece: Piece, init: Init, seed: int, *, rows: slice | None = 
 
     The tensor is seen as a matrix of its first dimension and all others. The tiles that the part touches are drawn
     whole and then cut, so the numbers do not depend on the cut. `threads` share them.
-
-    Raises NotImplementedError if the part is cut along a third dimension.
     """
     first, last, _ = (rows or slice(None)).indices(piece.local_shape[0])
     shape = (last - first, *piece.local_shape[1:])
     if init.kind == "constant":
         return torch.full(shape, init.value)
-    if piece.local_shape[2:] != piece.shape[2:]:
-        raise NotImplementedError(f"{piece.name} is cut along its third dimension, and tiles have two")
-    local = np.empty((last - first, math.prod(shape[1:])), np.float32)
+    # A part that is cut along a third dimension is drawn whole there.
+    drawn = (*shape[:2], *piece.shape[2:])
+    local = np.empty((drawn[0], math.prod(drawn[1:])), np.float32)
     start = piece.held.offset[0] + first
     tiles = range(start // _TILE_ROWS, -(-(start + len(local)) // _TILE_ROWS))
     tile_size = _TILE_ROWS * min(_TILE_COLUMNS, math.prod(piece.shape[1:]))
-    parts = max(1, min(threads, len(tiles), local.size // _NUMBERS_PER_THREAD, tile_size // _NUMBERS_OF_LOCK))
+    parts = max(1, min(threads, len(tiles), local.size // _NUMBERS_PER_THREAD, tile_size // _NUMBERS_WHILE_LOCKED))
 
     def draw(begin: int, end: int) -> None:
         _draw_tiles(local[begin:end], start + begin, piece, init, seed)
@@ -68,7 +66,10 @@ def initial_values(piece: Piece, init: Init, seed: int, *, rows: slice | None = 
         with ThreadPoolExecutor(parts) as pool:
             for _ in pool.map(draw, bounds, bounds[1:]):
                 pass  # raises what a thread has raised
-    values = torch.from_numpy(local).view(shape)
+    values = torch.from_numpy(local).view(drawn)
+    for dim in range(2, values.dim()):
+        values = values.narrow(dim, piece.held.offset[dim], piece.held.size[dim])
+    values = values.contiguous()
     if init.kind == "uniform":
         values.mul_(2).sub_(1)  # drawn from 0 to 1
     return values.mul_(init.value)
@@ -91,10 +92,14 @@ def _draw_tiles(values: np.ndarray, first: int, piece: Piece, init: Init, seed: 
             bits.state = begin
             tile_shape = min(_TILE_ROWS, height - row), min(_TILE_COLUMNS, width - column)
             tile = draw(dtype=np.float32, out=memory[: math.prod(tile_shape)]).reshape(tile_shape)
-            below, right = max(0, row - first), max(0, column - left)
-            part = values[below : row - first + _TILE_ROWS, right : column - left + _TILE_COLUMNS]
-            in_tile = tile[first + below - row :, left + right - column :]
-            part[:] = in_tile[: part.shape[0], : part.shape[1]]
+            rows = slice(max(row, first), min(row + _TILE_ROWS, first + len(values)))
+            columns = slice(max(column, left), min(column + _TILE_COLUMNS, left + values.shape[1]))
+            values[_from(rows, first), _from(columns, left)] = tile[_from(rows, row), _from(columns, column)]
+
+
+def _from(part: slice, begin: int) -> slice:
+    """The indices of `part`, counted from `begin` on."""
+    return slice(part.start - begin, part.stop - begin)
 
 
 def initialize(modules: Iterable[nn.Module], seed: int, *, draws: Draws = _always, threads: int = 1) -> None:

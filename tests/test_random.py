@@ -105,6 +105,7 @@ def part_of(shape: Sizes, offset: Sizes, size: Sizes) -> Piece:
         ((600, 2500), (15, 1023), (2, 2)),
         ((600, 2500), (592, 2047), (8, 453)),
         ((40, 7, 300), (3, 2, 0), (30, 4, 300)),
+        ((40, 7, 3, 100), (3, 2, 1, 40), (30, 4, 2, 60)),
         ((5000,), (17,), (3000,)),
         ((600, 2500), (5, 6), (0, 0)),
     ],
@@ -136,18 +137,13 @@ def test_a_rank_draws_the_tiles_that_it_holds_alone() -> None:
         assert sum(drawn) == 2 * 16 * 256
 
 
-def test_a_cut_of_the_third_dimension_is_refused() -> None:
-    with pytest.raises(NotImplementedError, match="third dimension"):
-        initial_values(part_of((4, 4, 4), (0, 0, 0), (4, 4, 2)), Init("normal", 1.0), 7)
-
-
 @pytest.mark.parametrize("held", [((0, 0), (600, 1000)), ((7, 250), (593, 500))])
 def test_threads_and_kept_elements_change_no_bit(held: tuple[Sizes, Sizes]) -> None:
     """A rank draws the rows of its own shard alone, in all threads; the others are zero."""
     piece = part_of((600, 1000), *held)
     init = Init("normal", 0.02)
     whole = initial_values(piece, init, 7)
-    with mock.patch.multiple("megapar.random", _NUMBERS_PER_THREAD=10_000, _NUMBERS_OF_LOCK=100):
+    with mock.patch.multiple("megapar.random", _NUMBERS_PER_THREAD=10_000, _NUMBERS_WHILE_LOCKED=100):
         assert torch.equal(initial_values(piece, init, 7, threads=3), whole)
         assert torch.equal(initial_values(piece, init, 7, rows=slice(5, 17), threads=3), whole[5:17])
     spec = ParamSpec((piece,), init, decay=True, grad_axis=context.single().grad)
