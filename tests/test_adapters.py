@@ -77,7 +77,8 @@ LAYOUTS = [
     Layout(MIXTRAL, tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, adapter=ALL),
     Layout(SHARED, tp=2, ep=4, dp=2, etp=1, adapter=ALL),
     Layout(DENSE_BETWEEN, pp=2, dp=2, ep=2, schedule="zb-h1", adapter=SOME),
-    Layout(MIXTRAL, tp=4, etp=4, recompute="full", adapter=SOME),
+    # With MIXTRAL's own vocabulary two experts have equal scores for a token of the first step: rounding would choose.
+    Layout(replace(MIXTRAL, vocab_size=127), tp=4, etp=4, recompute="full", adapter=SOME),
     Layout(LLAMA, tp=2, recompute="selective", micro_batch_size=3, adapter=ALL),
     Layout(GPT, pp=2, recompute="full", every=2, micro_batch_size=3, adapter=ALL),
     Layout(LLAMA, tp=2, cp=2, dp=2, sequence_parallel=True, zero_stage=3, adapter=ALL),
