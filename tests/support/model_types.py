@@ -499,14 +499,14 @@ TYPES: dict[str, ModelTypeCase] = {
     ),
     "exaone4": ModelTypeCase(
         model_type="exaone4",
-        fields={**RMS, "sliding_window": 5, "sliding_window_pattern": 3},
+        # With weights of 0.1 gradients of the norms of heads are so small that they are rounding.
+        fields={**RMS, "sliding_window": 5, "sliding_window_pattern": 3, "initializer_range": 0.2},
         layout={"tp": 2, "pp": 2, "sequence_parallel": True},
         unread=("sliding_window_pattern",),
         refuses=WINDOWS,
     ),
     "exaone4, no windows": ModelTypeCase(
         model_type="exaone4",
-        # With weights of 0.1 the gradient of q_norm is so small that it is rounding.
         fields={**RMS, "sliding_window": None, "layer_types": ["full_attention"] * 4, "initializer_range": 0.2},
         layout={"cp": 2, "cp_attention": "ring"},
         unread=("sliding_window_pattern",),
@@ -642,7 +642,7 @@ TYPES: dict[str, ModelTypeCase] = {
         fields={
             **{**RMS, "num_attention_heads": 6, "num_hidden_layers": 4, "intermediate_size": 48},
             **{"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 7, "rope_parameters": GPT_OSS_ROPE},
-            "swiglu_limit": 0.45,
+            "swiglu_limit": 0.46,  # no gate or up is so near to it that rounding decides whether it has a slope
         },
         layout={"tp": 2, "pp": 2, "sequence_parallel": True},
         changes=(
