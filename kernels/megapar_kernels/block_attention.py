@@ -410,7 +410,9 @@ def reference(
     """`attention_block` with explicit scores, in the wide dtype. It takes any number of keys, and a mask `seen`."""
     scores, _ = _scores(q, k, causal, rule, seen)
     lse = scores.logsumexp(-1)
-    probabilities = _probabilities(scores, lse)
+    # Not exp(scores - lse): scores near 10,000 leave an lse rounded by 5e-4, so a row would not sum to 1. The gradient
+    # of scores is P (dP - rowsum(dO O)), and rounds P and O alike only if O comes from a row that does.
+    probabilities = scores.softmax(-1).nan_to_num_(0.0)
     if dropped is not None:
         probabilities.mul_(dropped.keep()).div_(1.0 - dropped.p)
     return probabilities @ _heads_of(q, v), lse
