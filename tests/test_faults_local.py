@@ -18,7 +18,9 @@ from megapar.checkpoint import save
 from megapar.comm import collectives
 from megapar.errors import CommunicationError
 from megapar.launch import rank_process
+from megapar.launch.signals import Signals
 from megapar.train import trainer
+from megapar.train.state import TrainState
 from tests.support import program
 from tests.support.faults import FOUR, LONG, TWO, children, error, gone, on_rank
 from tests.support.program import Ended, Program
@@ -379,13 +381,36 @@ REQUESTS: dict[str, tuple[Callable[[Program, list[int]], None], tuple[str, ...]]
 }
 
 
+def wait_for_the_request() -> None:
+    """Let each rank wait before its fourth step until one rank knows that the run is asked to stop.
+
+    Else the six steps may end before the signal arrives.
+    """
+    judge, queue_step, asked = Signals._judge_request, trainer.queue_step, Path("asked")
+    is_rank = False
+
+    def judge_and_tell(signals: Signals, number: int) -> None:
+        judge(signals, number)
+        if is_rank and signals.request:  # the launcher knows of its request before its ranks do
+            asked.touch()
+
+    def wait_and_queue(state: TrainState, *args: Any, **named: Any) -> Any:
+        nonlocal is_rank
+        is_rank = True
+        while state.step >= 3 and not asked.exists():
+            time.sleep(0.01)
+        return queue_step(state, *args, **named)
+
+    Signals._judge_request, trainer.queue_step = judge_and_tell, wait_and_queue
+
+
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=[pytest.mark.slow] * ("launcher" in name)) for name in REQUESTS]
 )
 def test_a_run_that_is_asked_to_stop_saves_and_goes_on_bitwise(undisturbed: Path, tmp_path: Path, name: str) -> None:
     """Fault request-to-stop: exit code 75, no error.json, and nothing lost or done twice."""
     act, flags = REQUESTS[name]
-    running = program.start("--train.steps", "6", *TWO, *flags, cwd=tmp_path)
+    running = program.start("--train.steps", "6", *TWO, *flags, cwd=tmp_path, plant=wait_for_the_request)
     pids = children(running, 2)
     running.until(" 2/6 | loss")
     act(running, pids)
