@@ -358,13 +358,20 @@ def test_options_of_training_are_told_and_do_not_matter() -> None:
     assert to_hugging_face(other)["router_aux_loss_coef"] == 0.5
     assert convert_checkpoint.computed(other) == convert_checkpoint.computed(model)
     assert weight_options(Config(model=other)) == weight_options(Config(model=model))
+    # A loss beside the bias is a matter of training too.
+    model = replace(model, moe=replace(model.moe, balance="bias"))
+    other = replace(model, moe=replace(model.moe, balance="bias+sequence", router_aux_loss_coef=0.5))
+    assert convert_checkpoint.computed(other) == convert_checkpoint.computed(model)
+    assert weight_options(Config(model=other)) == weight_options(Config(model=model))
+    assert weight_options(Config(model=other))["moe.balance"] == "bias"
 
 
 def test_a_mixture_that_hugging_face_has_not_is_refused() -> None:
     mixtral, qwen = model_of(sizes("mixtral")), model_of(sizes("qwen3_moe"))
     for model, changes, words in (
         (mixtral, {"norm_topk_prob": False}, "model.moe.norm_topk_prob=false: mixtral of transformers has true"),
-        (mixtral, {"balance": "bias", "router_aux_loss_coef": 0.001}, "model.moe.balance=bias"),
+        (mixtral, {"balance": "bias", "router_aux_loss_coef": 0.001}, "model.moe.balance=bias: mixtral"),
+        (mixtral, {"balance": "bias+sequence"}, r"model.moe.balance=bias\+sequence: mixtral"),
         (qwen, {"scoring_func": "sigmoid"}, "model.moe.scoring_func=sigmoid"),
         (qwen, {"routed_scaling_factor": 2.5}, "model.moe.routed_scaling_factor=2.5"),
         (qwen, {"n_group": 2}, "model.moe.n_group=2"),

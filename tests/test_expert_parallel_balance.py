@@ -30,6 +30,7 @@ SIGMOID = RouterRule(top_k=2, scoring_func="sigmoid")
 SEQUENCE = BalanceRule("sequence", coef=0.5)
 LAGGED = BalanceRule("global", coef=0.5)
 Z = BalanceRule("none", z_coef=0.25)
+BESIDE_BIAS = BalanceRule("bias+sequence", coef=0.5, bias_rate=0.03)
 
 
 def draw(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -51,8 +52,8 @@ def target_weights() -> Tensor:
     return weights
 
 
-def router_weight() -> Tensor:
-    return draw(EXPERTS, HIDDEN, seed=99)
+def router_weight(experts: int = EXPERTS) -> Tensor:
+    return draw(experts, HIDDEN, seed=99)
 
 
 def last_counts() -> Tensor:
@@ -63,7 +64,7 @@ def last_counts() -> Tensor:
 
 
 def by_formula(logits_sbe: Tensor, weights_sb: Tensor, rule: RouterRule, kind: BalanceRule) -> Tensor:
-    """The whole loss of a step, sample by sample and expert by expert."""
+    """The whole loss of a step, sample by sample and expert by expert. No bias takes part in it."""
     scores = logits_sbe.sigmoid() if rule.scoring_func == "sigmoid" else logits_sbe.softmax(-1)
     probabilities = scores / scores.sum(-1, keepdim=True)
     scores_te = route.scores(logits_sbe.float().detach().flatten(0, 1), rule)
@@ -72,7 +73,7 @@ def by_formula(logits_sbe: Tensor, weights_sb: Tensor, rule: RouterRule, kind: B
     loss = logits_sbe.new_zeros(())
     for sample in range(samples):
         for expert in range(experts):
-            if kind.kind == "sequence":
+            if kind.of_samples:
                 frequency = experts / (rule.top_k * length) * int((chosen[:, sample] == expert).sum())
                 mean = probabilities[:, sample, expert].mean()
                 loss = loss + kind.coef * weights_sb[:, sample].sum() * frequency * mean
@@ -84,7 +85,7 @@ def by_formula(logits_sbe: Tensor, weights_sb: Tensor, rule: RouterRule, kind: B
     return loss + kind.z_coef * (weights_sb * z).sum()
 
 
-KINDS = [SEQUENCE, LAGGED, Z, replace(SEQUENCE, z_coef=0.1)]
+KINDS = [SEQUENCE, LAGGED, Z, replace(SEQUENCE, z_coef=0.1), BESIDE_BIAS]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=str)
@@ -92,10 +93,12 @@ KINDS = [SEQUENCE, LAGGED, Z, replace(SEQUENCE, z_coef=0.1)]
 def test_each_loss_is_its_formula(rule: RouterRule, kind: BalanceRule) -> None:
     """Faults moe-balance-loss-without-gradient, moe-masked-tokens: value and gradient of the router.
 
-    Some tokens and a whole sample weigh nothing.
+    Some tokens and a whole sample weigh nothing. A bias that turns every choice around changes no loss.
     """
     router = make_router(single(), rule, kind)
     router.last_counts.copy_(last_counts())
+    if kind.has_bias:
+        router.bias.copy_(torch.tensor([-3.0, 1, 2, -2, 2]))
     routing = router(tokens())
     loss = router.loss(routing, target_weights(), [])
     loss.backward()
@@ -109,23 +112,36 @@ def test_each_loss_is_its_formula(rule: RouterRule, kind: BalanceRule) -> None:
     assert (router.weight.grad - weight.grad).norm() < 1e-5 * weight.grad.norm()
 
 
+def test_the_loss_beside_a_bias_counts_the_best_scores_of_all_groups() -> None:
+    """DeepSeek-V3's equation 18: the choices of a token are limited to its best groups, those of the loss are not."""
+    rule = RouterRule(top_k=2, scoring_func="sigmoid", n_group=3, topk_group=1)
+    router = make_router(single(), rule, BESIDE_BIAS, experts=6)
+    routing = router(tokens())
+    logits = tokens().double() @ router_weight(6).double().t()
+    assert (routing.indices // 2 == routing.indices[:, :1] // 2).all()  # both of one group
+    expected = by_formula(logits, target_weights().double(), replace(rule, n_group=1), BESIDE_BIAS)
+    assert router.loss(routing, target_weights(), []).item() == pytest.approx(expected.item(), rel=1e-5)
+    of_choices = by_formula(logits, target_weights().double(), rule, BESIDE_BIAS)
+    assert of_choices.item() != pytest.approx(expected.item(), rel=1e-3)
+
+
 def test_shares_are_equal_at_the_first_step() -> None:
     router = make_router(single(), SOFTMAX, LAGGED)
     loss = router.loss(router(tokens()), target_weights(), [])
     assert loss.item() == pytest.approx(0.5 * target_weights().sum().item(), rel=1e-6)
 
 
-def make_router(ctx: ParallelContext, rule: RouterRule, kind: BalanceRule) -> Router:
+def make_router(ctx: ParallelContext, rule: RouterRule, kind: BalanceRule, experts: int = EXPERTS) -> Router:
     router = Router(
         NAME,
         HIDDEN,
-        EXPERTS,
+        experts,
         rule,
         kind,
         Sharding.of(ctx, torch.float32),
         init=Init("normal", 1.0),
     )
-    logical.fill([router], {f"{NAME}.weight": router_weight()})
+    logical.fill([router], {f"{NAME}.weight": router_weight(experts)})
     return router
 
 
@@ -225,7 +241,7 @@ def route_and_count(router: Router, x_sbh: Tensor) -> None:
 
 def trajectory(layout: Layout, ctx: ParallelContext) -> list[Tensor]:
     """The bias after each of 20 steps."""
-    router = make_router(ctx, SIGMOID, BalanceRule("bias", bias_rate=0.03))
+    router = make_router(ctx, SIGMOID, BESIDE_BIAS)
     found = []
     for step in range(20):
         for x in layout.micro_batches(tokens(step), ctx):

@@ -97,6 +97,8 @@ def test_all_tokens_to_the_same_experts(layout: Layout, monkeypatch: pytest.Monk
 
 LAGGED = of(MIXTRAL, router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
 BY_SAMPLE = of(SHARED, router_aux_loss_coef=0.5, router_z_loss_coef=0.1)
+# As DeepSeek-V3 trains: a bias that moves, and a loss by the scores of each sample.
+BESIDE_BIAS = of(SIGMOID, balance="bias+sequence", router_aux_loss_coef=0.5)
 
 
 def no_language_loss(stage: Stage, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
@@ -110,11 +112,14 @@ language_loss = Stage.loss
 @pytest.mark.parametrize(
     "layout",
     slow_but(
-        [0, 2],
+        [0, 3],
         [
             Layout(LAGGED, dp=2, ep=2, micro_batch_size=3, recompute="full"),
             Layout(BY_SAMPLE, tp=2, dp=2, ep=2, sequence_parallel=True, micro_batch_size=3),
             Layout(BY_SAMPLE, cp=2, pp=2, ep=2, micro_batch_size=2, partition=(1, 1)),
+            Layout(BESIDE_BIAS, cp=2, pp=2, ep=2, micro_batch_size=2, partition=(1, 1)),
+            Layout(BESIDE_BIAS, tp=2, cp=2, ep=2, micro_batch_size=3, recompute="full"),
+            Layout(BESIDE_BIAS, tp=2, dp=2, ep=2, etp=2, sequence_parallel=True, micro_batch_size=3, zero_stage=1),
         ],
     ),
     ids=name,

@@ -405,7 +405,7 @@ def computed(model: ModelConfig) -> dict[str, Any]:
     options = {path: value for path, value in options.items() if path not in used_in_training}
     # A bias is part of the model. The losses that balance experts are not.
     if model.experts is not None:
-        options["model.moe.balance"] = model.experts.balance == "bias"
+        options["model.moe.balance"] = model.experts.has_selection_bias
     return options
 
 

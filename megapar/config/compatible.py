@@ -18,6 +18,7 @@ from typing import Any
 
 from megapar.config.messages import shown
 from megapar.config.model_options import ModelConfig
+from megapar.config.model_rules import SELECTION_BIAS
 from megapar.config.options import AdapterConfig, Config, default_config, flatten
 
 
@@ -46,8 +47,8 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
     free = decided_by("function", config.model) | decided_by("training", config.model)
     free = free.difference(sizes)
     experts = config.model.experts
-    if experts is not None and experts.balance != "bias":
-        # Of what balances experts only the bias is needed to compute the model. So weights fit a run with another loss.
+    # Of what balances experts only the bias is needed to compute the model. So weights fit a run with another loss.
+    if experts is not None and not experts.has_selection_bias:
         free = free.union({"model.moe.balance"})
     if config.model.head == "vocabulary":
         # Weights are of such a model unless they say otherwise. So they may be from before the option.
@@ -56,6 +57,8 @@ def weight_options(config: Config, sizes: Collection[str] = ()) -> dict[str, Any
     for path, value in flatten(config).items():
         if path.startswith("model.") and path not in free:
             options[path.removeprefix("model.")] = value
+    if SELECTION_BIAS in options:
+        options[SELECTION_BIAS] = "bias"  # with or without a loss beside it
     return options
 
 

@@ -33,17 +33,24 @@ class MoEConfig:
     """Width of the shared expert, which every token passes through beside its chosen ones; 0: there is none."""
     shared_expert_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a learned projection of the token."""
-    balance: Literal["none", "sequence", "global", "bias", "micro_batch"] = "global"
+    balance: Literal["none", "sequence", "global", "bias", "bias+sequence", "micro_batch"] = "global"
     """What evens out the load of experts. sequence: a loss by the load of each sample. global: a loss by the load of
-    all tokens of the step before. bias: no loss; a bias is added to scores when experts are chosen. none: nothing.
-    micro_batch is refused, because its loss would depend on the layout."""
+    all tokens of the step before. bias: no loss; a bias is added to scores when experts are chosen. bias+sequence: the
+    bias and a loss by the scores of each sample, as DeepSeek-V3. none: nothing. micro_batch is refused, because its
+    loss would depend on the layout."""
     router_aux_loss_coef: float = field(default=0.001, metadata=OF_TRAINING)
-    """Weight of the loss of model.moe.balance sequence or global."""
+    """Weight of the loss of model.moe.balance sequence, global or bias+sequence."""
     router_bias_update_rate: float = field(default=0.001, metadata=OF_TRAINING)
-    """With model.moe.balance bias: how far the bias of an expert moves in a step (arXiv 2408.15664)."""
+    """With model.moe.balance bias or bias+sequence: how far the bias of an expert moves in a step (arXiv
+    2408.15664)."""
     router_z_loss_coef: float = field(default=0.0, metadata=OF_TRAINING)
     """Weight of log(sum exp(router logits))^2 in the loss. It keeps the router's logits small (ST-MoE, arXiv
     2202.08906, uses 1e-3)."""
+
+    @property
+    def has_selection_bias(self) -> bool:
+        """Whether routers have a bias that selects experts."""
+        return self.balance in ("bias", "bias+sequence")
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, flatten, option_types
 
 SELECTION_BIAS = "moe.balance"
-"""The option, without `model.`, to add a selection bias to each router: its value is "bias" then."""
+"""The option, without `model.`, to add a selection bias to each router: weights state "bias" then."""
 HEAD = "head"
 """The option, without `model.`, of a head in place of the vocabulary's: its value is "score" then."""
 

@@ -112,14 +112,17 @@ def _balance(config: Config, moe: MoEConfig) -> Iterator[str]:
     if moe.balance == "micro_batch":
         text = (
             "the load of a micro-batch depends on how ranks share the batch, so this loss would change with the "
-            "layout; use sequence, global or bias"
+            "layout; use sequence, global, bias or bias+sequence"
         )
         yield problem(config, "model.moe.balance", text)
-    if moe.balance not in ("sequence", "global") and moe.router_aux_loss_coef != defaults.router_aux_loss_coef:
-        text = "only balance sequence and global have a loss; choose one of them, or leave it out"
+    if (
+        moe.balance not in ("sequence", "global", "bias+sequence")
+        and moe.router_aux_loss_coef != defaults.router_aux_loss_coef
+    ):
+        text = "only balance sequence, global and bias+sequence have a loss; choose one of them, or leave it out"
         yield problem(config, "model.moe.router_aux_loss_coef model.moe.balance", text)
-    if moe.balance != "bias" and moe.router_bias_update_rate != defaults.router_bias_update_rate:
-        text = "only balance bias has a bias; choose it, or leave it out"
+    if not moe.has_selection_bias and moe.router_bias_update_rate != defaults.router_bias_update_rate:
+        text = "only balance bias and bias+sequence have a bias; choose one of them, or leave it out"
         yield problem(config, "model.moe.router_bias_update_rate model.moe.balance", text)
 
 

@@ -6,6 +6,8 @@
                 the first step all shares are equal
     z           the loss logsumexp(logits)^2 of each token (ST-MoE, arXiv 2202.08906, equation 5)
     bias        no loss: the selection bias of experts with fewer tokens than the mean is raised (arXiv 2408.15664)
+    bias+sequence   both, as DeepSeek-V3 trains. f_e is then the share of expert e in the choices that the sample's
+                scores would make without the bias and without groups, as in the paper's equation 18
 
 None of these depends on the layout:
 
@@ -22,7 +24,7 @@ number of experts.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -45,11 +47,12 @@ from megapar.tally import Tally
 class BalanceRule:
     """How the load of a layer's experts is balanced. The docstring of the module explains the kinds.
 
-    `coef` is the factor of the loss of kind "sequence" or "global". `bias_rate` is how far kind "bias" moves an
-    expert's bias in a step. `z_coef` is the factor of the z-loss. It can be combined with every kind.
+    `coef` is the factor of the loss of kind "sequence", "bias+sequence" or "global". `bias_rate` is how far kind "bias"
+    or "bias+sequence" moves an expert's bias in a step. `z_coef` is the factor of the z-loss. It can be combined with
+    every kind.
     """
 
-    kind: Literal["none", "sequence", "global", "bias"] = "none"
+    kind: Literal["none", "sequence", "global", "bias", "bias+sequence"] = "none"
     coef: float = 0.001
     bias_rate: float = 0.001
     z_coef: float = 0.0
@@ -57,7 +60,17 @@ class BalanceRule:
     @property
     def has_loss(self) -> bool:
         """Whether the rule adds a loss to the main one."""
-        return self.kind in ("sequence", "global") or self.z_coef != 0
+        return self.of_samples or self.kind == "global" or self.z_coef != 0
+
+    @property
+    def of_samples(self) -> bool:
+        """Whether the rule adds a loss by the load of each sample."""
+        return self.kind in ("sequence", "bias+sequence")
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether a bias takes part in the selection of experts."""
+        return self.kind in ("bias", "bias+sequence")
 
 
 @dataclass(frozen=True)
@@ -166,7 +179,7 @@ class Router(nn.Module):
         self.register_buffer("last_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
         # Checkpoints hold the buffers that have a spec. Those are the ones that the next step reads.
-        if balance.kind == "bias":
+        if balance.has_bias:
             _add_to_checkpoints(self.bias, f"{name}.bias", sharding, added_by=SELECTION_BIAS)
         if balance.kind == "global":
             _add_to_checkpoints(self.last_counts, f"{name}.last_counts", sharding, training_state=True)
@@ -179,7 +192,7 @@ class Router(nn.Module):
         logits = LinearFunction.apply(x_sbh.flatten(0, -2), self.weight, self.logit_bias, LOCAL, self.products)
         scores = route.scores(logits, self.rule)
         if indices is None:
-            bias = self.bias if self.balance.kind == "bias" else None
+            bias = self.bias if self.balance.has_bias else None
             indices = route.select(scores, self.rule, bias)
         return Routing(logits, scores, indices, route.weights(scores, indices, self.rule))
 
@@ -195,14 +208,14 @@ class Router(nn.Module):
         """The sum of this layer's losses over this rank's tokens, 0-d fp32. It is 0 if all losses are turned off.
 
         `weights_sb` are the weights of this rank's tokens in the language loss. The tokens of a sample are spread over
-        the ranks of `axes`, tp and cp. A collective over them if the kind of balance is "sequence".
+        the ranks of `axes`, tp and cp. A collective over them if there is a loss by the load of each sample.
         """
         balance = self.balance
         shape = weights_sb.shape
         scores_sbe = routing.scores.unflatten(0, shape)
         loss = routing.logits.new_zeros(())
-        if balance.kind == "sequence":
-            indices_sbk = routing.indices.unflatten(0, shape)
+        if balance.of_samples:
+            indices_sbk = self._counted_choices(routing).unflatten(0, shape)
             probabilities_sbe = route.probabilities(scores_sbe, self.rule)
             loss = loss + balance.coef * sequence_loss(probabilities_sbe, indices_sbk, weights_sb, axes)
         if balance.kind == "global":
@@ -212,6 +225,13 @@ class Router(nn.Module):
             loss = loss + balance.z_coef * z_loss(routing.logits.unflatten(0, shape), weights_sb)
         return loss
 
+    def _counted_choices(self, routing: Routing) -> Tensor:
+        """The experts of each token that the loss by the load of each sample counts, int64 [t, k]."""
+        if not self.balance.has_bias:
+            return routing.indices
+        # Not the experts of the token: the bias has evened out their load already, and the loss is about the scores.
+        return route.select(routing.scores, replace(self.rule, n_group=1))
+
     def end_step(self, counts_e: Tensor, skip_update: Tensor) -> None:
         """Update the state of the balance. `counts_e` is how often all ranks chose each expert in this step.
 
@@ -220,7 +240,7 @@ class Router(nn.Module):
         # `torch.where`, because an `if` would wait for the device to compute `skip_update`.
         skipped = skip_update != 0
         torch.where(skipped, self.last_counts, counts_e, out=self.last_counts)
-        if self.balance.kind == "bias":
+        if self.balance.has_bias:
             moved_e = updated_bias(self.bias, counts_e, self.balance.bias_rate)
             torch.where(skipped, self.bias, moved_e, out=self.bias)
 

@@ -55,7 +55,7 @@ def refuse_unwritable(
     """Raise ConfigError with every option of model.moe the config.json of `model_type` cannot hold.
 
     `fixed` has further options, each with its only value in transformers' model. `because` are other problems.
-    `has_bias` says whether its routers have a bias that selects experts.
+    `has_bias` says whether its routers have a bias that selects experts. Then all models of `model_type` have one.
     """
     problems = list(because)
     always: dict[str, Any] = {"scoring_func": "softmax", "routed_scaling_factor": 1.0, "n_group": 1}
@@ -64,8 +64,12 @@ def refuse_unwritable(
         found = getattr(model.moe, name)
         if found != value:
             problems.append(f"model.moe.{name}={shown(found)}: {model_type} of transformers has {shown(value)}")
-    if model.moe.balance == "bias" and not has_bias:
-        problems.append(f"model.moe.balance=bias: {model_type} of transformers has no bias that selects experts")
+    if model.moe.has_selection_bias and not has_bias:
+        problems.append(
+            f"model.moe.balance={model.moe.balance}: {model_type} of transformers has no bias that selects experts"
+        )
+    if has_bias and not model.moe.has_selection_bias:
+        problems.append(f"model.moe.balance={model.moe.balance}: {model_type} of transformers has bias")
     if problems:
         raise ConfigError("\n".join(problems))
 

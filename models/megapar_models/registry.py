@@ -249,7 +249,7 @@ def _reference_problems(config: Config) -> Iterator[str]:
         text = "the base is trained too, and is no reference; use stored, or leave train.trainable empty"
         yield problem(config, "train.references train.trainable", text)
     experts = config.model.experts
-    if experts is not None and experts.balance == "bias" and experts.router_bias_update_rate:
+    if experts is not None and experts.has_selection_bias and experts.router_bias_update_rate:
         text = "the selection bias of the base moves, and is no reference; use stored, or the rate 0"
         yield problem(config, "train.references model.moe.router_bias_update_rate", text)
 

@@ -339,7 +339,7 @@ def without_balance(model: ModelConfig) -> ModelConfig:
     if experts is None:
         return model
     # A bias moves by less than any score differs from the next.
-    quiet = {"router_bias_update_rate": 1e-30} if experts.balance == "bias" else {"balance": "none"}
+    quiet = {"router_bias_update_rate": 1e-30} if experts.has_selection_bias else {"balance": "none"}
     defaults = MoEConfig()
     experts = replace(experts, router_aux_loss_coef=defaults.router_aux_loss_coef, **quiet)
     return replace(model, moe=experts)  # type: ignore[call-arg]

@@ -59,7 +59,7 @@ VALUES: dict[str, list[Any]] = {
     "model.moe.topk_group": [1, 2, 3],
     "model.moe.shared_expert_intermediate_size": [0, 12, 15],
     "model.moe.shared_expert_gate": [True],
-    "model.moe.balance": ["none", "sequence", "global", "bias", "micro_batch"],
+    "model.moe.balance": ["none", "sequence", "global", "bias", "bias+sequence", "micro_batch"],
     "model.moe.router_aux_loss_coef": [0.01],
     "model.moe.router_bias_update_rate": [0.01],
     "parallel.tp": [1, 2, 3, 4, 8],

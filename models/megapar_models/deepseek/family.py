@@ -182,9 +182,9 @@ def _write(model: DeepseekModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if neither deepseek_v3 nor deepseek_v2 represents it."""
     moe = model.moe
     model_type = "deepseek_v2" if moe.scoring_func == "softmax" else "deepseek_v3"
-    if model_type == "deepseek_v3" and moe.balance != "bias":
+    if model_type == "deepseek_v3" and not moe.has_selection_bias:
         raise ConfigError("model.moe.balance: deepseek_v3 of transformers has a bias that selects experts; use bias")
-    if model_type == "deepseek_v2" and (moe.balance == "bias" or moe.norm_topk_prob):
+    if model_type == "deepseek_v2" and (moe.has_selection_bias or moe.norm_topk_prob):
         raise ConfigError(
             "model.moe.balance, model.moe.norm_topk_prob: deepseek_v2 of transformers has no bias that selects "
             "experts, and does not divide weights by their sum"

@@ -55,11 +55,13 @@ def _write(model: ErnieMoeModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if ernie4_5_moe does not represent it."""
     moe = model.moe
     shared, rest = divmod(moe.shared_expert_intermediate_size, moe.moe_intermediate_size)
-    always = {"scoring_func": "softmax", "norm_topk_prob": True, "balance": "bias", "shared_expert_gate": False}
+    always = {"scoring_func": "softmax", "norm_topk_prob": True, "shared_expert_gate": False}
     always |= {"routed_scaling_factor": 1.0, "n_group": 1}
     for name, value in always.items():
         if getattr(moe, name) != value:
             raise ConfigError(f"model.moe.{name}={getattr(moe, name)}: ernie4_5_moe of transformers has {value}")
+    if not moe.has_selection_bias:
+        raise ConfigError(f"model.moe.balance={moe.balance}: ernie4_5_moe of transformers has bias")
     if rest:
         raise ConfigError(
             "model.moe.shared_expert_intermediate_size: shared experts of ernie4_5_moe are together as wide as a "

@@ -84,7 +84,7 @@ def _judge(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
 
 def _write(model: Glm4MoeModel, fields: dict[str, Any]) -> dict[str, Any]:
     """The config.json of `model`. Raises ConfigError if glm4_moe does not represent it."""
-    if model.moe.scoring_func != "sigmoid" or model.moe.balance != "bias":
+    if model.moe.scoring_func != "sigmoid" or not model.moe.has_selection_bias:
         raise ConfigError(
             "model.moe.scoring_func, model.moe.balance: glm4_moe of transformers has sigmoid scores and a bias that "
             "selects experts"

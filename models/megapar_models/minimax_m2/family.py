@@ -19,7 +19,7 @@ _FIXED: dict[str, Any] = {"attention_dropout": 0.0, "router_jitter_noise": 0.0, 
 _FIXED |= {"use_qk_norm": True, "qk_norm_type": "per_layer", "use_routing_bias": True, "shared_intermediate_size": 0}
 _MOE = {"num_experts_per_tok": "num_experts_per_tok", "num_local_experts": "num_experts"}
 _MOE_DEFAULTS = {"num_experts_per_tok": 8, "num_local_experts": 256}
-_RULES: dict[str, Any] = {"scoring_func": "sigmoid", "norm_topk_prob": True, "balance": "bias"}
+_RULES: dict[str, Any] = {"scoring_func": "sigmoid", "norm_topk_prob": True}
 # Of the published files: layers of prediction, of another program's losses, and all layers of attention.
 _WITHOUT_EFFECT = ("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "router_aux_loss_coef", "attn_type_list")
 
@@ -32,7 +32,7 @@ def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
         part = rotated / width  # as the published files say it
     values, problems = read_partial_rope(raw, 5000000.0, part)
     moe, wrong = read_moe(raw, _MOE, _MOE_DEFAULTS)
-    return values | {"moe": MoEConfig(**_RULES, **moe)}, [*problems, *wrong]
+    return values | {"moe": MoEConfig(balance="bias", **_RULES, **moe)}, [*problems, *wrong]
 
 
 def _write(model: MiniMaxM2Model, fields: dict[str, Any]) -> dict[str, Any]:
