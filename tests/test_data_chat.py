@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
-from megapar.data.chat_data import ChatCounts, Example, example_of, examples, marked
+from megapar.data.chat_data import ChatCounts, Example, end_token, example_of, examples, marked
 from megapar.data.conversations import Conversation, messages_of, read_conversations
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import merge_prepared, read_sidecar, read_weights, split, verify
@@ -78,6 +78,24 @@ def test_answers_and_what_ends_a_turn_are_trained_and_nothing_else(
         np.testing.assert_array_equal(ids, tokenizer.encode(text + end))
     for ours, theirs in zip(trained_text(name, ASKED, ByteTokenizer()), ("Fine — and you? 🙂", "two"), strict=True):
         assert ours == theirs + end
+
+
+def test_the_tokens_that_end_turns_are_told(tokenizer: HuggingFaceTokenizer) -> None:
+    """An export needs them. White space behind is not what ends a turn, and letters are no special token."""
+    ends = {}
+    for name in ("chatml", "llama3"):
+        counts = ChatCounts()
+        list(examples([Conversation(ASKED, "here")], tokenizer, template(name), "all", 0, "refuse", counts))
+        ends[name] = [tokenizer.decode([token]) for token in counts.end_tokens]
+    assert ends["llama3"] == ["<|eot_id|>"]
+    marked = ChatTemplate(
+        "{% for m in messages %}{% generation %}{{ m.content }}</s>\n{% endgeneration %}{% endfor %}", "x"
+    )
+    assert (
+        tokenizer.decode([end_token(example_of(marked.rendered(ASKED), tokenizer, "here"), tokenizer) or 0]) == "</s>"
+    )
+    bare = ChatTemplate(marked.source.replace("</s>", ""), "x")
+    assert end_token(example_of(bare.rendered(ASKED), tokenizer, "here"), tokenizer) is None
 
 
 def _without_ends(weights: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -290,6 +308,7 @@ def test_a_pair_has_the_weights_of_its_tokens(tmp_path: Path, capsys: pytest.Cap
     sidecar = read_sidecar(prefix)
     assert sidecar is not None
     assert sidecar["chat"]["trained_tokens"] == weights.sum()
+    assert sidecar["chat"]["template_text"] == BUILT_IN["chatml"]
     # Parts and wholes keep the weights of their documents.
     split(prefix, tmp_path / "part", (2, 1))
     parts = [tmp_path / "part_train", tmp_path / "part_validation"]

@@ -34,6 +34,15 @@ class ChatCounts:
     trained_tokens: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     """By reason."""
+    end_tokens: set[int] = field(default_factory=set)
+    """The ids of special tokens that end what is trained of a conversation."""
+
+    def add(self, example: Example, tokenizer: Tokenizer) -> None:
+        self.examples += 1
+        self.tokens += len(example.tokens)
+        self.trained_tokens += int(example.weights[1:].sum())
+        end = end_token(example, tokenizer)
+        self.end_tokens |= {end} if end is not None else set()
 
     @property
     def trained_share(self) -> float:
@@ -60,6 +69,21 @@ def example_of(rendered: Rendered, tokenizer: Tokenizer, place: str) -> Example:
         )
     weights = np.concatenate([np.full(len(ids), is_trained, np.uint8) for ids, is_trained in pieces])
     return Example(tokens, weights, place)
+
+
+def end_token(example: Example, tokenizer: Tokenizer) -> int | None:
+    """Return the id of the special token that ends the last trained part, or None if no special token ends this part.
+
+    White space behind the special token does not count.
+    """
+    if not isinstance(tokenizer, HuggingFaceTokenizer):
+        return None
+    for token in example.tokens[example.weights == 1][::-1].tolist():
+        if token in tokenizer.special_ids:
+            return int(token)
+        if tokenizer.decode([token]).strip():
+            return None
+    return None
 
 
 def _pieces(rendered: Rendered) -> Iterator[tuple[str, bool]]:
@@ -104,9 +128,7 @@ def examples(
             reason = f"above {max_length:,} tokens"
             counts.left_out[reason] = counts.left_out.get(reason, 0) + 1
             continue
-        counts.examples += 1
-        counts.tokens += len(found.tokens)
-        counts.trained_tokens += int(found.weights[1:].sum())
+        counts.add(found, tokenizer)
         yield found
 
 
@@ -164,6 +186,9 @@ def describe(
         CHAT: {
             "template": template.place,
             "template_sha256": template.sha256,
+            "template_text": template.source,
+            "special_tokens": template.variables,
+            "end_tokens": sorted(counts.end_tokens),
             "turns": turns,
             "trained_tokens": counts.trained_tokens,
             "left_out": counts.left_out,

@@ -83,7 +83,6 @@ def members(
             reason = f"above {max_length:,} tokens"
             counts.left_out[reason] = counts.left_out.get(reason, 0) + 1
             continue
-        counts.examples += 2
-        counts.tokens += length
-        counts.trained_tokens += sum(int(member.weights[1:].sum()) for member in both)
+        for member in both:
+            counts.add(member, tokenizer)
         yield from both

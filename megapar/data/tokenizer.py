@@ -140,6 +140,9 @@ class HuggingFaceTokenizer:
             text = "text can hold it; mark it as special in added_tokens"
             raise DataError(f"tokenizer {spec}: {ends[0]} cannot end a document: {text}")
         self._tokenizer.encode_special_tokens = not parse_special
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = frozenset(number for number, token in added.items() if token.special)
+        """The ids of special tokens, such as those that begin and end turns."""
         # Of tokenizer_config.json only the end token decides ids. Its other fields change when transformers saves the
         # same tokenizer again, or with a chat template. Earlier versions hashed the whole file: see `older`.
         self.fingerprint = hashlib.sha256(Path(path).read_bytes() + f"\neod={self.eod}".encode()).hexdigest()
