@@ -49,6 +49,38 @@ def test_links_of_the_documents_lead_somewhere() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@cache
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of a page's headings as the site's Markdown writes them."""
+    from markdown.extensions.toc import slugify, unique  # comes with mkdocs
+
+    text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
+    found: set[str] = set()
+    for heading in re.findall(r"^#+ +(.+?) *#*$", text, re.MULTILINE):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
+        unique(slugify(plain, "-"), found)  # adds the anchor, with a number behind where another heading has it
+    return found
+
+
+def wrong_anchors(documents: Collection[Path]) -> list[str]:
+    """Return the links of `documents` to headings of documents that are not there."""
+    wrong = []
+    for document in documents:
+        for target, anchor in re.findall(r"\]\(([^)#\s]*)#([^)\s]+)\)", document.read_text()):
+            page = (document.parent / target).resolve() if target else document
+            if "://" not in target and page.suffix == ".md" and anchor not in anchors(page):
+                wrong.append(f"{document.name}: {target}#{anchor}")
+    return wrong
+
+
+def test_links_to_headings_lead_to_headings(tmp_path: Path) -> None:
+    pytest.importorskip("markdown", reason="no anchors without Markdown, which mkdocs brings")
+    assert wrong_anchors(DOCUMENTS) == []
+    page = tmp_path / "page.md"
+    page.write_text("# A `page`\n## More\n## More\n\n[a](#more_1) [b](page.md#a-page) [c](#gone) [d](page.md#mor)\n")
+    assert wrong_anchors([page]) == ["page.md: #gone", "page.md: page.md#mor"]
+
+
 def test_files_that_contributing_names_exist() -> None:
     """It sends nobody to a commit: files move, and their history says little to a newcomer."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
