@@ -68,6 +68,9 @@ setup(
         "data": ["tokenizers>=0.21", "tiktoken>=0.8", "zstandard>=0.22", "pyarrow>=17"],
         # What tools/build_docs.sh needs: the last mkdocs before 2, its theme, and API pages out of docstrings.
         "docs": ["mkdocs>=1.6,<2", "mkdocs-material>=9.7,<10", "mkdocstrings>=1,<2", "mkdocstrings-python>=2,<3"],
+        # What slow tests compare with, and .ci/run installs: TRL's objectives and templates, PEFT's adapters, Arrow's
+        # files, the harness of tasks. They bring pandas, scikit-learn and scipy, so no user's environment gets them.
+        "judges": ["trl>=1.16", "peft>=0.21", "accelerate>=1", "datasets>=4", "pyarrow>=17", "lm-eval>=0.4.13,<0.5"],
         "dev": [
             "pytest>=8",
             "PyYAML>=6",  # the tests read the templates for Kubernetes and SkyPilot
@@ -81,6 +84,7 @@ setup(
             "tokenizers>=0.21",
             "tiktoken>=0.8",
             "zstandard>=0.22",
+            "Markdown>=3.5",  # comes with mkdocs; the tests make anchors of headings as the site does
             "mkdocs>=1.6,<2",
             "mkdocs-material>=9.7,<10",
             "mkdocstrings>=1,<2",

@@ -19,6 +19,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
+from markdown.extensions.toc import slugify, unique
 from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from megapar_models.registry import FOR_OPTIONS
@@ -52,8 +53,6 @@ def test_links_of_the_documents_lead_somewhere() -> None:
 @cache
 def anchors(document: Path) -> set[str]:
     """Return the anchors of a page's headings as the site's Markdown writes them."""
-    from markdown.extensions.toc import slugify, unique  # comes with mkdocs
-
     text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.DOTALL | re.MULTILINE)
     found: set[str] = set()
     for heading in re.findall(r"^#+ +(.+?) *#*$", text, re.MULTILINE):
@@ -74,7 +73,6 @@ def wrong_anchors(documents: Collection[Path]) -> list[str]:
 
 
 def test_links_to_headings_lead_to_headings(tmp_path: Path) -> None:
-    pytest.importorskip("markdown", reason="no anchors without Markdown, which mkdocs brings")
     assert wrong_anchors(DOCUMENTS) == []
     page = tmp_path / "page.md"
     page.write_text("# A `page`\n## More\n## More\n\n[a](#more_1) [b](page.md#a-page) [c](#gone) [d](page.md#mor)\n")

@@ -145,3 +145,38 @@ def test_no_file_starts_cuda_while_it_is_imported(tmp_path: Path) -> None:
     run = python("-c", COLLECT, "-c", "pyproject.toml", *files_with_tensors_on_gpus(), str(planted))
     (error,) = [line for line in run.stdout.splitlines() if line.startswith("ERROR ")]
     assert error.endswith("RuntimeError: planted: starts CUDA")
+
+
+CASES = """import pytest
+@pytest.mark.parametrize("number", range(25))
+def test_a_number(number):
+    if number == 7: pytest.skip("needs a moon")
+"""
+
+
+@pytest.mark.parametrize(
+    ("share", "minutes", "processes", "lines"),
+    [
+        ("8/10", 5, [], ["share 8 of 10: 25 cases, 2 chosen, 2 ran, 0 skipped"]),
+        (
+            "2/4",
+            5,
+            ["-n", "1"],
+            ["share 2 of 4: 25 cases, 6 chosen, 5 ran, 1 skipped", "  1 skipped: needs a moon"],
+        ),
+        (
+            "12/10",
+            0,
+            [],
+            ["share 2 of 10: 25 cases, 3 chosen, 0 ran, 3 skipped", "  3 skipped: the share's time is over"],
+        ),
+    ],
+)
+def test_a_share_of_cases_says_what_was_chosen_run_and_skipped(
+    tmp_path: Path, share: str, minutes: int, processes: list[str], lines: list[str]
+) -> None:
+    (tmp_path / "test_numbers.py").write_text(CASES)
+    options = ("-p", "tests.support.share", "--share", share, "--minutes", str(minutes), "-p", "no:cacheprovider")
+    run = python("-m", "pytest", "-q", *options, *processes, f"--rootdir={tmp_path}", str(tmp_path / "test_numbers.py"))
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert [line for line in run.stdout.splitlines() if "skipped: " in line or "share " in line] == lines

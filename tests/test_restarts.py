@@ -446,6 +446,7 @@ def note_launchers(file: Path) -> Callable[[], None]:
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_soak_of_faults(tmp_path: Path) -> None:
     """Fault soak-of-faults: 2,000 steps, a fault every 50 of each kind in turn, replicas 4 to 3 to 4; no sample is lost
     or repeated, at most one snapshot's interval is computed again for each fault, and memory and descriptors stay.
