@@ -595,7 +595,7 @@ def test_gpt_takes_dropout_and_odd_heads():
         (Config(data=DataConfig(validation=("a/x", "b/x"))), "data.validation=a/x b/x: two sets of one name"),
         (
             Config(data=DataConfig(split=(9.0, 1.0))),
-            "data.split=9.0 1.0, data.train=synthetic, data.validation=(empty): ",
+            "data.split=9.0 1.0, data.train=synthetic: synthetic has no documents to split",
         ),
         (Config(data=DataConfig(train=("a",), split=(0.0, 1.0))), "data.split=0.0 1.0: give two or three shares"),
         (Config(data=DataConfig(tokenizer="spm:")), "data.tokenizer=spm:: must be bytes, spm:FILE"),

@@ -16,10 +16,9 @@ from megapar.errors import CheckpointError, ConfigError
 from megapar.params import AVERAGE, MAIN
 from megapar.plan.memory import report_rank
 from megapar.train.checkpoints import FOLDER, Saver, find, resume
-from megapar.train.evaluation import evaluate
+from megapar.train.evaluation import averaged, evaluate
 from megapar.train.state import TrainState
 from megapar.train.step import train_step
-from megapar.train.trainer import averaged
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_state, micro_batches, name
 from tests.support.plans import PARTS

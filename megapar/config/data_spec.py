@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from megapar.config.messages import counted, problem
+from megapar.config.messages import counted, first_few, problem
 from megapar.config.options import Config
 
 _MOST_SAMPLES = 1 << 60  # positions of samples are computed in 64 bits
@@ -69,11 +69,7 @@ def data_problems(config: Config) -> Iterator[str]:
     names = [name for name, _ in validation_sets(config)]
     if len(set(names)) < len(names):
         yield problem(config, "data.validation", "two sets of one name; name them: web=PREFIX code=PREFIX")
-    if data.split and (data.validation or len(entries) != 1 or entries[0].source.partition(":")[0] in _UNSPLIT):
-        text = "splits the documents of a single .bin/.idx pair; leave it out, and name data.validation"
-        yield problem(config, "data.split data.train data.validation", text)
-    elif data.split and (len(data.split) not in (2, 3) or not data.split[0] > 0):
-        yield problem(config, "data.split", "give two or three shares, the first above 0, such as 969 30 1")
+    yield from _split(config, entries)
     if bool(data.fim_rate) != bool(data.fim_tokens) or len(data.fim_tokens) not in (0, 3) or data.fim_rate > 1:
         text = "a share of at most 1, and three token ids that mark prefix, suffix and middle; or leave both out"
         yield problem(config, "data.fim_rate data.fim_tokens", text)
@@ -83,6 +79,22 @@ def data_problems(config: Config) -> Iterator[str]:
     if data.tokenizer != "bytes" and not (prefix in ("spm", "hf", "tiktoken") and file):
         text = "must be bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
         yield problem(config, "data.tokenizer", text)
+
+
+def _split(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
+    """Yield the problems of data.split."""
+    data = config.data
+    if not data.split:
+        return
+    unsplit = [entry.source for entry in entries if entry.source.partition(":")[0] in _UNSPLIT]
+    if unsplit:
+        text = f"{first_few(unsplit, 3)} has no documents to split; leave it out, and name data.validation"
+        yield problem(config, "data.split data.train", text)
+    if data.validation:
+        text = "the second share of data.split is the validation set already; leave one of the two out"
+        yield problem(config, "data.split data.validation", text)
+    if len(data.split) not in (2, 3) or not data.split[0] > 0:
+        yield problem(config, "data.split", "give two or three shares, the first above 0, such as 969 30 1")
 
 
 def _named_twice(sources: Sequence[str]) -> list[str]:

@@ -117,7 +117,7 @@ class TrainConfig:
     eval_every: int = 0
     """Steps between evaluations on data.validation; 0 evaluates after the last step only."""
     eval_samples: int = 64
-    """Validation samples of one evaluation, rounded up to whole global batches."""
+    """Samples of each validation set that an evaluation reads; all, if the set has fewer."""
     eval_weights: Literal["trained", "average"] = "trained"
     """Weights that evaluations use: those trained, or their average (optimizer.ema)."""
     objective: str = "cross_entropy"
@@ -314,7 +314,8 @@ class DataConfig:
     """Later weights of the blend, in the order of data.train. 1000000:0.2,0.8 are the weights from sample 1,000,000 of
     the run on."""
     split: tuple[float, ...] = ()
-    """Shares of data.train's documents for training, validation and test, such as 969 30 1; empty trains on all."""
+    """Shares of the documents of each source for training, validation and test, such as 969 30 1; empty trains on all.
+    A validation set of several sources is their blend, by the weights of data.train."""
     validation: tuple[str, ...] = ()
     """Sources, each a validation set. NAME=SOURCE names it. The set named test is evaluated after the last step
     only."""

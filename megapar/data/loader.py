@@ -1,12 +1,14 @@
 """The loader: it reads the samples of a step and cuts them into the micro-batches of one data-parallel rank."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
-from megapar.batch import MicroBatch, Targets
+from megapar.batch import PADDING, MicroBatch, Targets
 from megapar.data.blend import Blend, Stage
 from megapar.data.order import micro_batch_positions, sample_ids
 from megapar.data.pairs import PairDataset
@@ -29,6 +31,20 @@ class Mixture:
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))
+
+    def before_any_repeats(self) -> int:
+        """The number of positions from 0 on before some source gives a sample a second time."""
+        counts = np.array([len(source) for source in self.sources])
+        if len(counts) == 1:
+            return int(counts[0])
+        few, many = 0, int(counts.sum()) + 1  # `few` positions repeat nothing, and `many` do
+        while many - few > 1:
+            middle = (few + many) // 2
+            if (self.blend.taken(middle) <= counts).all():
+                few = middle
+            else:
+                many = middle
+        return few
 
     def read(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """The tokens [len(positions), seq_length + num_targets], int64, of the samples at `positions`."""
@@ -100,9 +116,9 @@ class Loader:
     A rank between the first and the last pipeline stage passes `needs_tokens=False` and gets zeros for tokens and
     targets. It still reads if documents are apart, since it must know where they begin and which targets count.
     `num_targets` is how many of the tokens after each position are targets. The sources must have been opened for as
-    many.
+    many. `held_out` samples are for evaluations alone (`evaluation_step`).
     The loader draws nothing from the global random generators.
-    Raises DataError if the samples do not fill one global batch.
+    Raises DataError if the samples of a training do not fill one global batch.
     """
 
     def __init__(
@@ -118,8 +134,9 @@ class Loader:
         needs_tokens: bool = True,
         treatment: Treatment | None = None,
         num_targets: int = 1,
+        held_out: bool = False,
     ):
-        if len(samples) < batch_size(0):
+        if not held_out and len(samples) < batch_size(0):
             raise DataError(
                 f"{', '.join(source.name for source in samples.sources)}: {len(samples)} samples, a step of "
                 f"train.global_batch_size={batch_size(0)} needs as many: add text, or shorten train.seq_length or the "
@@ -143,20 +160,53 @@ class Loader:
         """
         size = self.batch_size(consumed_samples)
         positions = micro_batch_positions(consumed_samples, size, self.micro_batch_size, self.dp_rank, self.dp_size)
+        return self._micro_batches(positions)
+
+    def evaluation_step(self, first: int, count: int) -> list[MicroBatch]:
+        """This rank's micro-batches of the samples at the positions [first, first + count), for an evaluation.
+
+        All replicas get whole micro-batches, and the same number of them: padding fills them up. A padding sample has
+        the id PADDING, targets without weight, and the tokens of the last sample.
+        """
+        last = first + count - 1
+        size = -(-count // (self.micro_batch_size * self.dp_size)) * self.micro_batch_size * self.dp_size
+        positions = micro_batch_positions(first, size, self.micro_batch_size, self.dp_rank, self.dp_size)
+        batches = self._micro_batches(np.minimum(positions, last))
+        paddings = torch.from_numpy(positions > last)
+        return [_without_weight(batch, padding) for batch, padding in zip(batches, paddings, strict=True)]
+
+    def _micro_batches(self, positions: NDArray[np.int64]) -> list[MicroBatch]:
+        """The micro-batches of the samples at `positions`, ascending int64 [micro-batches, micro_batch_size]."""
         if not self.needs_tokens:
             empty = [_without_tokens(row, self.seq_length, self.num_targets) for row in positions]
             return [batch.columns(self.columns) for batch in empty]
         if not len(positions):
             return []
-        # All samples of the step are read at once, so that their pages are fetched together.
-        samples = self.samples.read_documents(positions.ravel(), with_starts=self.treatment.needs_starts)
+        # All samples of the step are read at once, so that their pages are fetched together. Each is read once: a
+        # stream that is asked for a sample again begins at its first document.
+        read, places = np.unique(positions.ravel(), return_inverse=True)
+        samples = self.samples.read_documents(read, with_starts=self.treatment.needs_starts)
         batches = []
         for number, positions_b in enumerate(positions):
             first = number * self.micro_batch_size
-            rows = samples.rows(first, first + self.micro_batch_size)
+            rows = samples.rows(places[first : first + self.micro_batch_size])
             batch = micro_batch(rows, positions_b, self.treatment, self.num_targets)
             batches.append(batch.columns(self.columns))
         return batches
+
+
+def _without_weight(batch: MicroBatch, padding_b: Tensor) -> MicroBatch:
+    """The micro-batch with the samples where `padding_b` is True made padding."""
+    later = [
+        Targets(targets.tokens_bs, targets.weights_bs.masked_fill(padding_b[:, None], 0.0))
+        for targets in batch.later_targets
+    ]
+    return replace(
+        batch,
+        weights_bs=batch.weights_bs.masked_fill(padding_b[:, None], 0.0),
+        sample_ids_b=batch.sample_ids_b.masked_fill(padding_b, PADDING),
+        later_targets=tuple(later),
+    )
 
 
 def _without_tokens(positions: NDArray[np.int64], seq_length: int, num_targets: int) -> MicroBatch:

@@ -88,7 +88,10 @@ class PackDataset:
         self._weights = read_weights(prefix, len(self.file.tokens))
         self._first, last = (self.together * round(edge * len(self.file) / self.together) for edge in part)
         if self._first == last:
-            raise DataError(f"{self.file.bin_path}: no conversation in its part (data.split)")
+            raise DataError(
+                f"{self.file.bin_path}: no conversation in its part, {self._first} to {last} of {len(self.file)}: give "
+                "data.split other shares, or name other files in data.validation"
+            )
         self._starts = self.file.document_starts(self._first, last)
         self._lengths = np.diff(self._starts)
         self._check_lengths(seq_length)

@@ -39,11 +39,11 @@ class Samples:
     weights: NDArray[np.float32] | None = None
     references: NDArray[np.float32] | None = None
 
-    def rows(self, first: int, last: int) -> "Samples":
-        """The samples [first, last)."""
-        weights = None if self.weights is None else self.weights[first:last]
-        references = None if self.references is None else self.references[first:last]
-        return Samples(self.tokens[first:last], self.starts[first:last], weights, references)
+    def rows(self, numbers: NDArray[np.int64]) -> "Samples":
+        """The samples of these numbers, copied."""
+        weights = None if self.weights is None else self.weights[numbers]
+        references = None if self.references is None else self.references[numbers]
+        return Samples(self.tokens[numbers], [self.starts[number] for number in numbers], weights, references)
 
 
 @dataclass(frozen=True)

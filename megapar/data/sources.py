@@ -86,10 +86,14 @@ class ChunkDataset:
         tokens = self.file.document_start(last) - self.first_token
         self.num_samples = (tokens - num_targets) // seq_length
         if self.num_samples < 1:
-            in_part = "" if part == (0.0, 1.0) else f" in documents {first} to {last} (data.split)"
+            in_part = ""
+            remedy = "add text or shorten the sequence"
+            if part != (0.0, 1.0):
+                in_part = f" in documents {first} to {last} of {len(self.file)}"
+                remedy = "give data.split other shares, or name other files in data.validation"
             raise DataError(
                 f"{self.file.bin_path} holds {tokens} tokens{in_part}, a sample of train.seq_length={seq_length} "
-                f"needs {self.sample_tokens}: add text or shorten the sequence"
+                f"needs {self.sample_tokens}: {remedy}"
             )
 
     def __len__(self) -> int:

@@ -4,7 +4,8 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -55,20 +56,15 @@ def open_loaders(
     train = config.train
     seed = config.train.seed
     sources = [Entry.parse(text).source for text in config.data.train]
-    parts = dict(zip(("train", "validation", TEST), _parts(config.data.split), strict=False))
-    held_out = [(name, source, WHOLE) for name, source in validation_sets(config)]
-    for name, part in parts.items():
-        # A share of 0 in data.split leaves no document for its set.
-        if name != "train" and part[0] < part[1]:
-            held_out.append((name, sources[0], part))
-
     apart = config.data.documents == "apart"
     marks = MiddleTokens(*config.data.fim_tokens) if config.data.fim_tokens else None
     fim = Treatment(apart, config.data.fim_rate, marks, seed)
 
     # Each rank of a tensor group reads for itself. The ranks share a node and so its page cache, where a sample costs
     # microseconds. A transfer between them would cost more, and the step's own transfers would delay it.
-    def loader(samples: Mixture, batch_size: Callable[[int], int], treatment: Treatment) -> Loader:
+    def loader(
+        samples: Mixture, batch_size: Callable[[int], int], treatment: Treatment, *, held_out: bool = False
+    ) -> Loader:
         return Loader(
             samples,
             batch_size=batch_size,
@@ -80,24 +76,61 @@ def open_loaders(
             needs_tokens=ctx.pp.rank in embedding_ranks(config.parallel),
             treatment=treatment,
             num_targets=num_targets,
+            held_out=held_out,
         )
 
     def open_all() -> tuple[Loader, dict[str, Loader]]:
-        opened = _open(config, [(source, parts["train"]) for source in sources], seed, num_targets, kind)
+        part = _parts(config.data.split)[0]
+        opened = _open(config, [(source, part) for source in sources], seed, num_targets, kind)
         if train.loss_mean == "sample":
             _weigh_conversations_alike(opened)
         training = Mixture(opened, [Stage(*stage) for stage in blend_stages(config)], seed=seed)
         sets: dict[str, Loader] = {}
-        for name, source, part in held_out:
+        for name, (blend, weights) in _held_out(config).items():
             # No seed: an evaluation reads the samples in their stored order, so that losses can be compared. It takes
             # the mean of tokens for the same reason, whatever train.loss_mean is.
-            samples = Mixture(_open(config, [(source, part)], seed + 1, num_targets, kind), seed=None)
-            sets[name] = loader(samples, lambda _: train.global_batch_size, Treatment(apart))
+            with _naming(config, name):
+                opened = _open(config, blend, seed + 1, num_targets, kind)
+            samples = Mixture(opened, [Stage(0, weights)], seed=None)
+            sets[name] = loader(samples, lambda _: train.global_batch_size, Treatment(apart), held_out=True)
         return loader(training, train.batch_size, fim), sets
 
     training, sets = on_all_ranks(open_all, ctx, DataError, "data not opened")
     _agree([training, *sets.values()], ctx)
     return Delivery(training, config.data.workers), sets
+
+
+Part = tuple[str, tuple[float, float]]
+"""A source, and the part of it that is read, as fractions of its documents."""
+
+
+def _held_out(config: Config) -> dict[str, tuple[list[Part], tuple[float, ...]]]:
+    """By name, the parts of sources that each set for evaluations is a blend of, and their weights.
+
+    Those of data.split have the weights of data.train for the first samples of the run, also after a stage with others:
+    losses could not be compared otherwise.
+    """
+    sets: dict[str, tuple[list[Part], tuple[float, ...]]] = {}
+    for name, source in validation_sets(config):
+        sets[name] = [(source, WHOLE)], (1.0,)
+    _, weights = blend_stages(config)[0]
+    weighted = [(Entry.parse(text).source, weight) for text, weight in zip(config.data.train, weights, strict=True)]
+    read = [(source, weight) for source, weight in weighted if weight > 0]
+    for name, part in zip(("validation", TEST), _parts(config.data.split)[1:], strict=False):
+        # A share of 0 in data.split leaves no document for its set.
+        if part[0] < part[1]:
+            sets[name] = [(source, part) for source, _ in read], tuple(weight for _, weight in read)
+    return sets
+
+
+@contextmanager
+def _naming(config: Config, name: str) -> Iterator[None]:
+    """A context in which a DataError says which set for evaluations it is about."""
+    try:
+        yield
+    except DataError as error:
+        option = f"data.validation ({name})" if config.data.validation else f"the {name} share of data.split"
+        raise DataError(f"{option}: {error}") from error
 
 
 def _check_conversations(config: Config, source: str) -> None:
@@ -146,7 +179,7 @@ def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
 
 def _open(
     config: Config,
-    sources: Sequence[tuple[str, tuple[float, float]]],
+    sources: Sequence[Part],
     seed: int,
     num_targets: int,
     kind: SampleKind,

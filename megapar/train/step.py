@@ -58,13 +58,18 @@ class Divisors(NamedTuple):
         return self.tokens if loss.divided_by == "tokens" else self.main
 
 
-def mean_loss(main_losses: Sequence[Tensor], divisor: Tensor, ctx: ParallelContext) -> Tensor:
-    """The step's main loss, divided by `divisor`, 0-d, on every rank.
+def sum_of_losses(main_losses: Sequence[Tensor], ctx: ParallelContext) -> Tensor:
+    """The sum of the main loss over all replicas, 0-d, on every rank. A collective.
 
     `main_losses` are the sums of this rank's micro-batches. They are empty on ranks without the last stage.
     """
     total = torch.stack(list(main_losses)).sum() if main_losses else torch.zeros((), device=ctx.device)
-    return collectives.all_reduce(collectives.all_reduce(total, ctx.grad), ctx.pp) / divisor
+    return collectives.all_reduce(collectives.all_reduce(total, ctx.grad), ctx.pp)
+
+
+def mean_loss(main_losses: Sequence[Tensor], divisor: Tensor, ctx: ParallelContext) -> Tensor:
+    """The step's main loss, divided by `divisor`, 0-d, on every rank. `main_losses` are as in `sum_of_losses`."""
+    return sum_of_losses(main_losses, ctx) / divisor
 
 
 def start_losses(state: TrainState) -> dict[str, Tensor]:

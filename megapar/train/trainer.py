@@ -44,7 +44,7 @@ from megapar.stage_set import StageSet
 from megapar.system import events
 from megapar.train import checkpoints, host_memory, not_finite, prediction, replicas, spikes
 from megapar.train.data import TEST, holds_conversations, packs_in_words
-from megapar.train.evaluation import evaluate
+from megapar.train.evaluation import validate
 from megapar.train.memory_report import MemoryReport
 from megapar.train.metrics import Measured, Meter, Reporter
 from megapar.train.prediction import Comparison, Prediction
@@ -517,35 +517,14 @@ def report_validation(state: TrainState, sets: Mapping[str, Loader], reporter: R
             continue
         kind = "test" if name == TEST else "validation"
         suffix = f"/{name}" if name != TEST and len(validation) > 1 else ""
-        loss, accuracy = validate(state, data)
-        values[f"{kind}_loss{suffix}"] = loss
+        found = validate(state, data)
+        values[f"{kind}_loss{suffix}"] = found.mean_loss
         if holds_conversations(data) and state.stages.declared.divided_by == "tokens":
-            values[f"{kind}_accuracy{suffix}"] = accuracy
+            values[f"{kind}_accuracy{suffix}"] = found.accuracy
     if values:
         reporter.write({"step": state.step, **values})
         shown = " | ".join(f"{key.replace('_', ' ')} {value:.4f}" for key, value in values.items())
         reporter.say(f"step {state.step}/{state.config.train.steps} | {shown}")
-
-
-def validate(state: TrainState, data: Loader) -> tuple[float, float]:
-    """The mean loss in nats, and the share of hits, over the targets of the first `train.eval_samples` samples.
-
-    These are the same samples at each call. They are read in whole global batches, and none of them twice.
-    """
-    size = data.batch_size(0)
-    batches = min(-(-state.config.train.eval_samples // size), len(data.samples) // size)
-    with averaged(state):
-        sums = [evaluate(state, data.step_after(i * size)) for i in range(batches)]
-    divisor = sum(one.divisor for one in sums)
-    return sum(one.loss for one in sums) / divisor, sum(one.hits for one in sums) / divisor
-
-
-def averaged(state: TrainState) -> AbstractContextManager[None]:
-    """A context around evaluations: their weights are the average, if train.eval_weights asks for it."""
-    average = state.optimizer.average
-    if average is None or state.config.train.eval_weights == "trained":
-        return nullcontext()
-    return average.as_weights()
 
 
 def _due(step: int, every: int) -> bool:

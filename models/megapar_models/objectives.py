@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.batch import MicroBatch
+from megapar.batch import PADDING, MicroBatch
 from megapar.config.options import TrainConfig
 from megapar.context import Axis
 from megapar.stage_set import AddedLoss
@@ -95,6 +95,9 @@ class Objective:
         if scored.batch.loss_sums is not None and counts:
             for name in self.metrics:
                 scored.batch.loss_sums[name].add_(metrics[name].detach().sum())
+        if self.divided_by == "pairs" and scored.batch.hits is not None:
+            # An evaluation may hold padding. Unlike tokens without a weight, a pair without any has a loss.
+            losses = losses.masked_fill(scored.batch.sample_ids_b == PADDING, 0.0)
         total = losses.sum()
         return total if counts else total - total.detach()
 
