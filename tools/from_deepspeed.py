@@ -59,7 +59,7 @@ def arguments_of(args: Arguments, words: list[str]) -> tuple[list[Option], dict[
     if any(key in table for key in OF_DS_CONFIG):
         return [], table, 0, []
     inner = table.pop("deepspeed", None)
-    given = [Option(HUGGING_FACE, name, sources.words_of(value)) for name, value in table.items()]
+    given = [Option(HUGGING_FACE, name, sources.words_of(value)) for name, value in sources.set_in(table).items()]
     if isinstance(inner, str):
         given.append(Option(HUGGING_FACE, "deepspeed", (inner,)))
     return given, inner if isinstance(inner, dict) else {}, 0, []

@@ -104,9 +104,10 @@ def texts(job: Job, words: Words) -> Ours:
 
 def save_strategy(job: Job, words: Words) -> Ours:
     """save_strategy: steps, no, or epochs, whose length is not known here."""
-    if words[0] not in ("steps", "no"):
+    never = words[0] in ("no", "false")  # YAML reads no as false
+    if words[0] != "steps" and not never:
         raise NoCounterpart("checkpoint.every counts steps")
-    return {"checkpoint.every": ("0",)} if words[0] == "no" else {}
+    return {"checkpoint.every": ("0",)} if never else {}
 
 
 def save_steps(job: Job, words: Words) -> Ours:
@@ -119,7 +120,7 @@ def save_steps(job: Job, words: Words) -> Ours:
 
 def eval_strategy(job: Job, words: Words) -> Ours:
     """eval_strategy: without data.validation nothing is evaluated."""
-    if words[0] not in ("steps", "no"):
+    if words[0] not in ("steps", "no", "false"):
         raise NoCounterpart("train.eval_every counts steps")
     return {}
 

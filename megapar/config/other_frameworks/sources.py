@@ -18,6 +18,7 @@ from megapar.system.regular_files import read_regular
 
 LARGEST_FILE = 1 << 20  # bytes of a file of arguments
 _DEEPEST = 20  # tables in tables
+_LARGEST_NUMBER = 1100  # bits, a little more than those of the largest float
 
 
 def read_table(file: Path) -> dict[str, Any]:
@@ -38,7 +39,29 @@ def read_table(file: Path) -> dict[str, Any]:
         raise ConfigError(f"{file}: not readable as {kind}: {reason}") from None
     if not isinstance(table, dict) or not table:
         raise ConfigError(f"{file}: holds no arguments by name")
+    wrong = _wrong(table)
+    if wrong:
+        raise ConfigError(f"{file}: {wrong}")
     return table
+
+
+def _wrong(value: Any, depth: int = 0) -> str:
+    """What keeps a value of a file from being read as options: a key that is no text, or a number beyond 64 bits."""
+    if depth > _DEEPEST:
+        return "tables are nested too deeply"
+    if isinstance(value, int) and value.bit_length() > _LARGEST_NUMBER:
+        return f"holds a number of more than {_LARGEST_NUMBER} bits"
+    if isinstance(value, dict):
+        for key in value:
+            if not isinstance(key, str):
+                return f"key {_shown(key)} is no name of an option; write it in quotes if it is one"
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, (_wrong(item, depth + 1) for item in items)), "")
+
+
+def _shown(key: Any) -> str:
+    """A key for a message of one line."""
+    return "with a very large number" if isinstance(key, int) and key.bit_length() > 64 else repr(key)[:40]
 
 
 def _yaml(text: str, file: Path) -> Any:
@@ -51,14 +74,15 @@ def _yaml(text: str, file: Path) -> Any:
         raise ConfigError(f"{file}: has anchors or aliases, which are not read; write the values out")
     try:
         return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+    # A number to the base of 60 may be larger than any float. A key may be a list, which Python cannot look up.
+    except (yaml.YAMLError, ArithmeticError, TypeError) as error:
         raise ConfigError(f"{file}: not readable as yaml: {' '.join(str(error).split())[:160]}") from None
 
 
 def words_of(value: Any) -> tuple[str, ...]:
     """A value of JSON, YAML or TOML as words, as a command line has them. A table is one word, of JSON."""
     if value is None:
-        return ("none",)
+        return ()
     if isinstance(value, bool):
         return (str(value).lower(),)
     if isinstance(value, dict):
@@ -66,6 +90,11 @@ def words_of(value: Any) -> tuple[str, ...]:
     if isinstance(value, list | tuple):
         return tuple(word for item in value for word in words_of(item))
     return (str(value),)
+
+
+def set_in(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a table that have a value: an empty one of YAML, and null of JSON, leave an option unset."""
+    return {key: value for key, value in table.items() if value is not None}
 
 
 def options_of_table(table: Mapping[str, Any], framework: str) -> list[Option]:
@@ -77,13 +106,13 @@ def options_of_table(table: Mapping[str, Any], framework: str) -> list[Option]:
 def _options(table: Mapping[str, Any], framework: str, rows: Mapping[str, OtherFlag], prefix: str) -> Iterator[Option]:
     if prefix.count(".") > _DEEPEST:
         raise ConfigError(f"{prefix[:60]}: tables are nested too deeply")
-    for key, value in table.items():
+    for key, value in set_in(table).items():
         name = f"{prefix}{key}"
         has_keys = any(row.startswith(f"{plain(name)}.") for row in rows)
         if isinstance(value, dict) and (has_keys or (plain(name) not in rows and value)):
             yield from _options(value, framework, rows, f"{name}.")
         elif isinstance(value, dict) and rows[plain(name)].convert is None:
-            yield from (Option(framework, f"{name}.{inner}", words_of(item)) for inner, item in value.items())
+            yield from (Option(framework, f"{name}.{inner}", words_of(item)) for inner, item in set_in(value).items())
         else:
             yield Option(framework, name, words_of(value))
 
