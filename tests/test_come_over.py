@@ -150,6 +150,42 @@ def test_a_planted_wrong_row_is_seen(monkeypatch, flag, change):
 # The account
 
 
+LATENT_LAYERS = """--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
+--micro-batch-size 1 --train-iters 5 --lr 1e-3 --vocab-size 131 --mock-data --swiglu --normalization RMSNorm
+--disable-bias-linear --position-embedding-type rope --untie-embeddings-and-output-weights --attention-dropout 0
+--hidden-dropout 0 --num-experts 8 --moe-ffn-hidden-size 32"""
+
+
+def test_a_latent_mixture_has_the_widths_positions_and_weights_that_megatron_computes():
+    """As NVIDIA's script of DeepSeek-V3 spells them."""
+    flags = f"""{LATENT_LAYERS} --multi-latent-attention --kv-channels 32 --qk-pos-emb-head-dim 16 --qk-head-dim 16
+    --v-head-dim 16 --kv-lora-rank 24 --qk-layernorm --rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0
+    --moe-router-score-function sigmoid --moe-router-pre-softmax --norm-epsilon 1e-6"""
+    account = moved("Megatron-LM", flags, 1)
+    assert account.is_whole, report(account)
+    model = account.config.model
+    assert (model.head_dim, model.qk_nope_head_dim, model.kv_lora_rank) == (16, 16, 24)
+    assert model.moe.norm_topk_prob
+    rope = model.rope_scaling
+    assert (rope.rope_type, rope.factor, rope.original_max_position_embeddings) == ("yarn", 40.0, 4096)
+    # Without the flag Megatron-LM has no norms of the latents, which is told.
+    bare = moved("Megatron-LM", f"{LATENT_LAYERS} --multi-latent-attention", 1)
+    assert [line.theirs for line in bare.moved.left] == ["--qk-layernorm"]
+    assert (bare.config.model.head_dim, bare.config.model.kv_lora_rank) == (64, 32)
+
+
+def test_a_split_stays_where_the_data_are_not_known():
+    """Whoever names the data later must not train on those held out."""
+    launch = script(f"python pretrain_gpt.py {' '.join(LLAMA.split())} --data-path $DATA --split 949,50,1")
+    options = sources.options_of_words(launch.words, ("Megatron-LM",), launch)
+    found = move(options, FOR_OPTIONS, dashes=lambda _: "--")
+    account = account_of(found, FOR_OPTIONS, named_configs(CONFIGS), validate, 1)
+    assert account.config.data.split == (949.0, 50.0, 1.0)
+    assert account.config.data.train == ("PREFIX",)
+    assert not account.refusal
+    assert "cannot be resolved" in left(account)["data-path"]
+
+
 def test_a_job_without_counterparts_missing_is_whole_and_unknown_flags_are_listed():
     whole = moved("Megatron-LM", f"{LLAMA} --untie-embeddings-and-output-weights", 2)
     assert whole.is_whole, report(whole)
@@ -200,6 +236,12 @@ def test_the_arithmetic_of_ranks_is_shown_and_a_layout_that_does_not_fit_is_told
 
 LAYERS = "--num-layers 12 --hidden-size 64 --num-attention-heads 4"
 MIX = "--num-experts 8 --swiglu"
+LATENT = "--multi-latent-attention --swiglu"
+GPT_OSS = "--num-experts 8 --quick-geglu"
+NEMOTRON = "--squared-relu --position-embedding-type rope"
+YARN = {f"model.rope_scaling.{name}": value for name, value in (
+    ("rope_type", "yarn"), ("factor", "40"), ("original_max_position_embeddings", "4096"), ("mscale", "1.0"),
+    ("mscale_all_dim", "1.0"))}  # fmt: skip
 CONVERSIONS = [
     ("Megatron-LM", f"--num-layers-per-virtual-pipeline-stage 2 {LAYERS} --pipeline-model-parallel-size 2", 2,
      {"parallel.vpp": "3", "parallel.schedule": "interleaved"}),
@@ -244,7 +286,48 @@ CONVERSIONS = [
     ("Megatron-LM", "--dropout 0.1", 8, {"model.hidden_dropout": "0.1"}),
     ("Megatron-LM", f"--moe-router-load-balancing-type aux_loss {MIX}", 8, {"model.moe.balance": "none"}),
     ("Megatron-LM", f"--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 {MIX}", 8, None),
-    ("Megatron-LM", f"--moe-router-load-balancing-type seq_aux_loss {MIX}", 8, {"model.moe.balance": "sequence"}),
+    ("Megatron-LM", f"--moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 0.01 {MIX}", 8,
+     {"model.moe.balance": "sequence"}),
+    # Without a weight Megatron-LM computes no loss.
+    ("Megatron-LM", f"--moe-router-load-balancing-type seq_aux_loss {MIX}", 8, {"model.moe.balance": "none"}),
+    ("Megatron-LM", f"--moe-aux-loss-coeff 0.01 --moe-router-load-balancing-type none {MIX}", 8, {}),
+    # Sigmoid scores are divided by their sum whatever the flag says, but for a single expert.
+    ("Megatron-LM", f"--moe-router-pre-softmax --moe-router-score-function sigmoid {MIX}", 8,
+     {"model.moe.norm_topk_prob": "true"}),
+    ("Megatron-LM", f"--moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-topk 1 {MIX}", 8,
+     {"model.moe.norm_topk_prob": "false"}),
+    ("Megatron-LM", f"--moe-router-pre-softmax {MIX}", 8, {"model.moe.norm_topk_prob": "false"}),
+    ("Megatron-LM", f"--kv-channels 32 --qk-pos-emb-head-dim 16 {LATENT}", 8, {"model.head_dim": "16"}),
+    ("Megatron-LM", f"--qk-pos-emb-head-dim 16 --kv-channels 32 {LATENT}", 8, {"model.head_dim": "16"}),
+    ("Megatron-LM", "--kv-channels 32", 8, {"model.head_dim": "32"}),
+    ("Megatron-LM", f"--q-lora-rank 24 {LATENT}", 8,
+     {"model.q_lora_rank": "24", "model.kv_lora_rank": "32", "model.head_dim": "64"}),
+    ("Megatron-LM", "--q-lora-rank 24", 8, {}),
+    ("Megatron-LM", f"--qk-layernorm {LATENT}", 8, {}),
+    ("Megatron-LM", f"--rotary-scaling-factor 40 --mscale 1.0 --mscale-all-dim 1.0 {LATENT}", 8, YARN),
+    ("Megatron-LM", f"--mscale-all-dim 1.0 --rotary-scaling-factor 40 {LATENT}", 8, YARN),
+    ("Megatron-LM", f"--rope-type rope --rotary-scaling-factor 40 {LATENT}", 8, {}),
+    ("Megatron-LM", f"--rope-type rope --rotary-scaling-factor 40 --mscale-all-dim 1 {LATENT}", 8, None),
+    ("Megatron-LM", "--position-embedding-type yarn --rotary-scaling-factor 4 --swiglu", 8,
+     {"model.family": "llama", "model.rope_scaling.rope_type": "yarn", "model.rope_scaling.factor": "4"}),
+    ("Megatron-LM", "--rotary-percent 0.5 --swiglu", 8, None),
+    ("Megatron-LM", "--rotary-percent 0.5 --position-embedding-type rope", 8, {"model.partial_rotary_factor": "0.5"}),
+    ("Megatron-LM", "--use-rope-scaling --swiglu", 8,
+     {"model.rope_scaling.rope_type": "llama3", "model.rope_scaling.factor": "8"}),
+    ("Megatron-LM", "--rotary-seq-len-interpolation-factor 2 --swiglu", 8,
+     {"model.rope_scaling.rope_type": "linear", "model.rope_scaling.factor": "2"}),
+    ("Megatron-LM", f"--quick-geglu {GPT_OSS}", 8, {"model.family": "gpt_oss"}),
+    ("Megatron-LM", f"--softmax-type learnable {GPT_OSS}", 8, {"model.family": "gpt_oss"}),
+    ("Megatron-LM", "--softmax-type vanilla --swiglu", 8, {}),
+    ("Megatron-LM", "--softmax-type learnable --swiglu", 8, None),
+    ("Megatron-LM", f"--activation-func-clamp-value 7.0 {GPT_OSS}", 8, {"model.swiglu_limit": "7.0"}),
+    ("Megatron-LM", f"--window-attn-skip-freq 2 --window-size 127,0 {GPT_OSS}", 8, {"model.sliding_window": "128"}),
+    ("Megatron-LM", f"--normalization LayerNorm {NEMOTRON}", 8, {"model.family": "nemotron"}),
+    ("Megatron-LM", f"--position-embedding-type rope {NEMOTRON}", 8, {"model.family": "nemotron"}),
+    ("Megatron-LM", f"--disable-bias-linear {NEMOTRON}", 8, {"model.family": "nemotron"}),
+    ("Megatron-LM", "--squared-relu --normalization RMSNorm", 8, {"model.family": "arcee"}),
+    ("Megatron-LM", "--position-embedding-type rope --disable-bias-linear", 8,
+     {"model.family": "gpt_neox", "model.parallel_residual": "no", "model.mlp_bias": "false"}),
     ("Megatron-LM", "--moe-layer-freq ([0]*3+[1]*58) --multi-latent-attention", 8,
      {"model.moe.first_k_dense_replace": "3"}),
     ("Megatron-LM", f"--moe-layer-freq 2 {MIX}", 8, None),
@@ -278,6 +361,11 @@ CONVERSIONS = [
     ("Megatron-LM", "--train-data-path a", 8, {"data.train": "a"}),
     ("Megatron-LM", "--valid-data-path a", 8, {"data.validation": "a"}),
     ("Megatron-LM", "--test-data-path a", 8, {"data.validation": "test=a"}),
+    ("Megatron-LM", "--valid-data-path a --test-data-path b", 8, {"data.validation": "a test=b"}),
+    ("Megatron-LM", "--train-data-path a b", 8, None),
+    # A split is written where the data are not known, beside a name that cannot be opened.
+    ("Megatron-LM", "--split 99,1,0", 8, {"data.split": "99 1 0", "data.train": "PREFIX"}),
+    ("Megatron-LM", "--split 99,1,0 --train-data-path a", 8, {}),
     ("Megatron-LM", "--split '99,1,0' --data-path a", 8, {"data.split": "99 1 0"}),
     ("Megatron-LM", "--split 99,1,0 --data-path 1 a 2 b", 8, None),
     ("Megatron-LM", "--num-workers 4", 8, {}),
@@ -605,6 +693,10 @@ def test_saved_arguments_are_read_as_the_flags_that_made_them(tmp_path, ending):
         ("a.yaml", "a: &a [1]\nb: *a", "anchors or aliases"),
         ("a.yaml", "a: !!python/object/apply:os.system ['touch ran']", "not readable as yaml"),
         ("a.toml", "a = ", "not readable as toml"),
+        ("a.yaml", "1: 2\nlr: 3", "key 1 is no name of an option"),
+        ("a.yaml", "a: {1: 2}", "key 1 is no name of an option"),
+        ("a.yaml", "seed: 1" + ":59" * 5_000, "holds a number of more than 1100 bits"),
+        ("a.yaml", "seed: 1" + ":59" * 5_000 + ".5", "not readable as yaml"),
     ],
 )
 def test_a_damaged_or_hostile_file_of_arguments_is_refused_in_one_line(tmp_path, monkeypatch, name, text, said):
@@ -614,6 +706,20 @@ def test_a_damaged_or_hostile_file_of_arguments_is_refused_in_one_line(tmp_path,
         sources.read_table(Path(name))
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+@pytest.mark.parametrize("ending", ["yaml", "json"])
+def test_a_key_without_a_value_is_unset(tmp_path, ending):
+    pytest.importorskip("yaml")
+    unset = {"wandb_project": None, "lora_r": None, "learning_rate": 1e-4, "max_steps": 5, "warmup_ratio": None}
+    file = tmp_path / f"job.{ending}"
+    lines = [f"{name}: {'' if value is None else value}\n" for name, value in unset.items()]
+    file.write_text(json.dumps(unset) if ending == "json" else "".join(lines))
+    account, _ = from_deepspeed.account(from_deepspeed.Arguments(file, model="llama-3m", world_size=1), [])
+    assert account.is_whole, report(account)
+    assert account.moved.options == 2
+    assert account.config.log.wandb == "none"
+    assert account.config.adapter.rank == 0
 
 
 # DeepSpeed and torchtitan

@@ -284,7 +284,7 @@ def test_a_near_name_is_suggested(flag, said):
     "flag",
     [
         # One word more is another name: each of these once got, or would get, an option that means something else.
-        *("--fim-spm-rate", "--full-validation", "--qk-l2-norm", "--rotary-scaling-factor", "--linear-num-key-heads"),
+        *("--fim-spm-rate", "--full-validation", "--qk-l2-norm", "--linear-num-key-heads"),
         *("--muon-num-ns-steps", "--lion-beta1", "--grpo-kl-beta", "--pipeline.seed_layers", "--dataloader-fast-load"),
         # DeepSpeed and Hugging Face mean different things by it.
         "--trainer.activation_checkpointing",

@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from megapar.config.model_rules import Families
 from megapar.config.options import default_config, flatten, option_types
-from megapar.config.other_frameworks.conversions import nothing
+from megapar.config.other_frameworks.conversions import UNKNOWN_DATA, nothing
 from megapar.config.other_frameworks.job import OFF, Job, NoCounterpart, Ours, Words, plain, whole
 from megapar.config.other_frameworks.rows import FROM_OTHERS, OtherFlag
 from megapar.config.other_frameworks.table import TABLE
@@ -76,6 +76,9 @@ class _Mover:
         row = self.rows.get((option.framework, plain(option.name))) or self._section(option)
         if option.unresolved and not (row and _needs_no_value(row)):
             here = f"cannot be resolved: {option.unresolved}"
+            if row and row.option == "data.train":
+                self.moved.ours.setdefault(row.option, (UNKNOWN_DATA,))
+                self.moved.sources.setdefault(row.option, f"{name}, which cannot be resolved")
             self.moved.left.append(Line(name, value, here, "give its value with --var, or write it into the file"))
             return
         if row is None:
@@ -209,7 +212,8 @@ def move(
     types = {**families.types(), **option_types()}
     own = flatten(default_config())
     own = {path: next(iter(families.readers(path).values()), None) for path in types} | own
-    mover = _Mover(moved, rows, Job(given, defaults, world, samples), types, own)
+    unread = frozenset(plain(option.name) for option in options if option.unresolved)
+    mover = _Mover(moved, rows, Job(given, defaults, world, samples, unread), types, own)
     for option in options:
         mover.give(option, f"{dashes(option.framework)}{option.name}")
     named = {plain(option.name) for option in options}

@@ -2,11 +2,12 @@
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
 
 from megapar.config.options import TrainConfig
 from megapar.config.other_frameworks.job import Job, NoCounterpart, Ours, Words, number, shown, whole
 
+UNKNOWN_DATA = "PREFIX"
+"""The name of data that the job does not tell."""
 _MOST_STEPS = 10_000_000  # of a growing batch, walked through one by one
 
 
@@ -51,155 +52,6 @@ def tokenizer_file(path: str) -> Ours:
     if path.endswith(".model"):
         return {"data.tokenizer": (f"spm:{path}",)}
     return {"data.tokenizer": (f"hf:{path.rstrip('/')}/tokenizer.json",)}
-
-
-# Megatron-LM: the model
-
-
-def family_of(job: Job) -> str:
-    """The family with the layers that a job of Megatron-LM asks for."""
-    if job.is_on("multi-latent-attention"):
-        return "deepseek"
-    if job.whole("num-experts"):
-        of_qwen = job.is_on("qk-layernorm") or job.has("moe-shared-expert-intermediate-size")
-        return "qwen3_moe" if of_qwen or job.is_on("add-qkv-bias") else "mixtral"
-    return "llama" if job.is_on("swiglu") else "gpt"
-
-
-class _Layers(NamedTuple):
-    """What the layers of a family have, in the values of Megatron-LM's flags."""
-
-    normalization: str = "RMSNorm"
-    positions: str = "rope"
-    biases: str = "never"
-    """Biases of the MLPs: never, always or by option."""
-    plain_mlp: bool = False
-    dropout: bool = False
-
-
-_LAYERS = {
-    "gpt": _Layers("LayerNorm", "learned_absolute", biases="always", plain_mlp=True, dropout=True),
-    "llama": _Layers(biases="by option"),
-}
-_OTHER_LAYERS = _Layers()
-
-
-def _family_and_layers(job: Job) -> tuple[str, _Layers]:
-    family = family_of(job)
-    return family, _LAYERS.get(family, _OTHER_LAYERS)
-
-
-def layers(job: Job, words: Words) -> Ours:
-    """A switch that the family decides."""
-    return {"model.family": (family_of(job),)}
-
-
-def gated(job: Job, words: Words) -> Ours:
-    """--swiglu, or its absence: only gpt has a plain MLP."""
-    family, ours = _family_and_layers(job)
-    if not words and not job.is_on("swiglu") and not ours.plain_mlp:
-        raise NoCounterpart(f"family {family} has SwiGLU alone")
-    return {"model.family": (family,)}
-
-
-def normalization(job: Job, words: Words) -> Ours:
-    """--normalization: the family has one kind."""
-    family, ours = _family_and_layers(job)
-    if words[0] != ours.normalization:
-        raise NoCounterpart(f"family {family} has {ours.normalization}")
-    return {"model.family": (family,)}
-
-
-def positions(job: Job, words: Words) -> Ours:
-    """--position-embedding-type: the family has one kind."""
-    family, ours = _family_and_layers(job)
-    theirs = "rope" if job.is_on("use-rotary-position-embeddings") else words[0]
-    if theirs != ours.positions:
-        raise NoCounterpart(f"family {family} has {ours.positions}")
-    return {"model.family": (family,)}
-
-
-def no_linear_bias(job: Job, words: Words) -> Ours:
-    """--disable-bias-linear, or its absence."""
-    family, ours = _family_and_layers(job)
-    if words and ours.biases == "always":
-        raise NoCounterpart(f"family {family} always has biases")
-    if words or ours.biases == "always":
-        return {"model.family": (family,)}
-    if ours.biases == "never":
-        raise NoCounterpart(f"family {family} has no biases in its MLPs")
-    biases = ("model.attention_bias", "model.attention_out_bias", "model.mlp_bias")
-    return dict.fromkeys(biases, ("true",))
-
-
-def mlp_width(job: Job, words: Words) -> Ours:
-    """--ffn-hidden-size. With SwiGLU Megatron-LM's default is two thirds of 4 x width, a multiple of 64."""
-    if words:
-        return {"model.intermediate_size": words}
-    if not job.is_on("swiglu"):
-        return {}
-    return {"model.intermediate_size": (str(int(4 * job.whole("hidden-size") * 2 / 3) // 64 * 64),)}
-
-
-def key_value_heads(job: Job, words: Words) -> Ours:
-    """--num-query-groups counts with --group-query-attention alone."""
-    return {"model.num_key_value_heads": words} if job.is_on("group-query-attention") else {}
-
-
-def dropout(option: str) -> Callable[[Job, Words], Ours]:
-    """A dropout: gpt has it, the other families have none."""
-
-    def convert(job: Job, words: Words) -> Ours:
-        family, ours = _family_and_layers(job)
-        if ours.dropout:
-            return {option: words}
-        if number(words[0]):
-            raise NoCounterpart(f"family {family} has no dropout")
-        return {}
-
-    return convert
-
-
-def balance(job: Job, words: Words) -> Ours:
-    """--moe-router-load-balancing-type. Its default is the loss of a micro-batch."""
-    theirs = words[0] if words else "aux_loss"
-    named = {"none": "none", "seq_aux_loss": "sequence", "global_aux_loss": "global"}
-    if not job.whole("num-experts") or job.is_on("moe-router-enable-expert-bias"):
-        return {}
-    if theirs in named:
-        return {"model.moe.balance": (named[theirs],)}
-    if theirs == "aux_loss" and not job.number("moe-aux-loss-coeff"):
-        return {"model.moe.balance": ("none",)}
-    raise NoCounterpart("aux_loss, the loss of a micro-batch, has no counterpart: it depends on the layout")
-
-
-def dense_layers(job: Job, words: Words) -> Ours:
-    """--moe-layer-freq: 1, or a list such as [0]*3+[1]*58. Only leading layers without experts are read."""
-    text = "".join(words).strip("()")
-    if text == "1":
-        return {}
-    found = re.fullmatch(r"\[0\]\*(\d+)\+\[1\]\*(\d+)", text.replace(" ", ""))
-    if not found or not job.is_on("multi-latent-attention"):
-        raise NoCounterpart("only 1 is read, and with latent attention a list such as ([0]*3+[1]*58)")
-    return {"model.moe.first_k_dense_replace": (found[1],)}
-
-
-def window(job: Job, words: Words) -> Ours:
-    """--window-size (before, after). megapar's number also counts the token itself."""
-    found = re.fullmatch(r"\(?(\d+),\s*0\)?", " ".join(words))
-    if not found:
-        raise NoCounterpart("only windows such as (4095, 0), of earlier tokens alone, are read")
-    return {"model.sliding_window": (str(whole(found[1]) + 1),)}
-
-
-def layers_with_window(job: Job, words: Words) -> Ours:
-    """--window-attn-skip-freq N: each N-th layer has no window."""
-    text = "".join(words)
-    layers = job.whole("num-layers", 0)
-    if not text.isdecimal() or not int(text) or not layers:
-        raise NoCounterpart("only a number is read, and with --num-layers; model.layer_types has a type for each layer")
-    kinds = ("full_attention", *["sliding_attention"] * (whole(text) - 1))
-    return {"model.layer_types": tuple(kinds[number % whole(text)] for number in range(1, layers + 1))}
 
 
 # Megatron-LM: batches, steps and the learning rate
@@ -393,29 +245,41 @@ def profiled(job: Job, words: Words) -> Ours:
 # Megatron-LM: data and checkpoints
 
 
-def data(option: str, prefix: str = "") -> Callable[[Job, Words], Ours]:
-    """A prefix, or weights and prefixes in turn."""
+def _blend(words: Words) -> Words:
+    """Prefixes with their weights: of a prefix, or of weights and prefixes in turn."""
+    if len(words) == 1:
+        return words
+    weights, sources = words[::2], words[1::2]
+    if len(weights) != len(sources) or not all(re.fullmatch(r"[\d.]+(e-?\d+)?", weight) for weight in weights):
+        raise NoCounterpart(
+            "prefixes without weights count by their sizes there; give each a weight, such as its tokens"
+        )
+    return tuple(f"{shown(number(w))}:{source}" for w, source in zip(weights, sources, strict=True))
 
-    def convert(job: Job, words: Words) -> Ours:
-        if job.is_on("mock-data"):
-            return {}
-        if len(words) == 1:
-            return {option: (f"{prefix}{words[0]}",)}
-        weights, sources = words[::2], words[1::2]
-        if len(weights) != len(sources) or option != "data.train":
-            raise NoCounterpart("a weight for each prefix is needed")
-        return {option: tuple(f"{shown(number(w))}:{source}" for w, source in zip(weights, sources, strict=True))}
 
-    return convert
+def data(job: Job, words: Words) -> Ours:
+    """--data-path and --train-data-path."""
+    return {} if job.is_on("mock-data") else {"data.train": _blend(words)}
+
+
+def validation_data(job: Job, words: Words) -> Ours:
+    """--valid-data-path and --test-data-path, which are sets beside each other."""
+    given = [("", job.words("valid-data-path")), ("test=", job.words("test-data-path"))]
+    if any(len(paths) > 1 for _, paths in given):
+        raise NoCounterpart("a blend is no set; name each set, such as web=PREFIX code=PREFIX")
+    return {"data.validation": tuple(f"{prefix}{path}" for prefix, paths in given for path in paths)}
 
 
 def split(job: Job, words: Words) -> Ours:
     """--split, or its default, which counts with --data-path alone."""
-    if job.is_on("mock-data") or not job.has("data-path"):
+    own_files = any(job.names(f"{part}-data-path") for part in ("train", "valid", "test"))
+    if job.is_on("mock-data") or own_files or not (words or job.names("data-path")):
         return {}
     if len(job.words("data-path")) > 1:
         raise NoCounterpart("the documents of one prefix are split, not those of a blend; name data.validation")
-    return {"data.split": tuple(re.findall(r"[\d.]+", " ".join(words)) or ("969", "30", "1"))}
+    ours: dict[str, Words] = {"data.split": tuple(re.findall(r"[\d.]+", " ".join(words)) or ("969", "30", "1"))}
+    # What is not known has a name that cannot be opened: nobody trains on data without their split.
+    return ours if job.has("data-path") else {"data.train": (UNKNOWN_DATA,), **ours}
 
 
 def tokenizer(job: Job, words: Words) -> Ours:
@@ -445,7 +309,7 @@ def _has_evaluation(job: Job) -> bool:
     """Whether something is evaluated. Raises NoCounterpart if that is not known, because the data are not."""
     if job.is_on("mock-data"):
         return False
-    if not any(job.has(name) for name in ("data-path", "valid-data-path", "test-data-path")):
+    if not any(job.names(name) for name in ("data-path", "valid-data-path", "test-data-path")):
         raise NoCounterpart("no data are known that would be evaluated")
     return True
 

@@ -1,7 +1,8 @@
 """Flags of jobs begun earlier: of Megatron-DeepSpeed and old Megatron-LM, and the keys of torchtitan's TOML files."""
 
 from megapar.config.other_frameworks import conversions_others as c
-from megapar.config.other_frameworks.conversions import dropout, if_on, nothing, tokenizer
+from megapar.config.other_frameworks.conversions import if_on, nothing, tokenizer
+from megapar.config.other_frameworks.conversions_models import dropout
 from megapar.config.other_frameworks.rows import (
     COMPILES,
     NO_FP8,
@@ -20,7 +21,6 @@ PREPARE = "tokens of tools/preprocess_data.py, or hf:KIND:FILES"
 
 MEGATRON = (
     same("layernorm-epsilon", "model.rms_norm_eps"),
-    same("qk-pos-emb-head-dim", "model.head_dim", "with model.family deepseek"),
     sets("checkpoint-activations", "train.recompute", "full"),
     always("checkpoint-num-layers", "full recomputes each layer by itself", "1"),
     sets("deepspeed-activation-checkpointing", "train.recompute", "full"),

@@ -23,13 +23,19 @@ def plain(name: str) -> str:
 class Job:
     """The options of a job: those given, and its framework's defaults, by plain names.
 
-    `world` is its number of ranks and `samples` that of its data set, 0 if they are not known.
+    `world` is its number of ranks and `samples` that of its data set, 0 if they are not known. `named` has the names
+    of options with values that cannot be read.
     """
 
     given: Mapping[str, Words]
     defaults: Mapping[str, Words] = field(default_factory=dict)
     world: int = 0
     samples: int = 0
+    named: frozenset[str] = frozenset()
+
+    def names(self, name: str) -> bool:
+        """Whether the job sets the option, to whatever value."""
+        return self.has(name) or plain(name) in self.named
 
     def has(self, name: str) -> bool:
         """Whether the job sets the option."""
