@@ -293,5 +293,14 @@ def test_biases_even_out_the_load() -> None:
     assert sum(loads[-20:]) / 20 < 1.3
 
 
+def test_a_bias_at_rate_0_stays_as_it_is() -> None:
+    router = make_router(single(), SIGMOID, replace(BESIDE_BIAS, bias_rate=0.0))
+    router.bias.copy_(torch.tensor([0.3, 1, 2, 0.7, 2]))
+    before = router.bias.clone()
+    route_and_count(router, tokens())
+    end_step([router], torch.zeros(()))
+    assert torch.equal(router.bias, before)
+
+
 def test_a_rank_without_routers_has_nothing_to_end() -> None:
     assert end_step([], torch.zeros(())) == []

@@ -42,7 +42,7 @@ class MoEConfig:
     """Weight of the loss of model.moe.balance sequence, global or bias+sequence."""
     router_bias_update_rate: float = field(default=0.001, metadata=OF_TRAINING)
     """With model.moe.balance bias or bias+sequence: how far the bias of an expert moves in a step (arXiv
-    2408.15664)."""
+    2408.15664); 0: it stays as it is."""
     router_z_loss_coef: float = field(default=0.0, metadata=OF_TRAINING)
     """Weight of log(sum exp(router logits))^2 in the loss. It keeps the router's logits small (ST-MoE, arXiv
     2202.08906, uses 1e-3)."""

@@ -45,6 +45,7 @@ _MAY_BE_ZERO = {
     "model.moe.mlp_only_layers",
     "model.no_rope_layers",
     "model.moe.router_aux_loss_coef",
+    "model.moe.router_bias_update_rate",
 }
 _LARGEST_SIZE = 2**31 - 1  # of a model: the bytes of a matrix with two such sizes fit into 64 bits
 _WEEK_SECONDS = 7 * 24 * 3600

@@ -240,7 +240,7 @@ class Router(nn.Module):
         # `torch.where`, because an `if` would wait for the device to compute `skip_update`.
         skipped = skip_update != 0
         torch.where(skipped, self.last_counts, counts_e, out=self.last_counts)
-        if self.balance.has_bias:
+        if self.balance.has_bias and self.balance.bias_rate:  # at rate 0 it keeps its mean, too
             moved_e = updated_bias(self.bias, counts_e, self.balance.bias_rate)
             torch.where(skipped, self.bias, moved_e, out=self.bias)
 
