@@ -6,7 +6,7 @@ PEFT's folder has adapter_config.json and adapter_model.safetensors. For each mo
 
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
@@ -19,12 +19,21 @@ from torch import Tensor
 from megapar.checkpoint.format import BUFFER, Manifest, Sizes, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.compatible import saved_adapter
-from megapar.config.messages import first_few
+from megapar.config.messages import counted, first_few
 from megapar.config.model_options import ModelConfig
-from megapar.config.options import AdapterConfig
+from megapar.config.options import ADAPTERS, AdapterConfig
 from megapar.errors import CheckpointError, ConfigError
 from megapar.params import MAIN
 from megapar_models.convert.config_json import names_of
+from megapar_models.convert.exported import native_shapes
+from megapar_models.convert.huggingface import header_of, hugging_face_tensor
+from megapar_models.convert.peft_beside import (
+    Beside,
+    modules_to_save,
+    read_beside,
+    trainable,
+    trained_beside,
+)
 from megapar_models.convert.peft_config import (
     PEFT_CONFIG,
     adapter_from_peft,
@@ -38,7 +47,9 @@ from megapar_models.convert.recipes import starred
 from megapar_models.convert.saved import saved_config
 from megapar_models.convert.stacked_experts import EXPERT_MODULES, Stack, of_expert, stacks
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_file, write_weights
+from megapar_models.convert.typed_fields import COUNT, read_object
 from megapar_models.counts import WholeModel
+from megapar_models.tensor_layouts import Pairs
 
 PEFT_WEIGHTS = "adapter_model.safetensors"
 FACTORS = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
@@ -64,7 +75,7 @@ class Merge:
 
 @dataclass(frozen=True)
 class NativeToPeft:
-    """Write the adapters of a checkpoint as PEFT's files, in fp32."""
+    """Write the adapters of a checkpoint as PEFT's files, in fp32, and what was trained beside them."""
 
     src: Annotated[Path, tyro.conf.Positional]
     """Folder of one checkpoint with adapters, such as RUN_DIR/checkpoints/step_00000300."""
@@ -141,10 +152,11 @@ def row_norms(weight: Tensor) -> Tensor:
 
 
 def native_to_peft(options: NativeToPeft) -> None:
-    """Write PEFT's files.
+    """Write PEFT's files. What was trained beside the adapters becomes modules_to_save.
 
     Raises CheckpointError if the checkpoint is damaged or has no adapters, and ConfigError if transformers keeps a
-    matrix with an adapter in a tensor with others, or if DoRA's base is not named.
+    matrix with an adapter in a tensor with others, if PEFT has no place for what was trained beside them, or if DoRA's
+    base is not named.
     """
     manifest = read_manifest(options.src)
     adapter = adapter_of(options.src, manifest)
@@ -159,11 +171,16 @@ def native_to_peft(options: NativeToPeft) -> None:
     stored = factors_of(manifest)
     in_stacks = [name for name in stored if options.stacked_experts and of_expert(name)]
     theirs, stacked, shapes = tensors_of_peft(model, stored, in_stacks, adapter.rank)
+    adapted = {split(name)[0] for name in stored}
+    kept = modules_to_save(model, trained_beside(manifest, model, stored), adapted)
+    shapes |= {f"{PREFIX}{name}": recipe.shape for name, recipe in kept.items()}
     plan = {name: TensorInfo(shape, torch.float32) for name, shape in sorted(shapes.items())}
     pairs = names_of(model).pairs(model)
     with new_folder(options.dst, sum(info.nbytes for info in plan.values())) as folder, progress(len(plan)) as advance:
 
         def make(name: str) -> Tensor:
+            if recipe := kept.get(name.removeprefix(PREFIX)):
+                return advance(hugging_face_tensor(options.src, manifest, recipe, torch.float32))
             with Reader(options.src, manifest) as reader:
                 if name in stacked:
                     return advance(stacked[name].join(lambda ours: reader.tensor(f"{MAIN}.{ours}")))
@@ -180,12 +197,14 @@ def native_to_peft(options: NativeToPeft) -> None:
         # PEFT would take a module with the name of an expert's, such as gate_proj of a dense layer, for the experts.
         apart = {name for name in theirs if stacked and module_of(name).rpartition(".")[2] in EXPERT_MODULES}
         modules = {name: ours for name, ours in theirs.items() if name not in apart}
-        document = peft_config(adapter, targets(model, modules), options.base_name)
+        saved = sorted({name.rpartition(".")[0] for name in kept})
+        document = peft_config(adapter, targets(model, modules), saved, options.base_name)
         if stacked:
             document |= stacks_in_config(adapter, stacked.values())
             document["target_parameters"] += sorted({f"{module_of(name)}.weight" for name in apart})
         (folder / PEFT_CONFIG).write_text(json.dumps(document, indent=2) + "\n")
-    print(f"{options.dst}: adapters of rank {adapter.rank}, step {manifest.step} of {options.src}")
+    beside = f" and {counted(len(saved), 'module')} trained beside them" if saved else ""
+    print(f"{options.dst}: adapters of rank {adapter.rank}{beside}, step {manifest.step} of {options.src}")
 
 
 def peft_to_native(options: PeftToNative) -> None:
@@ -196,56 +215,128 @@ def peft_to_native(options: PeftToNative) -> None:
     """
     base = read_manifest(options.base)
     config = saved_config(base)
-    document = json.loads((options.src / PEFT_CONFIG).read_text())
+    document = read_object(options.src / PEFT_CONFIG)
     adapter = adapter_from_peft(document)
-    pairs = names_of(config.model).pairs(config.model)
-    with safe_open(options.src / PEFT_WEIGHTS, "pt") as file:
-        found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
-        wanted = factors_for(config.model, adapter)
-        stacked_words = words_in_stacks(document)
-        in_stacks = [name for name in wanted if of_expert(name) in stacked_words]
-        joint = pattern(document, "rank_pattern", adapter.rank)
-        known, stacked, shapes = tensors_of_peft(config.model, wanted, in_stacks, adapter.rank, joint, refuse=False)
-        require_fitting(options, config.model, found, shapes, known, stacked, len(kinds_of(adapter)))
-        ours = {known[name]: name for name in found if name in known}
-        for name, stack in stacked.items():
-            ours |= {factor: name for n in range(stack.num_experts) for factor in stack.ours(n)}
-        alone = {split(name)[0] for name in ours}
-        adapter = replace(adapter, targets=tuple(sorted(alone)))
-        with (
-            new_folder(options.dst, 4 * sum(math.prod(wanted[name]) for name in ours)) as folder,
-            progress(len(ours)) as advance,
-        ):
+    header = header_of(options.src / PEFT_WEIGHTS)
+    found = {name: shape for name, (_, shape) in header.items()}
+    wanted = factors_for(config.model, adapter)
+    stacked_words = words_in_stacks(document)
+    in_stacks = [name for name in wanted if of_expert(name) in stacked_words]
+    joint = pattern(document, "rank_pattern", COUNT, adapter.rank)
+    known, stacked, shapes = tensors_of_peft(config.model, wanted, in_stacks, adapter.rank, joint, refuse=False)
+    further = {name.removeprefix(PREFIX): shape for name, shape in found.items() if ".lora_" not in name}
+    words = document.get("modules_to_save") or ()
+    beside, wrong = read_beside(config.model, further, words, ties=bool(document.get("ensure_weight_tying")))
+    factors = {name: shape for name, shape in found.items() if ".lora_" in name}
+    require_fitting(options, config.model, factors, shapes, known, stacked, len(kinds_of(adapter)), wrong)
+    ours = {known[name]: name for name in factors if name in known}
+    for name, stack in stacked.items():
+        ours |= {factor: name for n in range(stack.num_experts) for factor in stack.ours(n)}
+    adapted = {split(name)[0] for name in ours}
+    whole = native_shapes(config.model)
+    stored: dict[str, Sizes] = {name: wanted[name] for name in sorted(ours)}
+    stored |= {name: whole[name] for name in sorted(beside.kept)}
+    reader = PeftTensors(options, base, ours, stacked, beside, names_of(config.model).pairs(config.model))
+    reader.require_base()
+    with (
+        new_folder(options.dst, 4 * sum(map(math.prod, stored.values()))) as folder,
+        progress(len(stored)) as advance,
+    ):
+        write_weights(
+            folder,
+            replace(config, adapter=replace(adapter, targets=tuple(sorted(adapted)))),
+            stored,
+            lambda name: advance(reader.tensor(name)),
+            shard_bytes=SHARD_BYTES,
+            base={"weights": base.weights_digest()},
+        )
+    further_way = next_command(options, config.model, adapter, adapted, beside)
+    print(f"{options.dst}: adapters of rank {adapter.rank}; {further_way}")
 
-            def make(name: str) -> Tensor:
-                matrix, kind = split(name)
-                values = file.get_tensor(ours[name]).float()
-                if stack := stacked.get(ours[name]):
-                    _, number, word = matrix.rsplit(".", 2)
-                    return advance(stack.cut(values, int(number), word))
-                rotary = pairs.get(starred(matrix)[0])
-                values = rotary.ours(values) if rotary is not None and kind != "lora_a" else values
-                if kind == "lora_magnitude":
-                    # If they differ by less than a factor of 2, the difference is exact.
-                    with Reader(options.base, base) as reader:
-                        values = values - row_norms(reader.tensor(f"{MAIN}.{matrix}.weight"))
-                return advance(values)
 
-            write_weights(
-                folder,
-                replace(config, adapter=adapter),
-                {name: wanted[name] for name in sorted(ours)},
-                make,
-                shard_bytes=SHARD_BYTES,
-                base={"weights": base.weights_digest()},
-            )
-    print(f"{options.dst}: adapters of rank {adapter.rank}; merge them with {options.base}, or train on from them:")
-    words = " ".join(sorted({matrix.rpartition(".")[2] for matrix in alone}))
-    print(
-        f"  --checkpoint.init_from {options.base} --adapter.init_from {options.dst} --adapter.rank {adapter.rank} "
-        f"--adapter.alpha {adapter.alpha:g}{' --adapter.rslora' * adapter.rslora}"
-        f"{' --adapter.dora' * adapter.dora} --adapter.targets {words}"
-    )
+@dataclass(frozen=True)
+class PeftTensors:
+    """Our tensors in a file of PEFT: `ours` are the names there of factors, some of them in `stacked` ones.
+
+    `base` is the manifest of the adapters' base, and `pairs` are the rotary pairs of its modules.
+    """
+
+    options: PeftToNative
+    base: Manifest
+    ours: Mapping[str, str]
+    stacked: Mapping[str, Stack]
+    beside: Beside
+    pairs: Mapping[str, Pairs]
+
+    def tensor(self, name: str) -> Tensor:
+        """One of our tensors, fp32: a factor, or one that was trained beside the factors."""
+        if found := self.beside.kept.get(name):
+            parts = [place.part.read(self._stored(f"{PREFIX}{place.source}")) for place in found]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
+        matrix, kind = split(name)
+        values = self._stored(self.ours[name]).float()
+        if stack := self.stacked.get(self.ours[name]):
+            _, number, word = matrix.rsplit(".", 2)
+            return stack.cut(values, int(number), word)
+        rotary = self.pairs.get(starred(matrix)[0])
+        values = rotary.ours(values) if rotary is not None and kind != "lora_a" else values
+        if kind == "lora_magnitude":
+            # If they differ by less than a factor of 2, the difference is exact.
+            with Reader(self.options.base, self.base) as reader:
+                values = values - row_norms(reader.tensor(f"{MAIN}.{matrix}.weight"))
+        return values
+
+    def require_base(self) -> None:
+        """Raise CheckpointError if the file has a tensor of another base, or tied ones that differ."""
+        for name, place in self.beside.copies.items():
+            of_file = self._stored(f"{PREFIX}{name}")
+            with Reader(self.options.base, self.base) as reader:
+                of_base = torch.empty(of_file.shape)
+                place.part.write(reader, of_base)
+            if not of_file.equal(of_base.to(of_file.dtype)):
+                text = "it differs from the base, and is in no module of modules_to_save"
+                raise CheckpointError(f"{self.options.src}: does not fit {self.options.base}: {name}: {text}")
+        for copy, name in self.beside.tied.items():
+            if not self._stored(f"{PREFIX}{copy}").equal(self._stored(f"{PREFIX}{name}")):
+                text = f"{copy} and {name} are one matrix here, and two that differ in the file"
+                raise CheckpointError(f"{self.options.src}: does not fit {self.options.base}: {text}")
+
+    def _stored(self, name: str) -> Tensor:
+        with safe_open(self.options.src / PEFT_WEIGHTS, "pt") as file:
+            values: Tensor = file.get_tensor(name)
+        return values
+
+
+def next_command(
+    options: PeftToNative, model: ModelConfig, adapter: AdapterConfig, adapted: Set[str], beside: Beside
+) -> str:
+    """What can be done with a checkpoint of PEFT's adapters, and the options of a run that trains them on."""
+    merges = f"merge them with {options.base}"
+    every = WholeModel(model).tensors()
+    in_layers = {name.removesuffix(".weight") for name, piece in every.items() if is_adaptable(name, piece.shape)}
+    if apart := sorted(adapted - in_layers):
+        return f"{merges}; a run trains no adapter of {first_few(apart)}"
+    # A word names the matrices of all layers.
+    lacking = {matrix.rpartition(".")[2] for matrix in in_layers if matrix not in adapted}
+    words = {matrix.rpartition(".")[2] for matrix in adapted}
+    named = sorted(words - lacking) + sorted(matrix for matrix in adapted if matrix.rpartition(".")[2] in lacking)
+    flags = [
+        f"--checkpoint.init_from {options.base} --adapter.init_from {options.dst} --adapter.rank {adapter.rank}",
+        f"--adapter.alpha {adapter.alpha:g}",
+        *["--adapter.rslora"] * adapter.rslora,
+        *["--adapter.dora"] * adapter.dora,
+        f"--adapter.targets {' '.join(named)}",
+    ]
+    if beside.kept:
+        patterns = " ".join(f"'{pattern}'" for pattern in (ADAPTERS, *trainable(model, beside.kept.keys())))
+        flags.append(f"--train.trainable {patterns}")
+    return f"{merges}, or train on from them:\n  {' '.join(flags)}"
+
+
+def is_adaptable(name: str, shape: Sizes) -> bool:
+    """Whether a run can have an adapter of the tensor: of a matrix of the layers but those of routers and gates."""
+    apart = (".router.weight", ".shared_gate.weight")
+    return len(shape) == 2 and name.startswith("layers.") and not name.endswith(apart)
 
 
 def factors_for(model: ModelConfig, adapter: AdapterConfig) -> dict[str, Sizes]:
@@ -292,12 +383,17 @@ def require_fitting(
     known: Mapping[str, str],
     stacked: Collection[str],
     number: int,
+    further: Iterable[str],
 ) -> None:
-    """Raise CheckpointError unless the tensors of a file, `found`, are of the base, and each matrix has `number`."""
+    """Raise CheckpointError unless the factors of a file, `found`, are of the base, and each matrix has `number`.
+
+    `further` are problems of its other tensors.
+    """
     wrong = [f"{name} {list(found[name])}" for name in found if shapes.get(name) != found[name]]
     wrong += [f"{name}: missing" for name in stacked if name not in found]
     if model.tie_word_embeddings and any("lm_head" in name or "embed_tokens" in name for name in found):
         wrong.append("the head is the embedding, and one adapter would change both")
+    wrong += further
     factors = [split(known[name])[0] for name in found if name in known]
     wrong += [f"not all factors of {matrix}" for matrix in sorted({*factors}) if factors.count(matrix) != number]
     if wrong or not found:
