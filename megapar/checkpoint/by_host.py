@@ -6,10 +6,12 @@ its ranks need and that lie on other hosts alone. The format is that of every ch
 """
 
 import os
+import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from itertools import chain
 from pathlib import Path
@@ -35,7 +37,7 @@ from megapar.checkpoint.save import needed_bytes, publish, write_part
 from megapar.comm import collectives
 from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.context import ParallelContext
-from megapar.errors import CheckpointError, StorageError, storing
+from megapar.errors import CheckpointError, MegaparError, StorageError, storing
 from megapar.optimizer_state import StateSlice
 from megapar.system.regular_files import open_regular
 
@@ -111,9 +113,33 @@ def save(
     """
     rank = ctx.world.rank
     step = int(header["step"])
-    doing = f"checkpoint of step {step} not saved"
     temporary = root / from_first(f".tmp-{folder_name(step)}-{uuid.uuid4().hex[:8]}", ctx)
-    on_all_ranks(lambda: temporary.mkdir() if disks.leads(rank) else None, ctx, StorageError, doing)
+    try:
+        return _save(root, temporary, slices, ctx, header, disks, keep_last=keep_last, ready=ready)
+    except MegaparError:  # on every rank
+        if disks.leads(rank):
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _save(
+    root: Path,
+    temporary: Path,
+    slices: Sequence[StateSlice],
+    ctx: ParallelContext,
+    header: Mapping[str, Any],
+    disks: Disks,
+    *,
+    keep_last: int,
+    ready: Callable[[], None],
+) -> Path:
+    """Do as `save` says, by way of the folder `temporary`. After an error the folder may be left."""
+    rank = ctx.world.rank
+    step = int(header["step"])
+    doing = f"checkpoint of step {step} not saved"
+    # With parents: what empties old folders of a disk may have removed them.
+    make = partial(temporary.mkdir, parents=True)
+    on_all_ranks(lambda: make() if disks.leads(rank) else None, ctx, StorageError, doing)
     part = on_all_ranks(lambda: write_part(temporary, rank, slices), ctx, StorageError, doing)
     parts = collectives.gather_json(part, ctx.world, ctx.device)
     files = {number: (one["file"], one["bytes"]) for number, one in enumerate(parts) if one}

@@ -5,8 +5,9 @@ folder in memory belongs to the local launcher, and ends with the job. The one o
 by a random name kept in both.
 """
 
+import logging
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -20,6 +21,7 @@ from megapar.config.options import CheckpointConfig
 from megapar.context import ParallelContext
 from megapar.errors import StorageError, storing
 from megapar.system.atomic_files import replace_file
+from megapar.system.own_folder import opened
 from megapar.system.regular_files import read_regular
 
 FOLDER = "checkpoints"
@@ -30,7 +32,7 @@ class Tier(NamedTuple):
     """A folder of checkpoints, one after every `every`-th step; 0: none but `at_end`.
 
     `at_end`: also after the last step, and when the run is asked to stop. With `disks` each host has a folder `root` of
-    its own.
+    its own. `may_fail`: the run starts without room in it, and makes no checkpoints there until there is.
     """
 
     name: Literal["memory", "local", "shared"]
@@ -39,6 +41,7 @@ class Tier(NamedTuple):
     keep: Keep
     at_end: bool = False
     disks: Disks | None = None
+    may_fail: bool = False
 
     def due(self, step: int, last: bool) -> bool:
         """Whether a checkpoint is made after `step` steps; `last`: these are all steps of the run."""
@@ -56,28 +59,65 @@ def shared(options: CheckpointConfig, run_dir: Path) -> Tier:
     )
 
 
-def all_of(options: CheckpointConfig, run_dir: Path, snapshots: str, ctx: ParallelContext) -> list[Tier]:
+def all_of(
+    options: CheckpointConfig, run_dir: Path, snapshots: str, ctx: ParallelContext, *, again: bool = False
+) -> list[Tier]:
     """The tiers of a run, the fastest first. `snapshots` is the launcher's folder in memory, "" without one.
 
     A collective. Call it with the run folder locked. What killed jobs left in a folder is removed. Raises StorageError
-    on every rank if a folder cannot be made.
+    on every rank if a folder cannot be made. `again`: the job's launcher has started the ranks again. A faster tier
+    that has failed meanwhile is then left out, with a warning.
     """
     tiers = [shared(options, run_dir)]
+    faster: list[Callable[[], Tier]] = []
     if options.local_every:
-        doing = f"checkpoint.local_dir {options.local_dir} not usable"
-        named = on_all_ranks(lambda: _name_of(run_dir) if ctx.world.first else "", ctx, StorageError, doing)
-        root = local_root(options) / from_first(named, ctx) / FOLDER
-        found = find_disks(root, ctx)
-        disks = found if len(set(found.of_rank)) > 1 else None
-        # Of two, one is whole while the next is written, and one is left if the newest turns out to be damaged.
-        tier = Tier("local", root, options.local_every, Keep(last=2), disks=disks)
-        on_all_ranks(lambda: sweep_folder(root) if tier.is_led_by(ctx.world.rank) else None, ctx, StorageError, doing)
-        tiers.insert(0, tier)
+        faster.append(lambda: _local(options, run_dir, ctx))
     if options.memory_every and snapshots:
-        root = Path(snapshots)
-        on_all_ranks(lambda: sweep_folder(root) if ctx.world.first else None, ctx, StorageError, "snapshots not swept")
-        tiers.insert(0, Tier("memory", root, options.memory_every, Keep(last=1)))
+        faster.append(lambda: _memory(options, Path(snapshots), ctx))
+    for make in faster:
+        try:
+            tiers.insert(0, make()._replace(may_fail=again))
+        except StorageError as error:  # on every rank, with the same words
+            if not again:
+                raise
+            if ctx.world.first:
+                logging.getLogger(__name__).warning("%s; this start goes on without it", error)
     return tiers
+
+
+def _local(options: CheckpointConfig, run_dir: Path, ctx: ParallelContext) -> Tier:
+    """The tier on a local disk. A collective; raises StorageError on every rank if the folder cannot be made."""
+    doing = f"checkpoint.local_dir {options.local_dir} not usable"
+    named = on_all_ranks(lambda: _name_of(run_dir) if ctx.world.first else "", ctx, StorageError, doing)
+    root = local_root(options) / from_first(named, ctx) / FOLDER
+    found = find_disks(root, ctx)
+    disks = found if len(set(found.of_rank)) > 1 else None
+    # Of two, one is whole while the next is written, and one is left if the newest turns out to be damaged.
+    tier = Tier("local", root, options.local_every, Keep(last=2), disks=disks)
+    on_all_ranks(lambda: sweep_folder(root) if tier.is_led_by(ctx.world.rank) else None, ctx, StorageError, doing)
+    return tier
+
+
+def _memory(options: CheckpointConfig, root: Path, ctx: ParallelContext) -> Tier:
+    """The tier in the launcher's folder in memory. A collective; raises StorageError on every rank if it has gone."""
+
+    def prepare() -> None:
+        if ctx.world.first:
+            require_own(root)
+            sweep_folder(root)
+
+    on_all_ranks(prepare, ctx, StorageError, "snapshots not swept")
+    return Tier("memory", root, options.memory_every, Keep(last=1))
+
+
+def require_own(folder: Path) -> None:
+    """Raise StorageError unless `folder` belongs to this user and is closed to others.
+
+    A snapshot is never written to a folder of somebody who took the name of one that has gone.
+    """
+    with opened(folder) as descriptor:
+        if descriptor is None:
+            raise StorageError(f"{folder} is no folder of this user alone: it was removed or replaced")
 
 
 def local_root(options: CheckpointConfig) -> Path:

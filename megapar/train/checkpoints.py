@@ -61,8 +61,8 @@ class Saver:
     """Saves the checkpoints of one folder. It is a context manager: leaving it waits for the saves in progress.
 
     It is made before the first step. `tier` is the folder; None is that of the run folder. If the options ask for
-    checkpoints and the folder cannot take them, making it raises StorageError on every rank. All methods are
-    collectives.
+    checkpoints and the folder cannot take them, making it raises StorageError on every rank, unless the tier may fail.
+    All methods are collectives.
     """
 
     def __init__(self, state: TrainState, run_dir: Path, tier: Tier | None = None):
@@ -75,6 +75,8 @@ class Saver:
         self._owned = Ownership(run_dir)
         # Buffers of finished saves. The next save takes one of them: pinned memory is slow to allocate.
         self._idle: list[Tensor] = []
+        if self.tier.may_fail:
+            return
         if self.tier.disks:
             by_host.require_room(self._root, self._slices_to_save(state), state.ctx, self.tier.disks)
         elif self.tier.every or self.tier.at_end:
@@ -117,7 +119,7 @@ class Saver:
             trainer_state(state),
             keep=self.tier.keep,
             after=self._last,
-            require=self._owned.require,
+            require=self._require,
             ready=ready,
         )
         self._saves.append((self._last, buffer))
@@ -146,6 +148,12 @@ class Saver:
             save.join(patience)
         if error is None and self._last is not None:
             self._last.settle()  # every rank is here, so they can wait for the removal of old checkpoints together
+
+    def _require(self) -> None:
+        """Raise StorageError if the run folder, or the launcher's folder in memory, was deleted or replaced."""
+        self._owned.require()
+        if self.tier.name == "memory":
+            tiers.require_own(self._root)
 
     def _copied(self, slices: list[Any], source: torch.device) -> tuple[list[Any], Tensor]:
         """Copies of the slices in host memory, and the buffer holding them. `source` is the device of the slices."""

@@ -51,7 +51,7 @@ from megapar.train.prediction import Comparison, Prediction
 from megapar.train.profiler import Profiler
 from megapar.train.rehearsal import rehearse
 from megapar.train.report import attention_in_words
-from megapar.train.savers import Saved, Savers
+from megapar.train.savers import Lost, Saved, Savers
 from megapar.train.sinks.base import RunInfo
 from megapar.train.spikes import Spikes, compute_again, in_words_again, rewinds_in_a_row
 from megapar.train.state import QueuedStep, StepResult, TrainState
@@ -198,7 +198,7 @@ def start(
     run_dir = Path(config.run_dir)
     env = env or Environment()
     again = from_first(ctx.world.first and events.has_started(run_dir, env.job, env.restart), ctx)
-    folders = tiers.all_of(config.checkpoint, run_dir, env.snapshots, ctx)
+    folders = tiers.all_of(config.checkpoint, run_dir, env.snapshots, ctx, again=again)
     rewind = from_first(spikes.planned_rewind(run_dir) if ctx.world.first else None, ctx)
     last_step = rewind["last_step"] if rewind else None
     path = checkpoints.find(config, run_dir, ctx, folders[:-1], again=again, last_step=last_step)
@@ -426,13 +426,13 @@ def _train(run: Run, watch: Watch) -> str:
                 flight.enter("evaluate")
                 report_validation(state, run.validation_sets, reporter, last)
             flight.enter("save")
-            saved: list[Saved] = []
+            saved: list[Saved | Lost] = []
             if saver.due(state.step) or (stop and saves):
                 # The lines of the steps before a checkpoint must be on disk when it gets its name: a resumed run goes
                 # on behind them.
                 saved = saver.save(state, stopping=stop and saves, ready=reporter.flush)
             for one in [*saved, *saver.completed(wait=last or stop)]:
-                _report_saved(run, one, reporter)
+                _report_saved(run, one, saver.change(one), reporter, watch)
         state.weights.wait()  # no forward pass follows that would
     reason = _why_stopped(run, saves) if stop else ""
     if state.ctx.world.first:
@@ -441,9 +441,10 @@ def _train(run: Run, watch: Watch) -> str:
     return reason
 
 
-def _report_saved(run: Run, saved: Saved, reporter: Reporter) -> None:
-    """Report a completed checkpoint. A snapshot in host memory is none to go on from after the job, and not news."""
-    if saved.tier.name == "memory":
+def _report_saved(run: Run, saved: Saved | Lost, change: str, reporter: Reporter, watch: Watch) -> None:
+    """Report a completed checkpoint, and the `change` of its tier. A snapshot in memory ends with the job: no news."""
+    watch.tier(saved.tier.name, change, run.state.step, works=isinstance(saved, Saved))
+    if isinstance(saved, Lost) or saved.tier.name == "memory":
         return
     state = run.state
     state.ctx.flight.checkpoint(step_of(saved.path))

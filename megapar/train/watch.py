@@ -76,6 +76,11 @@ class Watch:
         fields = {"step": found.step, "rank": found.rank, "host": found.host, "ratio": found.ratio}
         self.event("straggler", str(found), **fields)
 
+    def tier(self, name: str, text: str, step: int, *, works: bool) -> None:
+        """Take that a faster tier of checkpoints has failed, or works again, in words; "" for no news."""
+        if self._speaks and text:
+            self.event("tier_back" if works else "tier_lost", text, tier=name, step=step, reason=text)
+
     def event(self, name: str, text: str, **fields: Any) -> None:
         """Print a line, append the event to events.jsonl, and alert."""
         self._say(f"{name}: {text}")
