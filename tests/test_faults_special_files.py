@@ -20,8 +20,10 @@ from megapar.data.tokenizer import load_tokenizer
 from megapar.launch.reporting import write_error
 from megapar.pipeline import schedule_files
 from megapar.system.regular_files import SMALL, open_regular, read_regular
+from tests.support import faults
 from tests.support.faults import Scene
 from tests.support.options import load
+from tests.support.sweeps import slow_but
 
 FLAGS = ("--log.no-tensorboard", "--checkpoint.every", "2", "--train.steps")
 
@@ -71,6 +73,44 @@ def test_a_fifo_in_the_run_folder_is_not_waited_for(name: str, trained: Path, tm
     assert ended.code == code, ended.err
     assert words in ended.err
     assert ended.err.count("\n") == bool(words), ended.err
+
+
+REWINDS = {"empty": "", "cut": "{", "list": "[1]", "null": "null", "text": '"x"', "infinite": "Infinity"} | {
+    f"{last} {consumed}": json.dumps({"last_step": last, "consumed_samples": consumed})
+    for last, consumed in [(2, 0), (2, -1), (2, 1e99), (2, 10**20), (2, 10**18), (-1, 48), ("2", 48), (None, None)]
+}
+
+
+@pytest.mark.parametrize("content", slow_but([10], REWINDS))
+def test_odd_files_of_earlier_starts_are_passed_over(content: str, trained: Path, tmp_path: Path) -> None:
+    """Fault odd-notes-end-run: rewind.json and events.jsonl. No sample is repeated or left out, rewind.json goes."""
+    scene = Scene(tmp_path)
+    shutil.copytree(trained, scene.work, dirs_exist_ok=True)
+    (scene.work / "run/rewind.json").write_text(REWINDS[content])
+    odd = [{"event": "spike", "action": "rewinds", **step} for step in ({}, {"step": "x"}, {"step": None})]
+    with open(scene.work / "run/events.jsonl", "a") as file:
+        file.write("".join(json.dumps(event) + "\n" for event in odd))
+    ended = scene.run(*FLAGS, "6", "--guard.on_spike", "rewind")
+    assert ended.code == 0, ended.err
+    assert "rewind.json" in ended.out + ended.err
+    lines = [line for line in faults.metrics(scene.work) if "loss" in line]
+    assert [line["consumed_samples"] for line in lines] == [24 * step for step in range(1, 7)]
+    assert not (scene.work / "run/rewind.json").exists()
+
+
+@pytest.mark.parametrize("name", slow_but([0], ["events.jsonl", "rewind.json"]))
+@pytest.mark.parametrize("kind", slow_but([0], ["a folder", "a FIFO"]))
+def test_notes_that_cannot_be_read_are_a_line(kind: str, name: str, trained: Path, tmp_path: Path) -> None:
+    """Fault odd-notes-end-run."""
+    scene = Scene(tmp_path)
+    shutil.copytree(trained, scene.work, dirs_exist_ok=True)
+    path = scene.work / "run" / name
+    path.unlink(missing_ok=True)
+    (Path.mkdir if kind == "a folder" else os.mkfifo)(path)
+    ended = scene.run(*FLAGS, "6", "--guard.on_spike", "rewind")
+    assert ended.code == 0, ended.err
+    assert ended.err
+    assert all(f"run/{name}" in line for line in ended.err.splitlines()), ended.err
 
 
 def test_an_error_file_that_cannot_be_removed_is_named(trained: Path, tmp_path: Path) -> None:

@@ -15,8 +15,17 @@ from typing import Any
 
 from megapar.errors import reason_of
 from megapar.system.regular_files import SMALL, open_regular
+from megapar.system.typed import Shape, mismatch
 
 FILE = "events.jsonl"
+_FIELDS: dict[str, Shape] = {
+    "time": float,
+    "event": str,
+    **dict.fromkeys(("job", "tier", "path", "class", "message", "host", "phase", "reason", "policy", "action"), str),
+    **dict.fromkeys(("attempt", "step", "world", "steps_lost", "exit_code", "code", "rank"), int),
+    **dict.fromkeys(("seconds", "loss", "grad_norm", "ratio", "free_bytes", "total_bytes"), float),
+    "layout": dict,
+}
 
 
 def append(run_dir: Path, event: str, **fields: Any) -> None:
@@ -35,8 +44,11 @@ def append(run_dir: Path, event: str, **fields: Any) -> None:
 
 
 def read(run_dir: Path) -> Iterator[dict[str, Any]]:
-    """Yield the events, oldest first; of a file above 64 MiB, those in its last 64 MiB. Lines that are none are passed
-    over: a full disk may have cut them short."""
+    """Yield the events, oldest first; of a file above 64 MiB, those in its last 64 MiB.
+
+    Lines that are none are passed over: a full disk may have cut them short. So are those with a field of another type
+    than ours. Raises OSError if the file cannot be read.
+    """
     path = run_dir / FILE
     if not path.exists():
         return
@@ -46,24 +58,34 @@ def read(run_dir: Path) -> Iterator[dict[str, Any]]:
     for line in content.splitlines():
         with suppress(ValueError, RecursionError):
             event = json.loads(line)
-            if isinstance(event, dict) and isinstance(event.get("event"), str):
+            if isinstance(event, dict) and "event" in event and not mismatch(event, _FIELDS):
                 yield event
+
+
+def past(run_dir: Path) -> list[dict[str, Any]]:
+    """The events, oldest first. If the file cannot be read, a warning says so, and there are none."""
+    try:
+        return list(read(run_dir))
+    except OSError as error:
+        text = "%s cannot be read (%s): this start knows nothing of those before"
+        logging.getLogger(__name__).warning(text, run_dir / FILE, reason_of(error))
+        return []
 
 
 def has_started(run_dir: Path, job: str, restart: int) -> bool:
     """Whether an earlier start of this job has come to its steps: then this one goes on from there."""
     if not job or not restart:
         return False
-    starts = [event for event in read(run_dir) if event["event"] == "start"]
+    starts = [event for event in past(run_dir) if event["event"] == "start"]
     return bool(starts) and starts[-1].get("job") == job
 
 
 def steps_lost(run_dir: Path, step: int) -> int:
     """The steps completed before the last fault that a start after `step` steps computes again."""
     lost = 0
-    for event in read(run_dir):
+    for event in past(run_dir):
         if event["event"] == "start":
             lost = 0
-        elif event["event"] == "fault" and type(event.get("step")) is int:
+        elif event["event"] == "fault" and "step" in event:
             lost = max(0, event["step"] - 1 - step)  # the fault was in a step that was not complete
     return lost

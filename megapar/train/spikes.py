@@ -6,21 +6,22 @@ hundred steps before a spike and skipped the data around it; the same data gave 
 2204.02311, section 5.1).
 """
 
-import json
+import logging
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from megapar.config.messages import counted
 from megapar.config.options import Config
-from megapar.errors import Rewind
+from megapar.errors import DataError, Rewind, reason_of
 from megapar.largest_logits import forget, measuring_modules
 from megapar.system import events
 from megapar.system.atomic_files import write_json
-from megapar.system.regular_files import read_regular
+from megapar.system.typed import read_json
 from megapar.tally import counting_modules, end_step
 from megapar.train.state import QueuedStep, StepResult, TrainState
 from megapar.train.step import compute_gradients
@@ -34,6 +35,7 @@ _BACK = 10  # steps: a checkpoint so close to a spike may have its seed in it
 _MOST_REWINDS = 3
 _SAME = 0.01  # relative: sums on a GPU may differ in their order, and a spike is larger by far
 FILE = "rewind.json"
+_PLAN = ("last_step", "consumed_samples")
 
 
 class Spikes:
@@ -88,8 +90,8 @@ class Spikes:
         return f"spike: {words}; {done}"
 
     def _plan_rewind(self, result: StepResult) -> None:
-        plan = {"last_step": max(result.step - _BACK, 0), "consumed_samples": result.consumed_samples}
-        write_json(self._run_dir / FILE, plan)
+        values = max(result.step - _BACK, 0), result.consumed_samples
+        write_json(self._run_dir / FILE, dict(zip(_PLAN, values, strict=True)))
 
 
 def _limit(past: deque[float], share: float) -> float:
@@ -126,15 +128,48 @@ def in_words_again(result: StepResult, loss: float, grad_norm: float) -> str:
 
 
 def planned_rewind(run_dir: Path) -> dict[str, int] | None:
-    """What a start must follow: the last step of a checkpoint that serves, and the samples consumed from then on."""
+    """What a start must follow: the last step of a checkpoint that serves, and the samples consumed from then on.
+
+    A file that says something else is passed over, with a warning.
+    """
     path = run_dir / FILE
-    if not path.exists():
+    try:
+        plan = read_json(path, dict.fromkeys(_PLAN, int))
+        if all(plan.get(name, -1) >= 0 for name in _PLAN):
+            return {name: plan[name] for name in _PLAN}
+        problem = f"{path}: {' and '.join(_PLAN)} must be there, and not negative"
+    except FileNotFoundError:
         return None
-    plan: Any = json.loads(read_regular(path))
-    return {name: int(plan[name]) for name in ("last_step", "consumed_samples")}
+    except (DataError, OSError) as error:
+        problem = str(error)
+    logging.getLogger(__name__).warning("%s; this start goes back before no spike", problem)
+    return None
+
+
+def forget_rewind(run_dir: Path) -> None:
+    """Remove the plan that a start has followed. A failure is a warning."""
+    path = run_dir / FILE
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        logging.getLogger(__name__).warning("%s not removed: %s", path, reason_of(error))
+
+
+def rewind(state: TrainState, plan: Mapping[str, int]) -> str:
+    """Leave out the samples around a spike, where the state has been restored; returns a line for the user."""
+    skipped = plan["consumed_samples"] - state.consumed_samples
+    # The spike came `_BACK` steps after the last step that serves, and no step has consumed more.
+    most = (plan["last_step"] + _BACK - state.step) * state.config.train.global_batch_size
+    if not 0 < skipped <= most:
+        return (
+            f"{FILE} puts the samples after a spike at {plan['consumed_samples']:,}, and those from step {state.step} "
+            f"on begin at {state.consumed_samples:,}, at most {max(most, 0):,} before: none are left out"
+        )
+    state.consumed_samples = plan["consumed_samples"]
+    return f"went back to step {state.step} before a spike; {counted(skipped, 'sample')} from there on are left out"
 
 
 def rewinds_in_a_row(run_dir: Path) -> int:
     """The rewinds after which the run has not got further than to the step of the newest one plus the window."""
-    steps = [event["step"] for event in events.read(run_dir) if event.get("action") == "rewinds"]
-    return sum(type(step) is int and step > steps[-1] - _WINDOW for step in steps)
+    steps = [event["step"] for event in events.past(run_dir) if event.get("action") == "rewinds" and "step" in event]
+    return sum(step > steps[-1] - _WINDOW for step in steps)

@@ -17,7 +17,6 @@ from megapar.checkpoint.format import step_of
 from megapar.comm import collectives
 from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.derive import num_microbatches
-from megapar.config.messages import counted
 from megapar.config.options import Config, OptimizerConfig, flatten
 from megapar.context import ParallelContext
 from megapar.data.delivery import Delivery
@@ -222,22 +221,15 @@ def start(
     state.tiers = folders
     notes += checkpoints.resume(state, run_dir, path)
     if rewind:
-        notes += _rewind(state, rewind)
+        notes.append(spikes.rewind(state, rewind))
     if ctx.world.first:
-        (run_dir / spikes.FILE).unlink(missing_ok=True)
+        spikes.forget_rewind(run_dir)
         _record_start(state, run_dir, env, path)
     ctx.flight.step = state.step
     if state.step:
         ctx.flight.checkpoint(state.step)
     state.pipeline.prepare(_numbers_of_microbatches(state))
     return state, notes
-
-
-def _rewind(state: TrainState, rewind: Mapping[str, int]) -> list[str]:
-    """Leave out the samples around a spike; returns a line for the user."""
-    skipped = rewind["consumed_samples"] - state.consumed_samples
-    state.consumed_samples = rewind["consumed_samples"]
-    return [f"went back to step {state.step} before a spike; {counted(skipped, 'sample')} from there on are left out"]
 
 
 def _record_start(state: TrainState, run_dir: Path, env: Environment, path: Path | None) -> None:
@@ -296,7 +288,8 @@ class _Steps:
         ctx = run.state.ctx
         peak_tflops = options.log.peak_tflops or device.peak_tflops(ctx.device, options.train.precision)
         self._meter = Meter(ctx, run.flops_per_token, peak_tflops)
-        self._spikes = Spikes(options, run.run_dir, from_first(rewinds_in_a_row(run.run_dir), ctx))
+        past_rewinds = rewinds_in_a_row(run.run_dir) if ctx.world.first and options.guard.on_spike == "rewind" else 0
+        self._spikes = Spikes(options, run.run_dir, from_first(past_rewinds, ctx))
         self._queued: deque[tuple[QueuedStep, Measured, float]] = deque()  # oldest first; none is reported yet
         # A dynamic loss scale is known when the step before is finished. The GPU computes the update of that step
         # meanwhile, so even then it rarely waits for the host.
