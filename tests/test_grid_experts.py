@@ -3,6 +3,8 @@
 Fault slugs are in docs/faults.md.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -14,9 +16,11 @@ from torch import Tensor
 
 from megapar import context
 from megapar.batch import MicroBatch
+from megapar.config.options import AdapterConfig
 from megapar.expert_parallel import route
 from megapar.launch.grid import grid_of
 from megapar.params import spec_of
+from tests.support import tiny_models
 from tests.support.grid import (
     DENSE_BETWEEN,
     MIXTRAL,
@@ -31,10 +35,24 @@ from tests.support.grid import (
 )
 from tests.support.sweeps import slow_but
 
-# Two layouts that have what no pair of options has (tests/test_grid.py covers pairs), and many by hand.
+# One expert for all tokens.
+SINGLE = of(ONE, 1, num_experts=1)
+BIASES = tiny_models.small(
+    "gpt_oss",
+    48,
+    2,
+    76,
+    num_key_value_heads=2,
+    head_dim=10,
+    initializer_range=0.1,
+    sliding_window=7,
+    moe=replace(MIXTRAL.moe, num_experts=3),
+)
+# Layouts that have what no pair of options has (tests/test_grid.py covers pairs), and many by hand.
 FEW = [
     Layout(MIXTRAL, tp=2, dp=4, ep=8, etp=1, micro_batch_size=3),  # three ranks hold no expert
     Layout(DENSE_BETWEEN, pp=3, micro_batch_size=4, partition=(1, 1, 1)),
+    Layout(SINGLE, tp=2, dp=2, ep=2, etp=2, micro_batch_size=6),  # two ranks have columns of no expert
 ]
 GRID = [
     Layout(MIXTRAL, dp=2, ep=2, micro_batch_size=3),
@@ -60,13 +78,18 @@ GRID = [
     Layout(SIGMOID, cp=2, ep=2, cp_attention="ulysses", micro_batch_size=6),
     Layout(SHARED, cp=2, dp=2, tp=2, ep=4, etp=2, sequence_parallel=True, micro_batch_size=3, packed=True),
     Layout(SHARED, cp=2, pp=2, dp=2, ep=2, micro_batch_size=2, partition=(1, 1)),
+    Layout(BIASES, tp=2, dp=4, ep=4, etp=2, micro_batch_size=3),
+    Layout(BIASES, tp=2, dp=4, ep=4, etp=2, micro_batch_size=3, zero_stage=3),
+    Layout(BIASES, dp=4, ep=2, etp=2, micro_batch_size=3, adapter=AdapterConfig(rank=4)),
+    Layout(of(MIXTRAL, num_experts=3), tp=2, dp=4, ep=4, etp=2, micro_batch_size=3, adapter=AdapterConfig(rank=4)),
 ]
 
 
 @pytest.mark.gpus
 @pytest.mark.parametrize("layout", [*FEW, *(pytest.param(layout, marks=pytest.mark.slow) for layout in GRID)], ids=name)
 def test_layout_of_experts_changes_nothing(layout: Layout) -> None:
-    """Faults moe-norm-leaves-out-experts, moe-gradients-doubled-without-replicas, moe-replicas-drift."""
+    """Faults moe-norm-leaves-out-experts, moe-gradients-doubled-without-replicas, moe-replicas-drift,
+    no-expert-to-cut."""
     check_on_ranks(layout)
 
 
@@ -166,7 +189,7 @@ def random_layouts(draw: st.DrawFn) -> Layout:
     ep = draw(st.sampled_from([n for n in (1, 2, 4, 8) if ranks % n == 0]))
     etp = draw(st.sampled_from([n for n in (1, 2, 4) if ranks % (ep * n) == 0]))
     return Layout(
-        draw(st.sampled_from([MIXTRAL, SHARED, SIGMOID, ONE])),
+        draw(st.sampled_from([MIXTRAL, SHARED, SIGMOID, ONE, SINGLE, BIASES])),
         tp=tp,
         cp=cp,
         dp=dp,
@@ -176,7 +199,7 @@ def random_layouts(draw: st.DrawFn) -> Layout:
         cp_attention=draw(st.sampled_from(["gather", "ring", "ulysses"])) if cp > 1 else "gather",
         sequence_parallel=draw(st.booleans()),
         recompute=draw(st.sampled_from(["none", "selective", "full"])),
-        zero_stage=draw(st.sampled_from([0, 1])),
+        zero_stage=draw(st.sampled_from([0, 1, 2, 3])),
         micro_batch_size=draw(st.sampled_from([size for size in (1, 2, 3) if SAMPLES % (size * dp) == 0])),
         packed=draw(st.booleans()),
     )

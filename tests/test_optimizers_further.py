@@ -19,7 +19,7 @@ from megapar.config.options import OPTIMIZER_NAMES, OptimizerConfig
 from megapar.context import Axis
 from megapar.errors import CheckpointError, ConfigError
 from megapar.optimizer import owners, table
-from megapar.optimizer.muon import orthogonalized
+from megapar.optimizer.muon import Muon, orthogonalized
 from megapar.params import cut, make_piece, shared_piece
 from megapar.train.checkpoints import Saver, find, resume
 from megapar.train.state import TrainState
@@ -27,6 +27,7 @@ from megapar.train.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients, held_weights
 from tests.support import program
+from tests.support.cover import Case, Rule, Space, cover
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
     GPT,
@@ -41,6 +42,7 @@ from tests.support.grid import (
     alone,
     make_state,
     micro_batches,
+    of,
 )
 from tests.support.sweeps import slow_but
 
@@ -300,6 +302,67 @@ def test_a_layout_trains_as_one_process(layout: Layout, optimizer: str) -> None:
     trains_as_one_process(layout, FURTHER[optimizer], 3)
 
 
+# The ranks of an axis of gradients hold unequal numbers of experts, so dense matrices lie at other places of their flat
+# memory. The layouts of 2 to 4 ranks have sizes that divide no number of experts of the models.
+RANKS = {
+    "dp2 ep2": {"dp": 2, "ep": 2},
+    "cp2 ep2": {"cp": 2, "ep": 2, "micro_batch_size": 6},
+    "dp2 pp2 ep2": {"dp": 2, "pp": 2, "ep": 2},
+    "dp3 ep3": {"dp": 3, "ep": 3, "micro_batch_size": 2},
+    "dp4 ep4": {"dp": 4, "ep": 4, "micro_batch_size": 3},
+    "dp4 ep2 shards2": {"dp": 4, "ep": 2, "shard_ranks": 2, "micro_batch_size": 3},
+    "dp2 tp2 ep2 etp2": {"dp": 2, "tp": 2, "ep": 2, "etp": 2},
+    "dp2 tp2 ep4 etp1": {"dp": 2, "tp": 2, "ep": 4, "etp": 1},
+}
+UNEVEN = Space(
+    {
+        "ranks": tuple(RANKS),
+        "optimizer": tuple(FURTHER),
+        "model": ("5 experts", "1 expert", "latent, 7 experts"),
+        "zero_stage": (0, 1, 2, 3),
+    },
+    [
+        Rule(
+            "without ZeRO there are no shards",
+            ("ranks", "zero_stage"),
+            lambda ranks, stage: "shards" not in ranks or stage > 0,
+        )
+    ],
+)
+OF_UNEVEN = {
+    "5 experts": MIXTRAL,
+    "1 expert": of(MIXTRAL, num_experts=1, num_experts_per_tok=1),
+    "latent, 7 experts": of(LATENT, num_experts=7),
+}
+FIRST = {"ranks": "dp2 ep2", "optimizer": "muon", "model": "5 experts", "zero_stage": 3}
+UNEVEN_CASES = [FIRST, *cover(UNEVEN, 0, lambda case: 1.0)]
+
+
+@pytest.mark.parametrize("case", slow_but([0], UNEVEN_CASES), ids=lambda case: " ".join(map(str, case.values())))
+def test_unequal_numbers_of_experts_train_as_one_process(case: Case) -> None:
+    """Fault neighbor-layouts-taken-for-equal."""
+    layout = Layout(OF_UNEVEN[case["model"]], zero_stage=case["zero_stage"], **RANKS[case["ranks"]])
+    trains_as_one_process(layout, FURTHER[case["optimizer"]], 2)
+
+
+def other_buckets(layout: Layout) -> str:
+    """What the last rank says in its first step, if its buckets of dense matrices have another length than others'."""
+    state = state_of(layout, FURTHER["muon"])
+    for optimizer in state.optimizer.each:
+        if isinstance(optimizer, Muon) and state.ctx.world.last:
+            optimizer.parts = lambda axis_name: []  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError) as raised:
+        one_step(state, 0)
+    return str(raised.value)
+
+
+def test_ranks_with_other_matrices_are_told_before_any_is_updated() -> None:
+    """Fault neighbor-layouts-taken-for-equal."""
+    told = run_ranks(2, other_buckets, Layout(LLAMA, dp=2))
+    assert len(set(told)) == 1, "every rank says the same"
+    assert "rank 1 has other matrices" in told[0]
+
+
 # Groups
 
 
@@ -456,7 +519,7 @@ def members_of(shapes: Sequence[tuple[int, int]], tp: int, shards: int, copies: 
                 piece = shared_piece(f"m{number}", shape, axis)
             else:
                 piece = make_piece(f"m{number}", shape, {number % 3: cut(shape[number % 3], axis)})
-            parts.append(owners.Part.of(piece, start, (0, length)))
+            parts.append(owners.Part.of(piece, start, length))
             start += piece.held.numel
         found += [owners.Member(parts, i % shards, shards, i // shards) for i in range(shards * copies)]
     return found

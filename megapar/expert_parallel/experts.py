@@ -128,9 +128,10 @@ class Experts(nn.Module):
         numbers: Sequence[int] = self.expert_numbers
         cuts = {} if cut_dim is None else {cut_dim: cut(self.width, sharding.etp)}
         if not numbers:
-            # The spec of a parameter without elements still has a shape, which is cut to nothing.
+            # The spec of a parameter without elements still has a shape, with rows cut to nothing. Its columns are as
+            # many as on other ranks: so many has the gradient of no rows.
             numbers = [self.expert_numbers.start]
-            cuts = {0: (0, 0)}
+            cuts = {**cuts, 0: (0, 0)}
         pieces: list[Piece] = []
         for number in numbers:
             pieces += [make_piece(f"{name}.{number}.{matrix}.{kind}", shape, cuts) for matrix in matrices]

@@ -5,6 +5,8 @@ The momentum is kept by element, in the slices of ZeRO. For a step each matrix b
 is the same in every layout, and no rank repeats the work of another one.
 """
 
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -58,6 +60,8 @@ class Muon(SGD):
         """The axes of the gradient sums of matrices, by name."""
         self.routes: dict[str, Routes] = {}
         """By the name of the axis of gradients. They are found in the first step, or before it by a plan."""
+        found = [each for name in self.axes for each in self._located(self._layout, name)]
+        self._bucket_starts = {part.name: start for part, start in found}
 
     def parts(self, axis_name: str) -> list[Part]:
         """This rank's parts of matrices."""
@@ -65,6 +69,9 @@ class Muon(SGD):
 
     def parts_in(self, layout: FlatLayout, axis_name: str) -> list[Part]:
         """The parts of matrices of a rank with this layout."""
+        return [part for part, _ in self._located(layout, axis_name)]
+
+    def _located(self, layout: FlatLayout, axis_name: str) -> list[tuple[Part, int]]:
         return parts_of(layout, self.updates, axis_name, by_block=self.options.muon_per_head)
 
     def step(self, step: Step) -> None:
@@ -79,13 +86,25 @@ class Muon(SGD):
             self.follow(visit.shard, visit.grad, None if self.aliased(visit.shard) else visit.params, step)
 
     def _meet(self, axis: Axis, cut: Axis, plane: Axis) -> Routes:
-        """Ranks tell each other their parts, once. A collective."""
-        # The layouts of one tensor rank are equal, so one of them tells.
-        told = [part.to_json() for part in self.parts(axis.name)] if axis.first else []
-        places = collectives.gather_json((cut.rank, axis.rank, told), plane, self.ctx.device)
-        parts = {rank: list(map(Part.from_json, found)) for rank, first, found in places if not first}
+        """Ranks tell each other their parts, once. A collective.
+
+        Raises RuntimeError, on all ranks, if two ranks of one axis of gradients have other parts.
+        """
+        parts = [part.to_json() for part in self.parts(axis.name)]
+        digest = hashlib.blake2b(json.dumps(parts).encode(), digest_size=8).hexdigest()
+        # The parts of the ranks of an axis of gradients are equal, so one of them tells its own.
+        told = collectives.gather_json((cut.rank, axis.rank, digest, parts * axis.first), plane, self.ctx.device)
+        firsts = {
+            of_cut: (found, list(map(Part.from_json, of_first))) for of_cut, rank, found, of_first in told if not rank
+        }
+        for position, (of_cut, _, found, _) in enumerate(told):
+            if found != firsts[of_cut][0]:
+                raise RuntimeError(
+                    f"rank {plane.ranks[position]} has other matrices, or other buckets of them, than the first rank "
+                    f"of its axis {axis.name}, so their parts cannot be put together"
+                )
         sharded = self._layout.sharded
-        members = [Member.at(rank, axis, parts[of_cut], sharded=sharded) for of_cut, rank, _ in places]
+        members = [Member.at(rank, axis, firsts[of_cut][1], sharded=sharded) for of_cut, rank, _, _ in told]
         return Routes(members, plane.rank)
 
     def _orthogonalize(self, routes: Routes, plane: Axis) -> None:
@@ -102,7 +121,7 @@ class Muon(SGD):
             self._slice(fragment).copy_(values)
 
     def _slice(self, fragment: Fragment) -> Tensor:
-        start = fragment.part.start
+        start = self._bucket_starts[fragment.part.name] + fragment.part.start
         return self._gradients.part(start + fragment.start, start + fragment.stop)
 
     def _cat(self, parts: Sequence[Tensor]) -> Tensor:

@@ -36,9 +36,11 @@ def owners(shapes: Mapping[str, Sizes], ranks: int) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Part:
-    """A tensor rank's part of the matrix `name`, as `Piece` has it. Its elements begin at `start` of the layout.
+    """A tensor rank's part of the matrix `name`, as `Piece` has it. Its elements begin at `start` of their bucket.
 
-    They lie in the elements `bucket` of the layout, which ZeRO cuts into equal slices.
+    ZeRO cuts the bucket, of `bucket_numel` elements, into equal slices. The ranks of an axis of gradients have equal
+    buckets of its parameters. Where a bucket lies in a rank's layout is that rank's own: the rank may have more experts
+    before it than another one.
     """
 
     name: str
@@ -46,21 +48,21 @@ class Part:
     held: Box
     owned: Box | None
     start: int
-    bucket: Range
+    bucket_numel: int
 
     @classmethod
-    def of(cls, piece: Piece, start: int, bucket: Range) -> "Part":
-        return cls(piece.name, piece.shape, piece.held, piece.owned, start, bucket)
+    def of(cls, piece: Piece, start: int, bucket_numel: int) -> "Part":
+        return cls(piece.name, piece.shape, piece.held, piece.owned, start, bucket_numel)
 
     @classmethod
     def from_json(cls, fields: Sequence[Any]) -> "Part":
         """The part of the lists in `to_json`."""
-        name, shape, held, owned, start, bucket = fields
+        name, shape, held, owned, start, bucket_numel = fields
         box = None if owned is None else Box(*map(tuple, owned))
-        return cls(name, tuple(shape), Box(*map(tuple, held)), box, start, (bucket[0], bucket[1]))
+        return cls(name, tuple(shape), Box(*map(tuple, held)), box, start, bucket_numel)
 
     def to_json(self) -> list[Any]:
-        return [self.name, self.shape, self.held, self.owned, self.start, self.bucket]
+        return [self.name, self.shape, self.held, self.owned, self.start, self.bucket_numel]
 
     def owned_ranges(self) -> list[Range]:
         """The flat elements of the part that no other tensor rank sends."""
@@ -70,18 +72,20 @@ class Part:
         return list(flat_ranges(self.held.size, Box(inside, self.owned.size)))
 
 
-def parts_of(layout: FlatLayout, updates: Update, axis_name: str, *, by_block: bool = False) -> list[Part]:
+def parts_of(layout: FlatLayout, updates: Update, axis_name: str, *, by_block: bool = False) -> list[tuple[Part, int]]:
     """The parts of matrices with this update, and with the gradient axis of this name, in the order of the layout.
 
-    With `by_block` each block of a piece is a matrix (`Piece.blocks`).
+    Beside each part is where its bucket begins in the layout. With `by_block` each block of a piece is a matrix
+    (`Piece.blocks`).
     """
-    found: list[Part] = []
+    found: list[tuple[Part, int]] = []
     for slot in layout.slots:
         if slot.update == updates and slot.spec.grad_axis.name == axis_name:
             bucket = layout.buckets[slot.bucket_index]
             for piece, start, _ in slot.spec.segments():
-                part = Part.of(piece, slot.start + start, (bucket.start, bucket.stop))
-                found += _blocks(part, piece.blocks) if by_block and piece.blocks else [part]
+                part = Part.of(piece, slot.start + start - bucket.start, bucket.numel)
+                parts = _blocks(part, piece.blocks) if by_block and piece.blocks else [part]
+                found += [(each, bucket.start) for each in parts]
     return found
 
 
@@ -98,7 +102,7 @@ def _blocks(part: Part, rows: Sequence[int]) -> Iterator[Part]:
             owned = None if part.owned is None else _of_rows(part.owned, first, last)
             # Rows of a part follow one another in memory, so the elements of a block do too.
             start = part.start + (first + held.offset[0] - part.held.offset[0]) * part.held.size[1]
-            yield Part(f"{part.name}[{number}]", (last - first, width), held, owned, start, part.bucket)
+            yield Part(f"{part.name}[{number}]", (last - first, width), held, owned, start, part.bucket_numel)
         first = last
 
 
@@ -132,8 +136,8 @@ class Member:
 
     def slice(self, part: Part) -> Range:
         """The flat elements of `part` updated by this rank. Empty if its slice has none."""
-        length = (part.bucket[1] - part.bucket[0]) // self.shards
-        first = part.bucket[0] + self.shard * length - part.start
+        length = part.bucket_numel // self.shards
+        first = self.shard * length - part.start
         return min(max(first, 0), part.held.numel), min(max(first + length, 0), part.held.numel)
 
 
