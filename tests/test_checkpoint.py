@@ -158,7 +158,7 @@ def test_a_checkpoint_wanders_through_layouts_unchanged(tmp_path: Path) -> None:
 def upcycled_weights(path: Path) -> bytes:
     """The weights of a mixture made of the checkpoint."""
     target = path.with_name("mixture")
-    upcycle_dense(Upcycle(path, target, experts=2, experts_per_token=1, verify=False))
+    upcycle_dense(Upcycle(path, target, experts=2, experts_per_token=2, verify=False))
     (file,) = target.glob("*.safetensors")
     return file.read_bytes()
 

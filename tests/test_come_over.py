@@ -812,3 +812,15 @@ def test_values_and_names_of_a_job_cannot_break_the_toml_or_the_account():
     assert set(tomllib.loads(account.toml)) <= {"run_dir", "model", "train", "optimizer"}
     assert "save" in left(account)
     assert "\ny" not in report(account)
+
+
+def test_sigmoids_of_one_expert_are_not_divided() -> None:
+    """Megatron-Core divides the sigmoids of a token's experts by their sum only if there are several. A softmax of one
+    is divided, and its router would never learn."""
+    flags = f"{LLAMA} --num-experts 4 --moe-router-load-balancing-type none --moe-router-topk"
+    option = "model.moe.norm_topk_prob"
+    one = moved("Megatron-LM", f"{flags} 1 --moe-router-score-function sigmoid")
+    assert one.moved.ours[option] == ("false",)
+    assert not one.refusal
+    assert option not in moved("Megatron-LM", f"{flags} 2 --moe-router-score-function sigmoid").moved.ours
+    assert "use --model.moe.no_norm_topk_prob" in moved("Megatron-LM", f"{flags} 1").refusal

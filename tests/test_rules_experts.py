@@ -2,9 +2,11 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from megapar_models.convert.upcycle import mixture_of
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama import reference as plain
 from megapar_models.mixtral.family import MIXTRAL as MIXTRAL_FAMILY
@@ -15,6 +17,7 @@ from megapar_models.registry import presets, validate
 from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
+from megapar.config.options import AdapterConfig, Config, TrainConfig
 from megapar.errors import ConfigError
 from megapar.expert_parallel.route import RouterRule, scores, select, weights
 from tests.support import grid
@@ -154,3 +157,37 @@ def test_groups_have_the_experts_that_their_scores_add(preset: str, options: dic
         return
     with pytest.raises(ConfigError, match=words):
         validate(config, 1)
+
+
+# One expert a token
+
+
+def of_one_expert(**moe: Any) -> Config:
+    """The options of a model whose router chooses one expert of a token."""
+    return Config(model=grid.of(grid.MIXTRAL, num_experts_per_tok=1, **moe), train=TrainConfig(seq_length=24))
+
+
+@pytest.mark.parametrize("scoring_func", ["softmax", "sigmoid"])
+def test_a_router_without_a_gradient_is_not_trained(scoring_func: str) -> None:
+    """Fault weight-of-one-expert: its weight is 1 whatever the router says."""
+    config = of_one_expert(scoring_func=scoring_func)
+    with pytest.raises(ConfigError, match=r"use --model\.moe\.no_norm_topk_prob") as refused:
+        validate(config, 1)
+    assert "\n" not in str(refused.value)
+    validate(config, 1, trains=False)
+    validate(of_one_expert(scoring_func=scoring_func, norm_topk_prob=False), 1)
+    for patterns, trained in ((("*.attention.*", "norm.*"), False), (("layers.1.mlp.*",), True)):
+        frozen = replace(config, train=replace(config.train, trainable=patterns))
+        if trained:
+            with pytest.raises(ConfigError, match="never learn"):
+                validate(frozen, 1)
+        else:
+            validate(frozen, 1)
+    validate(replace(config, adapter=AdapterConfig(rank=4)), 1)
+    validate(of_one_expert(num_experts=1), 1)  # there is nothing to choose
+
+
+def test_a_mixture_that_would_never_learn_is_not_made() -> None:
+    """Fault weight-of-one-expert."""
+    with pytest.raises(ConfigError, match="--experts_per_token 1: the weight of a single expert"):
+        mixture_of(Config(model=grid.LLAMA), "mixtral", 4, 1, 1234)

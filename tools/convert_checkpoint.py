@@ -280,7 +280,9 @@ def megatron_to_native(options: MegatronToNative) -> None:
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     precision = PRECISION[dtype]
     length = min(TrainConfig.seq_length, source.model.max_position_embeddings)
-    config = validate(Config(model=source.model, train=TrainConfig(precision=precision, seq_length=length)), 1)
+    config = validate(
+        Config(model=source.model, train=TrainConfig(precision=precision, seq_length=length)), 1, trains=False
+    )
     shapes = native_shapes(config.model)
     source.check(shapes)
     needed = sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())
@@ -345,7 +347,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def whole_config(model: ModelConfig) -> Config:
     """The options of a run with this model, derived values filled in. Raises ConfigError for an invalid model."""
     config = Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings)))
-    return validate(with_fitting_objective(config), 1)
+    return validate(with_fitting_objective(config), 1, trains=False)
 
 
 def described_by(config: Config, options: NativeToHf) -> Path | None:

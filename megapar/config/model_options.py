@@ -21,7 +21,8 @@ class MoEConfig:
     scoring_func: Literal["softmax", "sigmoid"] = field(default="softmax", metadata=OF_FUNCTION)
     """Turns the router's logits into scores: softmax over all experts, or the sigmoid of each by itself."""
     norm_topk_prob: bool = field(default=True, metadata=OF_FUNCTION)
-    """Divide the scores of a token's experts by their sum, so that its weights add up to 1."""
+    """Divide the scores of a token's experts by their sum, so that its weights add up to 1. With one expert a token its
+    weight would always be 1, and its router would never learn: to train it, leave this off."""
     routed_scaling_factor: float = field(default=1.0, metadata=OF_FUNCTION)
     """The weights of a token's experts are multiplied by it."""
     n_group: int = field(default=1, metadata=OF_FUNCTION)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Set
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,9 +121,12 @@ def named_configs(folder: Path) -> dict[str, Path]:
     return presets() | {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def validate(config: Config, world_size: int) -> Config:
-    """Call `megapar.config.validate.validate` with what the family, its layers and the schedule say of themselves."""
-    return checks.validate(config, world_size, *_rules(config))
+def validate(config: Config, world_size: int, *, trains: bool = True) -> Config:
+    """Call `megapar.config.validate.validate` with what the family, its layers and the schedule say of themselves.
+
+    Without `trains` a model may be one that cannot be trained well, and is only read, converted or run.
+    """
+    return checks.validate(config, world_size, *_rules(config, trains=trains))
 
 
 def validate_layout(config: Config, world_size: int, kinds: Set[LayerKind] | None = None) -> Config:
@@ -138,7 +142,9 @@ def kinds_of(model: ModelConfig) -> Set[LayerKind]:
     return {stage.layer_kind(model, number) for number in numbers}
 
 
-def _rules(config: Config, kinds: Set[LayerKind] | None = None) -> tuple[ModelRules, VirtualStages]:
+def _rules(
+    config: Config, kinds: Set[LayerKind] | None = None, *, trains: bool = True
+) -> tuple[ModelRules, VirtualStages]:
     """The rules of the family and its layers, and the schedule's."""
     family = find(config.model.family)
 
@@ -148,6 +154,8 @@ def _rules(config: Config, kinds: Set[LayerKind] | None = None) -> tuple[ModelRu
         yield from _attention_problems(config, own)
         yield from _clip_problems(config, own)
         yield from _router_problems(config, own)
+        if trains:
+            yield from _learning_problems(config, own)
         yield from _objective_problems(config)
         yield from _head_problems(config)
 
@@ -197,6 +205,22 @@ def _router_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
             text += listed(fits or [1])
             yield problem(config, "model.moe.n_group model.moe.num_experts", text)
             return
+
+
+def _learning_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
+    """Trained routers whose gradient is zero but for the losses of balance: the weight of a single expert is 1."""
+    mixtures = [kind for kind in kinds if kind.mixture is not None and kind.mixture.num_experts > 1]
+    rules = [kind.router or router_rule(kind.mixture) for kind in mixtures if kind.mixture is not None]
+    if not any(rule.top_k == 1 and rule.norm_topk_prob for rule in rules):
+        return
+    patterns = config.train.trainable
+    names = [f"layers.{number}.mlp.router.weight" for number in range(min(config.model.num_hidden_layers, 10_000))]
+    if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns for name in names):
+        text = (
+            "the weight of a single expert, divided by itself, is always 1, so the router would get no gradient and "
+            "never learn; use --model.moe.no_norm_topk_prob, or 2 experts"
+        )
+        yield problem(config, "model.moe.num_experts_per_tok model.moe.norm_topk_prob", text)
 
 
 def _objective_problems(config: Config) -> Iterator[str]:

@@ -44,7 +44,7 @@ def saved_config(manifest: Manifest, **train: Any) -> Config:
     # Not compiled: texts have other lengths than samples of training, and each would be compiled for.
     kernels = replace(config.kernels, compile=False)
     alone = replace(config, train=replace(config.train, **train), kernels=kernels)
-    return replace(validate(with_fitting_objective(alone), 1), data=config.data)
+    return replace(validate(with_fitting_objective(alone), 1, trains=False), data=config.data)
 
 
 def with_fitting_objective(config: Config) -> Config:

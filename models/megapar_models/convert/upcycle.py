@@ -33,6 +33,11 @@ def mixture_of(dense: Config, family: str, experts: int, experts_per_token: int,
     """
     if dense.model.num_experts:
         raise ConfigError(f"model.moe.num_experts={dense.model.num_experts}: the model is a mixture already")
+    if experts > 1 and experts_per_token == 1:
+        raise ConfigError(
+            "--experts_per_token 1: the weight of a single expert, divided by itself, is always 1, so the router would "
+            "get no gradient and never learn; use 2 or more, whose weights add up to one as well"
+        )
     options = find(family).options
     moe = options().experts
     if moe is None:

@@ -73,7 +73,7 @@ def config_of(
     # As many micro-batches as ranks of the pipeline keep all of them at work.
     dp = config.parallel.dp or world // (config.parallel.tp * config.parallel.cp * config.parallel.pp)
     rows = config.train.micro_batch_size * max(dp, 1) * 2 * config.parallel.pp
-    return validate(replace(config, train=replace(config.train, global_batch_size=rows)), world)
+    return validate(replace(config, train=replace(config.train, global_batch_size=rows)), world, trains=False)
 
 
 def values_of(stage: Stage, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
