@@ -1,8 +1,10 @@
 """Weights handed over from ranks are those of an export, in every layout."""
 
+import json
 import multiprocessing
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -295,6 +297,79 @@ def test_a_giver_that_is_gone_is_told(tmp_path: Path) -> None:
         with pytest.raises(CommunicationError, match=r"the process that gives weights has gone after bucket 1"):
             next(stream)
         give_one.join()
+
+
+def hello(connection: socket.socket, text: bytes = b"") -> None:
+    """Begin as a giver does, with memory that holds `text` alone."""
+    memory = os.memfd_create("test")
+    os.write(memory, text)
+    socket.send_fds(connection, [b"u"], [memory])
+    os.close(memory)
+
+
+def no_dtype(connection: socket.socket) -> None:
+    text = json.dumps([("x", "load", [1], 0)]).encode()
+    hello(connection, bytes(4) + text)
+    connection.sendall(struct.pack("=QQ", 4, len(text)))
+
+
+def outside(connection: socket.socket) -> None:
+    text = json.dumps([("x", "uint8", [8], -4)]).encode()
+    hello(connection, bytes(8) + text)
+    connection.sendall(struct.pack("=QQ", 8, len(text)))
+
+
+NO_GIVERS: dict[str, tuple[Callable[[socket.socket], object], str]] = {
+    "leaves": (lambda connection: None, "has gone, or passes no memory"),
+    "passes no memory": (lambda connection: connection.sendall(b"u"), "has gone, or passes no memory"),
+    "says too little": (lambda connection: (hello(connection), connection.sendall(b"x")), "no bucket, after bucket 0"),
+    "counts beyond its memory": (
+        lambda connection: (hello(connection), connection.sendall(struct.pack("=QQ", 1 << 60, 1 << 60))),
+        "bytes in a memory of 0",
+    ),
+    "no JSON": (
+        lambda connection: (hello(connection, b"1234{"), connection.sendall(struct.pack("=QQ", 4, 1))),
+        "no bucket, after bucket 0",
+    ),
+    "no dtype": (no_dtype, "x: load is no dtype"),
+    "outside": (outside, "x: bytes -4 to 4 of 8"),
+}
+
+
+@pytest.mark.parametrize("kind", NO_GIVERS)
+def test_a_process_that_is_no_giver_is_one_line_of_error(kind: str, tmp_path: Path) -> None:
+    speak, said = NO_GIVERS[kind]
+    with Taker(tmp_path, 20.0) as taker, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as connection:
+        connection.connect(str(taker.path / "socket"))
+        speak(connection)
+        connection.shutdown(socket.SHUT_WR)
+        words, _ = gone_of(lambda: [list(stream) for stream in taker.streams()])
+    assert words.startswith("the process that gives weights")
+    assert said in words
+    assert "\n" not in words
+
+
+def test_a_tensor_that_the_other_end_would_read_otherwise_is_not_given(tmp_path: Path) -> None:
+    """Fault view-handed-over: the columns of a transposed view would arrive as rows."""
+    with Taker(tmp_path, 20.0) as taker, Giver(taker.path, 20.0) as giver:
+        memory = giver.memory(64).view(torch.float32).view(4, 4)
+        for wrong, said in (
+            (memory.t(), r"x \[4, 4\]: its elements do not follow one another"),
+            (memory[:, :2], "do not follow one another"),
+            (torch.zeros(4), "does not lie in `memory`"),
+            (torch.zeros(4, device="meta"), "does not lie in `memory`"),
+        ):
+            with pytest.raises(ValueError, match=said):
+                giver.give({"x": wrong})
+
+
+def test_the_folder_of_a_killed_taker_is_swept(tmp_path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=lambda: (Taker(tmp_path, 20.0), os._exit(9)))
+    process.start()
+    process.join()
+    assert len(list(tmp_path.glob("megapar-taker-*"))) == 1
+    with Taker(tmp_path, 20.0) as taker, Taker(tmp_path, 20.0) as other:
+        assert set(tmp_path.glob("megapar-taker-*")) == {taker.path, other.path}
 
 
 def test_nobody_there_is_a_line(tmp_path: Path) -> None:

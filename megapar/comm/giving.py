@@ -7,6 +7,7 @@ used them, and only then the giver writes the next bucket. Both ends ask the ker
 """
 
 import json
+import math
 import mmap
 import os
 import socket
@@ -22,12 +23,13 @@ from torch import Tensor
 
 from megapar.errors import CommunicationError, ConfigError, reason_of
 from megapar.system import limits
-from megapar.system.own_folder import OwnFolder, opened
+from megapar.system.own_folder import OwnFolder, opened, sweep
 
 _SOCKET = "socket"
 _PREFIX = "megapar-taker-"
 _MESSAGE = struct.Struct("=QQ")  # bytes of the tensors, and of the text behind them; twice 0 ends a stream
 _END = (0, 0)
+_GIVER = "the process that gives weights"
 _USED = b"u"
 _CREDENTIALS = struct.Struct("=iii")  # process, user and group, as SO_PEERCRED gives them
 
@@ -67,9 +69,11 @@ class Giver:
         return self._mapped[:nbytes]
 
     def give(self, tensors: Mapping[str, Tensor]) -> None:
-        """Give tensors that lie in `memory`. Returns when the other end has used them."""
-        begin = self._mapped.data_ptr()
-        entries = [(name, dtype_name(x.dtype), list(x.shape), x.data_ptr() - begin) for name, x in tensors.items()]
+        """Give contiguous tensors that lie in `memory`. Returns when the other end has used them.
+
+        Raises ValueError for another tensor, before anything is said.
+        """
+        entries = [(name, dtype_name(x.dtype), list(x.shape), self._offset_of(name, x)) for name, x in tensors.items()]
         text = json.dumps(entries).encode()
         os.pwrite(self._memory, text, len(self._mapped))
         self._say(len(self._mapped), len(text))
@@ -93,6 +97,17 @@ class Giver:
     ) -> None:
         self.close()
 
+    def _offset_of(self, name: str, x: Tensor) -> int:
+        """Where a tensor begins in the memory, in bytes."""
+        if not x.numel():
+            return 0
+        offset = x.data_ptr() - self._mapped.data_ptr()
+        is_inside = x.device.type == "cpu" and 0 <= offset <= len(self._mapped) - x.nbytes
+        if not is_inside or not x.is_contiguous():
+            what = "its elements do not follow one another" if is_inside else "does not lie in `memory`"
+            raise ValueError(f"{name} {list(x.shape)}: {what}; copy it into `Giver.memory`, and give the copy")
+        return offset
+
     def _say(self, tensor_bytes: int, text_bytes: int) -> None:
         with _telling(f"{self._path}: the process that takes weights", self._given, self._timeout_seconds):
             self._connection.sendall(_MESSAGE.pack(tensor_bytes, text_bytes))
@@ -103,11 +118,13 @@ class Giver:
 class Taker:
     """The end that takes, made first. Its folder `path`, a new one in `parent`, is what the giver must know.
 
-    It waits at most `timeout_seconds` inside of a stream, and for ever between streams.
+    It waits at most `timeout_seconds` inside of a stream, and for ever between streams. Folders in `parent` of takers
+    that were killed are removed.
     """
 
     def __init__(self, parent: Path, timeout_seconds: float):
         self._timeout_seconds = timeout_seconds
+        sweep(parent, _PREFIX)
         self._folder = OwnFolder(parent, _PREFIX)
         self.path = self._folder.path
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -118,17 +135,27 @@ class Taker:
         """Wait for the giver, and yield each of its streams until it leaves.
 
         A stream yields the tensors of each bucket by name. They are the giver's memory, valid until the next bucket.
-        Raises CommunicationError if the giver is gone in the middle of a stream, or too late.
+        Raises CommunicationError if the giver is gone in the middle of a stream, or too late, or if another process
+        connects, which does not speak as a giver does.
         """
         connection, _ = self._listener.accept()
         with connection:
-            _check_user(connection)
-            _, (memory, *_), _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            connection.settimeout(self._timeout_seconds)
+            with _telling(_GIVER, 0, self._timeout_seconds):
+                _check_user(connection)
+                _, descriptors, _, _ = socket.recv_fds(connection, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            if not descriptors:
+                raise CommunicationError(f"{_GIVER} has gone, or passes no memory, before bucket 0")
+            (memory,) = descriptors
             try:
-                while message := connection.recv(_MESSAGE.size):
-                    connection.settimeout(self._timeout_seconds)
-                    yield self._stream(connection, memory, _MESSAGE.unpack(message))
+                while True:
                     connection.settimeout(None)
+                    with _telling(_GIVER, 0, self._timeout_seconds):
+                        text = connection.recv(_MESSAGE.size)
+                    if not text:
+                        return
+                    connection.settimeout(self._timeout_seconds)
+                    yield self._stream(connection, memory, _message(text, 0))
             finally:
                 os.close(memory)
 
@@ -145,27 +172,51 @@ class Taker:
     ) -> None:
         self.close()
 
-    def _stream(self, connection: socket.socket, memory: int, message: tuple[Any, ...]) -> Iterator[dict[str, Tensor]]:
+    def _stream(self, connection: socket.socket, memory: int, message: tuple[int, int]) -> Iterator[dict[str, Tensor]]:
         mapped = torch.empty(0, dtype=torch.uint8)
         taken = 0
         while message != _END:
             tensor_bytes, text_bytes = message
-            if tensor_bytes > len(mapped):
-                mapped = _map(memory, tensor_bytes)
-            tensors = {}
-            for name, dtype, shape, offset in json.loads(os.pread(memory, text_bytes, tensor_bytes)):
-                kind: torch.dtype = getattr(torch, dtype)
-                nbytes = torch.Size(shape).numel() * kind.itemsize
-                tensors[name] = mapped[offset : offset + nbytes].view(kind).view(shape)
+            try:
+                if sum(message) > os.fstat(memory).st_size:
+                    raise ValueError(f"{sum(message)} bytes in a memory of {os.fstat(memory).st_size}")
+                if tensor_bytes > len(mapped):
+                    mapped = _map(memory, tensor_bytes)
+                tensors = _tensors_in(mapped, json.loads(os.pread(memory, text_bytes, tensor_bytes)))
+            except (ValueError, TypeError, RuntimeError, OverflowError, OSError) as error:
+                raise CommunicationError(f"{_GIVER} says what is no bucket, after bucket {taken} ({error})") from error
             yield tensors
             taken += 1
-            with _telling("the process that gives weights", taken, self._timeout_seconds):
+            with _telling(_GIVER, taken, self._timeout_seconds):
                 connection.sendall(_USED)
                 text = connection.recv(_MESSAGE.size)
                 if not text:
                     raise ConnectionResetError
-                message = _MESSAGE.unpack(text)
-        connection.sendall(_USED)
+            message = _message(text, taken)
+        with _telling(_GIVER, taken, self._timeout_seconds):
+            connection.sendall(_USED)
+
+
+def _message(text: bytes, taken: int) -> tuple[int, int]:
+    """The numbers of a message. Raises CommunicationError if it has another length."""
+    if len(text) != _MESSAGE.size:
+        raise CommunicationError(f"{_GIVER} says what is no bucket, after bucket {taken} ({len(text)} bytes)")
+    tensor_bytes, text_bytes = _MESSAGE.unpack(text)
+    return tensor_bytes, text_bytes
+
+
+def _tensors_in(mapped: Tensor, entries: Any) -> dict[str, Tensor]:
+    """The tensors of a bucket by name. Raises ValueError, TypeError or RuntimeError if an entry is none."""
+    tensors = {}
+    for name, dtype, shape, offset in entries:
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise ValueError(f"{name}: {dtype} is no dtype")
+        nbytes = math.prod(shape) * kind.itemsize
+        if not 0 <= offset <= offset + nbytes <= len(mapped):
+            raise ValueError(f"{name}: bytes {offset} to {offset + nbytes} of {len(mapped)}")
+        tensors[name] = mapped[offset : offset + nbytes].view(kind).view(shape)
+    return tensors
 
 
 def dtype_name(dtype: torch.dtype) -> str:
