@@ -272,6 +272,22 @@ def test_corruption_is_one_line_naming_the_file(tmp_path: Path, name: str) -> No
     assert caught.value.exit_code == 4
 
 
+def test_a_file_removed_while_it_is_opened_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fault removed-while-read: safetensors opens a file twice, and torch's own error is not an OSError."""
+    path = save_toy(tmp_path, 3)
+    opened = torch.UntypedStorage.from_file
+
+    def open_too_late(name: str, *args: Any, **named: Any) -> Any:
+        Path(name).unlink()
+        return opened(name, *args, **named)
+
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", open_too_late)
+    with pytest.raises(CheckpointError, match=r"not readable as safetensors .*No such file") as caught:
+        load_toy(path, toy_slices(9))
+    assert FILE in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
 def test_a_chunk_of_another_dtype_or_shape_is_refused(tmp_path: Path) -> None:
     for change, found in ((lambda x: x.half(), "float16 [7]"), (lambda x: x[:-1].clone(), "float32 [6]")):
         path = save_toy(tmp_path, 3)

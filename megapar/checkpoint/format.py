@@ -21,13 +21,16 @@ import weakref
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from megapar.checkpoint.manifest import Span, encode, index, seal
+from megapar.device import out_of_memory
 from megapar.errors import CheckpointError
 from megapar.params import MAIN, ParamSpec, Piece, Sizes
 from megapar.system.regular_files import open_regular, read_regular
@@ -571,3 +574,19 @@ def is_complete(folder: Path) -> bool:
         logging.getLogger(__name__).warning("checkpoint skipped: %s", error)
         return False
     return True
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """A context to read safetensors files. Raises CheckpointError, with `what`, for what the reader raises.
+
+    safetensors opens a file twice, the second time by torch. If the file is removed in between, torch raises
+    RuntimeError.
+    """
+    try:
+        yield
+    except (SafetensorError, OSError, RuntimeError) as error:
+        if out_of_memory(error):
+            raise
+        text = " ".join(str(error).split())
+        raise CheckpointError(f"{what}: not readable as safetensors ({text})") from error

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from megapar.checkpoint.format import (
@@ -31,6 +31,7 @@ from megapar.checkpoint.format import (
     open_manifest,
     overlap,
     read_manifest,
+    reading,
     step_of,
 )
 from megapar.checkpoint.values import examine
@@ -528,12 +529,10 @@ class Reader:
         path = self.path / chunk.file
         expected = dtype_of(self.manifest.tensors[name].dtype)
         name_in_file = f"{path}: chunk {chunk.key}"
-        try:
+        with reading(name_in_file):
             if chunk.file not in self._files:
                 self._files[chunk.file] = self._stack.enter_context(safe_open(path, "pt"))
             values: Tensor = self._files[chunk.file].get_tensor(chunk.key)
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{name_in_file}: not readable as safetensors ({error})") from error
         if (tuple(values.shape), values.dtype) != (chunk.size, expected):
             stored = f"{dtype_name(values.dtype)} {list(values.shape)}"
             raise CheckpointError(

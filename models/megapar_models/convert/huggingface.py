@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
-from megapar.checkpoint.format import BUFFER, Manifest, Sizes
+from megapar.checkpoint.format import BUFFER, Manifest, Sizes, reading
 from megapar.checkpoint.load import Reader
 from megapar.config.messages import first_few
 from megapar.errors import CheckpointError
@@ -70,13 +70,10 @@ def unstacked(name: str, stored: Stored, stacked: Mapping[str, Sequence[str]]) -
 def header_of(path: Path) -> dict[str, tuple[str, Sizes]]:
     """safetensors' dtype and the shape of each tensor in a file. No tensor is read. Raises CheckpointError."""
     infos = {}
-    try:
-        with safe_open(path, "pt") as opened:
-            for key in opened.keys():  # noqa: SIM118
-                part = opened.get_slice(key)
-                infos[key] = (part.get_dtype(), tuple(part.get_shape()))
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path}: not readable as safetensors ({error})") from error
+    with reading(str(path)), safe_open(path, "pt") as opened:
+        for key in opened.keys():  # noqa: SIM118
+            part = opened.get_slice(key)
+            infos[key] = (part.get_dtype(), tuple(part.get_shape()))
     return infos
 
 
@@ -226,7 +223,7 @@ class Weights:
         return whole[stored.expert, stored.first_row : stored.first_row + stored.info.shape[0]]
 
     def _mapped(self, file: str, key: str) -> Tensor:
-        with safe_open(self.folder / file, "pt") as opened:
+        with reading(f"{self.folder / file}: {key}"), safe_open(self.folder / file, "pt") as opened:
             tensor: Tensor = opened.get_tensor(key)
         return tensor
 
