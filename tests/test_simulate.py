@@ -48,6 +48,7 @@ from tests.support.grid import (
     make_state,
     micro_batches,
     name,
+    of,
 )
 from tests.support.options import load
 from tests.support.plans import PARTS
@@ -113,12 +114,16 @@ LAYOUTS = [
     (Layout(LLAMA, tp=2, cp=2, optimizer="muon", zero_stage=3), "fp32"),
     (Layout(MIXTRAL, tp=2, dp=2, ep=2, etp=1, optimizer="muon", zero_stage=2), "fp32"),
     (Layout(LLAMA, tp=2, dp=2, optimizer="muon", zero_stage=0), "fp32"),
+    # Ranks without rows of experts: a stage of a plain MLP, and a replica without a micro-batch.
+    (Layout(DENSE_BETWEEN, pp=3, micro_batch_size=6, partition=(1, 1, 1)), "fp32"),
+    (Layout(MIXTRAL, dp=5, micro_batch_size=3), "fp32"),
+    (Layout(of(MIXTRAL, num_experts=3), dp=4, ep=4, micro_batch_size=3, optimizer="muon", zero_stage=2), "fp32"),
 ]
 
 
 @pytest.mark.skipif(ON_GPUS, reason="GPUs have kernels of their own, which keep less")
 @pytest.mark.parametrize(
-    ("layout", "precision"), slow_but([1, 3], LAYOUTS), ids=[name(layout) for layout, _ in LAYOUTS]
+    ("layout", "precision"), slow_but([1, 3, 25], LAYOUTS), ids=[name(layout) for layout, _ in LAYOUTS]
 )
 def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(layout: Layout, precision: str, tmp_path: Path) -> None:
     """To the byte and the call: memory of each kind, messages of each operation on each axis. A dry run plans the same
@@ -133,6 +138,17 @@ def test_a_simulated_rank_holds_and_sends_what_a_real_one_does(layout: Layout, p
         assert {axis: (traffic.calls, traffic.sent) for axis, traffic in found.traffic.items()} == sent
         if experts is EVEN:
             assert report_rank(config, PARTS, rank).rows == memory
+
+
+@pytest.mark.skipif(ON_GPUS, reason="GPUs have kernels of their own, which keep less")
+@pytest.mark.parametrize("precision", slow_but([0], ["bf16", "fp32", "fp16"]))
+@pytest.mark.parametrize("optimizer", slow_but([0], ["adamw", "lion", "sgd"]))
+def test_state_in_host_memory_is_simulated(optimizer: str, precision: str, tmp_path: Path) -> None:
+    """optimizer.offload: the updates of the host, with their slots, have no memory either."""
+    config = Layout(ONE_KV_HEAD, micro_batch_size=6).config(precision)
+    config = replace(config, optimizer=replace(config.optimizer, name=optimizer, offload=0.5, ema=0.9))
+    memory, _ = second_step(config, tmp_path)
+    assert simulated(config, 0).memory == memory == report_rank(config, PARTS, 0).rows
 
 
 GPUS = ("--launch.device", "cuda", "--train.precision", "bf16", "--train.seq_length", "1024")
@@ -428,7 +444,13 @@ def test_rows_of_another_run_are_refused(
 ) -> None:
     flags = (*program.TINY, *MIXTURE, "--world", 2, "--expert_rows", tmp_path)
     assert run(monkeypatch, *flags) == 3
-    assert "no rows of experts can be read there" in capsys.readouterr().err
+    assert "has no rows of experts; a run with --train.memory_report writes them" in capsys.readouterr().err
+    (tmp_path / "rank_00001.json").write_text("{}")
+    assert run(monkeypatch, *flags) == 3
+    assert "rank_00001.json: no rows of experts can be read there" in capsys.readouterr().err
+    (tmp_path / "rank_00001.json").rename(tmp_path / "rank_00002.json")
+    assert run(monkeypatch, *flags) == 3
+    assert "rank_00000.json: is not there, and in this layout that rank has experts" in capsys.readouterr().err
     for rank in range(2):
         rows = {str(layer): [[1, 2, 3, 4]] for layer in range(4)}
         (tmp_path / f"rank_{rank:05d}.json").write_text(json.dumps({"layers": rows}))

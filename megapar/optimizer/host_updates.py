@@ -34,10 +34,9 @@ class HostUpdates:
         self._visits = visits
         self._update = update
         longest, number = _slots([visit.params.numel() for visit in visits])
-        slots = range(0 if on.type == "meta" else number)
-        self._grads = [_slot(longest, torch.float32, on) for _ in slots]
-        self._params = [_slot(longest, dtype, on) for _ in slots]
-        self._left = [Reached() for _ in slots]
+        self._grads = [_slot(longest, torch.float32, on) for _ in range(number)]
+        self._params = [_slot(longest, dtype, on) for _ in range(number)]
+        self._left = [Reached() for _ in range(number)]
         self.stream = SideStream(on)
 
     @property

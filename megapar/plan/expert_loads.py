@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -54,14 +55,24 @@ def imbalanced(factor: float, config: Config, ep_rank: int) -> ImbalancedLoad:
     return ImbalancedLoad(factor, ep_rank)
 
 
+class Logged(NamedTuple):
+    """What one rank has logged (`megapar.train.expert_rows`): by layer int64 [forward passes, experts].
+
+    A rank without layers of experts, or without a micro-batch, writes no file.
+    """
+
+    path: Path
+    layers: Mapping[int, Tensor]
+
+
 class LoggedLoad:
     """The choices that the ranks of a run have logged, one forward pass after the other.
 
-    `choices_qp` has for each position of etp and ep what its rank logged (`megapar.train.expert_rows`). `own` are the
-    positions of this rank on etp and on ep. `folder` is named in errors.
+    `choices_qp` has for each position of etp and ep what its rank logged. `own` are the positions of this rank on etp
+    and on ep. `folder` is named in errors.
     """
 
-    def __init__(self, folder: Path, choices_qp: Sequence[Sequence[Mapping[int, Tensor]]], own: tuple[int, int]):
+    def __init__(self, folder: Path, choices_qp: Sequence[Sequence[Logged]], own: tuple[int, int]):
         self._folder = folder
         self._choices_qp = choices_qp
         self._own = own
@@ -70,8 +81,7 @@ class LoggedLoad:
     def chosen(self, layer: int, choices: int, num_experts: int, ep_size: int, etp_size: int) -> Tensor:
         number = self._passes.get(layer, 0)
         self._passes[layer] = number + 1
-        logged = [[rank.get(layer) for rank in ranks] for ranks in self._choices_qp]
-        found = [[self._one(x, layer, number, num_experts) for x in ranks] for ranks in logged]
+        found = [[self._one(rank, layer, number, num_experts) for rank in ranks] for ranks in self._choices_qp]
         counts_qpe = torch.stack([torch.stack(ranks) for ranks in found])
         if counts_qpe[self._own].sum() != choices:
             raise DataError(
@@ -80,21 +90,30 @@ class LoggedLoad:
             )
         return counts_qpe
 
-    def _one(self, logged: Tensor | None, layer: int, number: int, num_experts: int) -> Tensor:
-        """The counts of one rank in one pass. `logged` is [passes, experts]."""
-        if logged is None or number >= len(logged) or logged.shape[1] != num_experts:
+    def _one(self, logged: Logged, layer: int, number: int, num_experts: int) -> Tensor:
+        """The counts of one rank in one pass."""
+        if not logged.layers:
             raise DataError(
-                f"{self._folder}: some rank has logged no micro-batch {number} in layer {layer}, or not with "
-                f"{num_experts} experts; simulate the layout that the run had"
+                f"{logged.path}: is not there, and in this layout that rank has experts in layer {layer} and a "
+                "micro-batch for them; a run of this layout with --train.memory_report writes it"
             )
-        return logged[number]
+        counts = logged.layers.get(layer)
+        if counts is None or number >= len(counts) or counts.shape[1] != num_experts:
+            raise DataError(
+                f"{logged.path}: has no micro-batch {number} in layer {layer}, or not with {num_experts} experts; "
+                "simulate the layout that the run had"
+            )
+        return counts[number]
 
 
 def logged(folder: Path, grid: Grid, rank: int) -> LoggedLoad:
     """The load that a run with train.memory_report has logged in `folder`.
 
-    Raises DataError if a file is missing or damaged.
+    A rank without layers of experts, or without a micro-batch, has no file, and nobody asks for its rows. Raises
+    DataError if the folder has no file, or if one is damaged.
     """
+    if not any(folder.glob("rank_*.json")):
+        raise DataError(f"{folder}: has no rows of experts; a run with --train.memory_report writes them")
     groups = expert_rank_groups(grid.sizes, grid.expert_sizes, ["etp", "ep"], grid.order)
     ranks = next(ranks for ranks in groups if rank in ranks)
     etp = grid.etp
@@ -103,12 +122,14 @@ def logged(folder: Path, grid: Grid, rank: int) -> LoggedLoad:
     return LoggedLoad(folder, choices, (etp_rank, ep_rank))
 
 
-def _read(path: Path) -> dict[int, Tensor]:
-    """What one rank has logged: by layer int64 [forward passes, experts]."""
+def _read(path: Path) -> Logged:
+    """What one rank has logged: nothing if it has no file."""
     try:
         layers = json.loads(path.read_text())["layers"]
-        return {int(layer): torch.tensor(rows, dtype=torch.int64) for layer, rows in layers.items()}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return Logged(path, {int(layer): torch.tensor(rows, dtype=torch.int64) for layer, rows in layers.items()})
+    except FileNotFoundError:
+        return Logged(path, {})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{path}: no rows of experts can be read there ({error}); a run with --train.memory_report writes them"
         ) from error
