@@ -12,7 +12,7 @@ from megapar.config.files import load
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import reported
 from megapar.train.checkpoints import Saver, lock_run_dir
-from megapar.train.data import identity, open_loaders
+from megapar.train.data import go_on, identity, open_loaders
 from megapar.train.step import train_step
 from megapar.train.trainer import start
 
@@ -26,7 +26,7 @@ with rank_process(config, env) as process:
     with lock_run_dir(run_dir, ctx):
         process.claim_run_dir(run_dir)
         state, _ = start(config, ctx, build_stages(config, ctx), identity(train_data, validation_sets))
-        train_data.consumed_samples = state.consumed_samples
+        go_on(state, train_data, validation_sets)
         process.arm()
         with Saver(state, run_dir) as saver, closing(train_data):
             stop = state.step == config.train.steps

@@ -28,7 +28,7 @@ from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.plan.parts import Parts
 from megapar.system import limits
 from megapar.train.checkpoints import lock_run_dir
-from megapar.train.data import identity, open_loaders, with_vocabulary_of_tokenizer
+from megapar.train.data import go_on, identity, open_loaders, with_vocabulary_of_tokenizer
 from megapar.train.report import write_run_header
 from megapar.train.trainer import Run, initializes_by_unit, start, train
 
@@ -56,7 +56,7 @@ def run(resolved: Resolved, config: Config, env: Environment, board: Board | Non
             process.claim_run_dir(run_dir)
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
             state, notes = start(config, ctx, stages, identity(data, held_out), limit, env, on_host)
-            data.consumed_samples = state.consumed_samples
+            go_on(state, data, held_out)
             size, flops = size_and_flops(config)
             write_run_header(config, ctx, size, [*balance, *notes], to_toml(resolved, config))
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run

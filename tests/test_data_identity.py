@@ -97,7 +97,8 @@ def test_other_paths_and_weights_are_told_and_old_checkpoints_go_on(tmp_path: Pa
     shutil.copytree(tmp_path / "run", tmp_path / "old")
     for end in (".bin", ".idx"):
         shutil.copy(tmp_path / f"two{end}", tmp_path / f"elsewhere{end}")
-    moved = program.run("--data.train", "0.9:one", "0.1:elsewhere", *FLAGS, "4", cwd=tmp_path)
+    later = ("--data.stages", "48:0.9,0.1")
+    moved = program.run("--data.train", "0.5:one", "0.5:elsewhere", *later, *FLAGS, "4", cwd=tmp_path)
     assert moved.code == 0, moved.err
     assert "changed since: data.train: " in moved.out
     assert "content hash" not in moved.out

@@ -41,7 +41,7 @@ from megapar.launch.reporting import reported
 from megapar.optimizer.schedule import learning_rate
 from megapar.random import initialize
 from megapar.recorder import Recorder
-from megapar.train.data import open_loaders, with_vocabulary_of_tokenizer
+from megapar.train.data import go_on, open_loaders, with_vocabulary_of_tokenizer
 from megapar.train.state import TrainState
 from megapar.train.step import Divisors
 from megapar.train.trainer import assemble, start
@@ -291,10 +291,10 @@ def inspect(config: Config, args: Arguments, env: Environment, board: Board | No
     """Inspect on one rank. Rank 0 prints."""
     with rank_process(config, env, board) as process:
         ctx = join(config, env, process)
-        data, _ = open_loaders(config, ctx, num_targets(config), sample_kind(config))
+        data, held_out = open_loaders(config, ctx, num_targets(config), sample_kind(config))
         state, notes = start(config, ctx, build_stages(config, ctx))
         with closing(data):
-            data.consumed_samples = state.consumed_samples
+            go_on(state, data, held_out)
             batches = [batch.to(ctx.device) for batch in data.next_step()]
         parameters = norms_before_and_after(state, batches)
         reductions = times_of_reductions(state, batches)

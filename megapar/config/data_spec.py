@@ -43,6 +43,23 @@ def blend_stages(config: Config) -> list[tuple[int, tuple[float, ...]]]:
     return [(0, _weights(config, entries)), *map(_parse_stage, config.data.stages)]
 
 
+def weights_to_come(config: Config, consumed: int, taken: Sequence[int]) -> tuple[float, ...]:
+    """The weight of each source after `consumed` samples, by what is left of the tokens in data.train.
+
+    `taken` are the numbers of samples that the sources have given. A source that has had its tokens gets no more.
+    """
+    length = config.train.seq_length
+    entries = [Entry.parse(text) for text in config.data.train]
+    given = [
+        max(entry.amount - number * length, 0.0)
+        for entry, number in zip(entries, taken, strict=True)
+        if entry.amount is not None
+    ]
+    rest = max((config.train.samples() - consumed) * length - sum(given), 0.0)
+    left = iter(given)
+    return tuple(rest if entry.amount is None else next(left) for entry in entries)
+
+
 def validation_sets(config: Config) -> list[tuple[str, str]]:
     """(name, source) of each entry of data.validation. Without a name, the last part of the source is it."""
     sets = []

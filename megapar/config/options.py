@@ -332,7 +332,8 @@ class DataConfig:
     tokenizer: str = "bytes"
     """bytes (a token is a byte), spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
     accept_changed: bool = False
-    """Resume although the data files of the checkpoint's run have changed since. By default this is refused."""
+    """Resume although the data files of the checkpoint's run, or options that decide its samples, have changed since.
+    Samples may then come again or be left out. By default this is refused."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,11 @@ class Mixture:
     def __init__(self, sources: Sequence[Dataset], stages: Sequence[Stage] = (), *, seed: int | None):
         self.sources = sources
         self.seed = seed
-        self.blend = Blend(stages or [Stage(0, (1.0,))], seed or 0)
+        self.follow(stages or [Stage(0, (1.0,))])
+
+    def follow(self, stages: Sequence[Stage]) -> None:
+        """Let these stages choose the sources from the first position on. Call it before samples are read."""
+        self.blend = Blend(stages, self.seed or 0)
 
     def __len__(self) -> int:
         return sum(map(len, self.sources))

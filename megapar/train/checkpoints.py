@@ -45,6 +45,7 @@ from megapar.random import Draws
 from megapar.train import adapter_base
 from megapar.train.data import compare
 from megapar.train.position import Position, options_of_weights, position, trainer_state
+from megapar.train.resumed_samples import resumed_blend
 from megapar.train.state import TrainState
 
 # One save writes while another waits with its copy of the state. Each further one would cost another copy in memory.
@@ -260,6 +261,9 @@ def resume(state: TrainState, run_dir: Path, path: Path | None) -> list[str]:
         _require_same_function(saved, path, state)
         _require_fitting_weights(state, path)
         notes = compare(manifest.data, state.data_identity, path, accept=state.config.data.accept_changed)
+        hashes = state.data_identity.get("hashes", {})
+        state.blend, told = resumed_blend(manifest, saved.config, state.config, hashes, path)
+        notes += told
         notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, saved), *notes]
         past = saved.lineage
         averaged = has_average(manifest)

@@ -32,6 +32,7 @@ from megapar.data.sources import Dataset, SampleKind, open_dataset
 from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
 from megapar.pipeline.schedules import embedding_ranks
+from megapar.train.state import TrainState
 
 TEST = "test"  # the name of the set that is evaluated only after the last step
 _SAMPLED = 64  # samples of a source whose ids are looked at before the first step
@@ -98,6 +99,21 @@ def open_loaders(
     training, sets = on_all_ranks(open_all, ctx, DataError, "data not opened")
     _agree([training, *sets.values()], ctx)
     return Delivery(training, config.data.workers), sets
+
+
+def go_on(state: TrainState, train_data: Delivery, sets: Mapping[str, Loader]) -> None:
+    """Let the data of a run go on where its state is. The blend of data.split's held-out parts stays what it was."""
+    train_data.consumed_samples = state.consumed_samples
+    if not state.blend:
+        return
+    train_data.loader.samples.follow(state.blend)
+    data = state.config.data
+    if data.split and len(data.train) > 1:
+        _, now = blend_stages(state.config)[0]
+        weights = tuple(weight for weight, opened in zip(state.blend[0].weights, now, strict=True) if opened > 0)
+        for held_out in sets.values():
+            if sum(weights) > 0:
+                held_out.samples.follow([Stage(0, weights)])
 
 
 Part = tuple[str, tuple[float, float]]
@@ -280,12 +296,14 @@ def _fingerprints(loaders: Sequence[Loader]) -> dict[str, str]:
 def identity(train: Delivery, validation_sets: Mapping[str, Loader]) -> dict[str, Any]:
     """What the samples of a run depend on besides its options: by path, a hash of the contents of each file.
 
-    `modified` has the time of the last change, in ns, of each file too large to be hashed whole.
+    `modified` has the time of the last change, in ns, of each file too large to be hashed whole, and `samples` the
+    number of samples of each source of training.
     """
     hashes = _fingerprints([train.loader, *validation_sets.values()])
     status = {file: os.stat(file) for file in hashes}
     modified = {file: found.st_mtime_ns for file, found in status.items() if found.st_size > contents.WHOLE}
-    return {"hashes": hashes, "modified": modified}
+    samples = {source.name: len(source) for source in train.loader.samples.sources}
+    return {"hashes": hashes, "modified": modified, "samples": samples}
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, accept: bool) -> list[str]:

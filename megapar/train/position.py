@@ -10,6 +10,7 @@ from megapar.config.options import flatten
 from megapar.errors import CheckpointError
 from megapar.precision import LossScale
 from megapar.train.data import ORDER
+from megapar.train.resumed_samples import stages_of
 from megapar.train.state import TrainState
 
 
@@ -29,7 +30,13 @@ def trainer_state(state: TrainState) -> dict[str, Any]:
             "lineage": [list(start) for start in state.lineage],
             **({BASE: dict(state.base)} if state.base else {}),
         },
-        "data": {"train": list(config.data.train), "tokenizer": config.data.tokenizer, **ORDER, **state.data_identity},
+        "data": {
+            "train": list(config.data.train),
+            "tokenizer": config.data.tokenizer,
+            "stages": [[stage.first, list(stage.weights)] for stage in state.blend or stages_of(config)],
+            **ORDER,
+            **state.data_identity,
+        },
     }
 
 
@@ -61,7 +68,7 @@ def position(manifest: Manifest) -> Position:
         raise CheckpointError(f"{prefix}.updates is {updates!r}, not a number of updates")
     if type(config) is not dict:
         raise CheckpointError(f"{prefix}.config is {config!r}, not the run's options")
-    for name in ("hashes", "modified"):
+    for name in ("hashes", "modified", "samples"):
         if type(manifest.data.get(name, {})) is not dict:
             raise CheckpointError(f"checkpoint of step {manifest.step}: data.{name} is no object")
     return Position(updates, _loss_scale(trainer.get("loss_scale"), prefix), config, lineage_of(trainer))

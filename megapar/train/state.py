@@ -16,6 +16,7 @@ from megapar.batch import MicroBatch, PipelineStage
 from megapar.checkpoint.tiers import Tier
 from megapar.config.options import Config
 from megapar.context import ParallelContext
+from megapar.data.blend import Stage
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.errors import DataError
 from megapar.optimizer.optimizers import Optimizers
@@ -31,10 +32,11 @@ class TrainState:
     `step` counts completed steps, including those with an update skipped after an fp16 overflow. `consumed_samples`
     counts the samples of these steps. `lineage` has an entry for each start or resumption leading here, oldest first:
     its random id, and the number of steps completed before it (`megapar.checkpoint.lineage`). `data_identity` has a
-    hash of each file that the samples depend on (`megapar.train.data.identity`). `base` names the frozen weights of
-    adapters (`megapar.train.adapter_base`); it is empty if checkpoints hold all weights. `tiers` are the folders for
-    its checkpoints, the fastest first. A step with a gradient norm beyond `norm_limit` makes no update; it counts as
-    one in the bias correction of moments.
+    hash of each file that the samples depend on (`megapar.train.data.identity`). `blend` are the stages by which the
+    samples are read; it is empty at step 0, where the options have them (`megapar.train.resumed_samples`). `base` names
+    the frozen weights of adapters (`megapar.train.adapter_base`); it is empty if checkpoints hold all weights. `tiers`
+    are the folders for its checkpoints, the fastest first. A step with a gradient norm beyond `norm_limit` makes no
+    update; it counts as one in the bias correction of moments.
 
     `failed` is a 0-d bool on the device. No update is made while it is True. The step sets it if its loss or norm is
     not finite. Steps queued behind it by the host find it set. `QueuedStep.finish` clears it, when the host reads the
@@ -54,6 +56,7 @@ class TrainState:
     consumed_samples: int = 0
     lineage: list[tuple[str, int]] = field(default_factory=list)
     data_identity: Mapping[str, Any] = field(default_factory=dict)
+    blend: tuple[Stage, ...] = ()
     base: Mapping[str, Any] = field(default_factory=dict)
     tiers: Sequence[Tier] = ()
     norm_limit: float = math.inf
