@@ -5,6 +5,7 @@ import hashlib
 import io
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:F
 # The usual names of the end-of-document token. They are tried when no tokenizer_config.json names it.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
 
+_CONFIG = "tokenizer_config.json"
 _MOST_IDS = 1 << 31  # ids are stored in 32 bits, with a sign
 
 # The pattern of cl100k_base (tiktoken, MIT license). It cuts text into words before bytes are merged.
@@ -33,6 +35,8 @@ class Tokenizer(Protocol):
     """A tokenizer whose ids are in range(vocab_size). It may be used by one thread at a time.
 
     `eod` is the id that ends a document. No text encodes to it.
+    `bos` is the id that the files name as the start of a text. It is None if they name none.
+    `start` are the ids that the files put in front of each text: none, or mostly `bos`. `encode` does not add them.
     `fingerprint` identifies everything that decides the ids. It is a hash of the tokenizer's files.
     `older_fingerprints` are the fingerprints that earlier versions of this project gave the same files. Sidecars of
     data that those versions prepared still hold them.
@@ -40,11 +44,13 @@ class Tokenizer(Protocol):
 
     vocab_size: int
     eod: int
+    bos: int | None
+    start: tuple[int, ...]
     fingerprint: str
     older_fingerprints: tuple[str, ...]
 
     def encode(self, text: str) -> NDArray[np.integer]:
-        """The ids [n] of `text`, without `eod`."""
+        """The ids [n] of `text`, without `start` and `eod`. Raises DataError if the tokenizer fails at it."""
         ...
 
     def decode(self, ids: list[int]) -> str:
@@ -57,6 +63,8 @@ class ByteTokenizer:
 
     vocab_size = 257
     eod = 256
+    bos: int | None = None
+    start: tuple[int, ...] = ()
     fingerprint = "bytes"
     older_fingerprints: tuple[str, ...] = ()
 
@@ -70,6 +78,8 @@ class ByteTokenizer:
 class SentencePieceTokenizer:
     """The tokenizer of a sentencepiece model file. Its end-of-sentence piece ends a document.
 
+    The file names a start token, and does not say whether it stands in front of a text. It does if `add_bos_token` is
+    true in tokenizer_config.json in the same folder.
     A model of `train_sentencepiece` decodes to the text that was encoded, with one exception: U+2581 comes back as a
     space, because sentencepiece writes a space as U+2581.
     Raises DataError if the file is not a sentencepiece model or the model has no end-of-sentence piece.
@@ -87,6 +97,10 @@ class SentencePieceTokenizer:
         self.eod: int = self._model.eos_id()
         if self.eod < 0:
             raise DataError(f"tokenizer spm:{path}: the model has no end-of-sentence piece; train it with an eos_id")
+        found: int = self._model.bos_id()
+        self.bos: int | None = found if found >= 0 else None
+        beside = _read_config(f"spm:{path}", Path(path).with_name(_CONFIG))
+        self.start: tuple[int, ...] = (found,) if found >= 0 and beside.get("add_bos_token") is True else ()
 
     def encode(self, text: str) -> NDArray[np.integer]:
         return _array(self._model.encode(text))
@@ -100,6 +114,7 @@ class HuggingFaceTokenizer:
 
     It is used as it is, except for three settings, harmful to a corpus: it truncates and pads nothing, it adds no
     start or end token, and it reads special tokens in a text as text.
+    `start` is what its post-processor puts in front of a text, and `bos` the `bos_token` of tokenizer_config.json.
     With `parse_special`, special tokens in a text become their ids. The end of a document is one of them.
     A document ends with the `eos_token` of tokenizer_config.json in the same folder. Without that file or field it
     ends with the one token of a usual name (_ENDS) in the vocabulary.
@@ -113,7 +128,8 @@ class HuggingFaceTokenizer:
             import tokenizers
         except ImportError as error:
             raise _missing(spec, "tokenizers") from error
-        beside = Path(path).with_name("tokenizer_config.json")
+        self._spec = spec
+        beside = Path(path).with_name(_CONFIG)
         older = _fingerprint(spec, path, beside)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
@@ -127,7 +143,8 @@ class HuggingFaceTokenizer:
         vocabulary = self._tokenizer.get_vocab()
         # get_vocab_size() counts the tokens. Ids may have gaps, so the largest id may be beyond that count.
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
-        ends = _end_tokens(spec, beside, vocabulary)
+        config = _read_config(spec, beside)
+        ends = _end_tokens(spec, beside, config, vocabulary)
         if len(ends) != 1 or ends[0] not in vocabulary:
             found = " and ".join(ends) or f"none of {', '.join(_ENDS)}"
             raise DataError(
@@ -139,6 +156,8 @@ class HuggingFaceTokenizer:
         if self.eod in self.encode(ends[0]):
             text = "text can hold it; mark it as special in added_tokens"
             raise DataError(f"tokenizer {spec}: {ends[0]} cannot end a document: {text}")
+        self.bos: int | None = vocabulary.get(_named_token(spec, beside, config, "bos_token"))
+        self.start: tuple[int, ...] = self._added_in_front()
         self._tokenizer.encode_special_tokens = not parse_special
         added = self._tokenizer.get_added_tokens_decoder()
         self.special_ids = frozenset(number for number, token in added.items() if token.special)
@@ -151,7 +170,21 @@ class HuggingFaceTokenizer:
     def encode(self, text: str) -> NDArray[np.integer]:
         # `encode` also computes the position of each token in the text, which is not needed here. The batch holds one
         # text, so that the library uses one thread.
-        return _array(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        with _failing_in_one_line(self._spec, text):
+            return _array(self._tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+
+    def id_of(self, text: str) -> int | None:
+        """The id of the token with this text, such as <|im_end|>, or None."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
+    def _added_in_front(self) -> tuple[int, ...]:
+        """The ids that the post-processor puts in front of a text."""
+        with _failing_in_one_line(self._spec, "a"):
+            whole, alone = (self._tokenizer.encode("a", add_special_tokens=added).ids for added in (True, False))
+        # Behind a text there may be more, such as BERT's [SEP].
+        first = next((at for at in range(len(whole)) if whole[at : at + len(alone)] == alone), 0)
+        return tuple(whole[:first])
 
     def decode_with_ends(self, ids: list[int]) -> str:
         """As `decode`, with the texts of tokens that end documents."""
@@ -159,7 +192,8 @@ class HuggingFaceTokenizer:
 
     def encode_with_spans(self, text: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
         """The ids of a text, and for each the letters [start, stop) that it stands for, [ids, 2]."""
-        found = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
+        with _failing_in_one_line(self._spec, text):
+            found = self._tokenizer.encode_batch([text], add_special_tokens=False)[0]
         return _array(found.ids), np.array(found.offsets, np.int64).reshape(-1, 2)
 
     def decode(self, ids: list[int]) -> str:
@@ -172,17 +206,20 @@ class TiktokenTokenizer:
     The file says neither how text is cut into words nor how a document ends. FILE.json beside it may say
     both: {"pattern": REGEX, "special_tokens": {TEXT: ID}, "eod": TEXT}. Each field is optional. By default words are
     cut as in cl100k_base, and the first free id, <|endoftext|>, ends a document.
-    Special tokens in a text are read as text.
+    Special tokens in a text are read as text. No token starts a text.
     `ranks` are the ids of the tokens by their bytes, and `special_tokens` the ids of the others by their text.
     `end` is the special token that ends a document.
     `pattern` matches words, in the syntax of fancy-regex. Text without a match is left out.
     Raises ConfigError if the library is not installed and DataError if the file is not such a list.
     """
 
+    bos: int | None = None
+    start: tuple[int, ...] = ()
     older_fingerprints: tuple[str, ...] = ()
 
     def __init__(self, path: str | Path):
         spec = f"tiktoken:{path}"
+        self._spec = spec
         beside = Path(f"{path}.json")
         try:
             import tiktoken
@@ -216,7 +253,8 @@ class TiktokenTokenizer:
         self.eod: int = special[end]
 
     def encode(self, text: str) -> NDArray[np.integer]:
-        return self._encoding.encode_to_numpy(text, disallowed_special=())
+        with _failing_in_one_line(self._spec, text):
+            return self._encoding.encode_to_numpy(text, disallowed_special=())
 
     def decode(self, ids: list[int]) -> str:
         return self._encoding.decode([i for i in ids if i != self.eod])
@@ -230,23 +268,46 @@ def _array(ids: list[int]) -> NDArray[np.int64]:
     return np.fromiter(ids, np.int64, len(ids))  # twice as fast as np.array
 
 
-def _end_tokens(spec: str, config_path: Path, vocabulary: dict[str, int]) -> list[str]:
-    """The texts of possible ends of a document: `eos_token` of the config, or each usual name.
+@contextmanager
+def _failing_in_one_line(spec: str, text: str) -> Iterator[None]:
+    """Turn an error or a panic of a library in Rust, as of a regular expression that backtracks, into a DataError."""
+    try:
+        yield
+    except Exception as error:
+        raise _refused(spec, text, error) from error
+    except BaseException as error:
+        # A panic is no subclass of Exception, and pyo3 exports its class nowhere.
+        if type(error).__name__ != "PanicException":
+            raise
+        raise _refused(spec, text, error) from error
 
-    Raises DataError if `eos_token` is no text.
-    """
-    end = None
-    if config_path.is_file():
-        end = _read_object(spec, config_path).get("eos_token")
-    if not end:
-        return [name for name in _ENDS if name in vocabulary]
-    if isinstance(end, dict):  # transformers writes an AddedToken as an object
-        end = end.get("content")
-    if not isinstance(end, str):
-        raise DataError(
-            f'tokenizer {spec}: eos_token in {config_path} names no token: write it as a text, {{"eos_token": "..."}}'
-        )
-    return [end]
+
+def _refused(spec: str, text: str, error: BaseException) -> DataError:
+    begins = f"{text[:40]!r}{'...' if len(text) > 40 else ''}"
+    return DataError(f"tokenizer {spec}: fails at a text that begins {begins}: {' '.join(str(error).split())[:300]}")
+
+
+def _end_tokens(spec: str, path: Path, config: dict[str, Any], vocabulary: dict[str, int]) -> list[str]:
+    """The texts of possible ends of a document: `eos_token` of the config in the file `path`, or each usual name."""
+    end = _named_token(spec, path, config, "eos_token")
+    return [end] if end else [name for name in _ENDS if name in vocabulary]
+
+
+def _named_token(spec: str, path: Path, config: dict[str, Any], name: str) -> str:
+    """The text of the token `name` in the config of the file `path`, or "". Raises DataError if it is no text."""
+    token = config.get(name)
+    if isinstance(token, dict):  # transformers writes an AddedToken as an object
+        token = token.get("content") or 0
+    if not token and token != 0:
+        return ""
+    if not isinstance(token, str):
+        raise DataError(f'tokenizer {spec}: {name} in {path} names no token: write it as a text, {{"{name}": "..."}}')
+    return token
+
+
+def _read_config(spec: str, path: Path) -> dict[str, Any]:
+    """The tokenizer_config.json `path`, or nothing if there is none. Raises DataError if it is no JSON object."""
+    return _read_object(spec, path) if path.is_file() else {}
 
 
 def _read_ranks(spec: str, path: Path) -> dict[bytes, int]:
