@@ -105,13 +105,13 @@ def test_windows_score_each_token_once_with_as_much_context_as_they_may() -> Non
     for number in range(1, 40):
         for stride in (1, 3, 8):
             ids = list(range(100, 100 + number))
-            windows = list(sliding(ids, 7, 8, stride))
+            windows = list(sliding(ids, (7,), 8, stride))
             assert [token for window in windows for token in window.ids[-window.scored :]] == ids
             assert windows[0].ids[0] == 7
             assert all(len(window.ids) == 9 for window in windows[1:])
             assert all(1 <= window.scored <= stride for window in windows[1:])
-    assert list(sliding([], 7, 8, 8)) == []
-    assert list(sliding([1, 2], 7, 8, 8)) == [Window([7, 1, 2], 2)]
+    assert list(sliding([], (7,), 8, 8)) == []
+    assert list(sliding([1, 2], (7,), 8, 8)) == [Window([7, 1, 2], 2)]
 
 
 @pytest.mark.parametrize(

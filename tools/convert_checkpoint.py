@@ -18,6 +18,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import tyro
 from megapar_models.convert import adapters, averages, dcp, megatron, megatron_core, upcycle
+from megapar_models.convert.chat_files import GENERATION, write_chat_files
 from megapar_models.convert.config_json import (
     canonical_name,
     from_hugging_face,
@@ -39,7 +40,7 @@ from megapar_models.convert.parity import (
 )
 from megapar_models.convert.progress import progress
 from megapar_models.convert.recipes import places
-from megapar_models.convert.saved import saved_config, with_fitting_objective
+from megapar_models.convert.saved import saved_config, text_record, with_fitting_objective
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
 from megapar_models.counts import WholeModel
@@ -65,7 +66,6 @@ from megapar.system.regular_files import read_regular
 HF_CONFIG = "config.json"
 CONFIG = "config.toml"
 PARITY = "parity.json"
-GENERATION = "generation_config.json"
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION, CODE),
@@ -258,6 +258,8 @@ def native_to_hf(options: NativeToHf) -> None:
         if origin is not None and not (folder / GENERATION).exists():
             copy_files(origin, folder, (GENERATION,))
         compared = {"tokenizer": verify_tokenizer(folder, training, config.model, options)}
+        for line in write_chat_files(folder, text_record(options.src), training.spec, training.tokenizer):
+            print(line, file=sys.stderr)
         logits: dict[str, Any] = {"prompts": []}
         if options.verify:
             logits = verify(options.src, transformers_reference(folder), dtype)
@@ -321,7 +323,10 @@ def upcycle_dense(options: Upcycle) -> None:
     shapes = native_shapes(config.model)
     with new_folder(options.dst, sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())) as folder:
         with progress(len(shapes)) as advance:
-            write_weights(folder, config, shapes, lambda name: advance(make(name)), shard_bytes=options.shard_bytes)
+            texts = text_record(options.src)
+            write_weights(
+                folder, config, shapes, lambda name: advance(make(name)), shard_bytes=options.shard_bytes, texts=texts
+            )
         copy_files(options.src, folder, TOKENIZER_FILES)
         write_options(folder, config, options.src)
         if options.verify:

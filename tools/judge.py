@@ -29,6 +29,7 @@ from megapar.comm.flight import Board
 from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.data.preprocess import Reading, read_documents
+from megapar.data.texts import TextOptions
 from megapar.environment import Environment
 from megapar.errors import ConfigError, DataError
 from megapar.launch.local import preload, start_local_ranks
@@ -39,8 +40,8 @@ from megapar.system.atomic_files import replacing
 HARNESS = "lm_eval==0.4.13"  # whose interface the tests compare with
 
 
-@dataclass
-class Arguments:
+@dataclass(frozen=True)
+class Arguments(TextOptions):
     """Judge a checkpoint. All other flags are those of pretrain.py, such as --parallel.tp."""
 
     checkpoint: tyro.conf.Positional[Path]
@@ -111,7 +112,7 @@ def run_harness(args: Arguments, judge: Judge, ask: Answer) -> dict[str, Any]:
             near = ", ".join(get_close_matches(name, manager.all_tasks)) or "lm-eval ls tasks lists all"
             raise ConfigError(f"--tasks {name}: no task of lm_eval {lm_eval.__version__} has this name; {near}")
     results = lm_eval.simple_evaluate(
-        model=NativeLM(ask, judge.tokenizer, judge.longest),
+        model=NativeLM(ask, judge.texts, judge.longest),
         tasks=list(args.tasks),
         task_manager=manager,
         num_fewshot=args.num_fewshot,
@@ -129,7 +130,9 @@ def run(args: Arguments, config: Config, env: Environment, board: Board | None =
     """Judge on one rank. Rank 0 writes."""
     with rank_process(config, env, board) as process:
         ctx = join(config, env, process)
-        judge = Judge(config, args.checkpoint, ctx, adapters_off=args.adapters_off)
+        judge = Judge(config, args.checkpoint, ctx, adapters_off=args.adapters_off, reading=args)
+        for note in judge.texts.notes if ctx.world.first else ():
+            print(note, file=sys.stderr)
         found: dict[str, Any] = {"checkpoint": str(args.checkpoint)}
         if args.texts:
             found["texts"] = perplexities(args, judge, ctx.world.first)

@@ -53,6 +53,9 @@ class Tokenize:
             show = reporter(progress, total)
             sidecar = preprocess(self.input, self.output, self.recipe, workers=self.workers, on_progress=show)
         parts = [f"{sidecar['documents']:,} documents", f"{sidecar['tokens']:,} tokens"]
+        if sidecar["start_token"]:
+            # Told, because earlier versions put none in front of documents.
+            parts.append(f"each begins with the ids {sidecar['start_token']}, see --start_token")
         if sidecar["empty_documents"]:
             parts.append(f"{sidecar['empty_documents']:,} empty documents left out")
         duplicates = sidecar["documents_before_deduplication"] - sidecar["documents"]

@@ -5,9 +5,9 @@
 
 The first writes a line for each text, in order: the sum of its tokens' log-probabilities, and each of them. The second
 writes a column beside prepared tokens, such as the references of DPO. Tokens see what comes before them in their own
-text; the first one has no probability. Flags of pretrain.py choose the layout (parallel, kernels, launch) and
-train.seq_length, train.micro_batch_size and train.precision. Everything else is the checkpoint's. A checkpoint of
-adapters is scored on its base (checkpoint.init_from), or with --adapters_off the base alone.
+text; the first one, which may be a start token, has no probability. Flags of pretrain.py choose the layout (parallel,
+kernels, launch) and train.seq_length, train.micro_batch_size and train.precision. Everything else is the checkpoint's.
+A checkpoint of adapters is scored on its base (checkpoint.init_from), or with --adapters_off the base alone.
 
 A reward model (model.head=score) writes a line for each text or prepared document: its reward, the score of its last
 token. It is null for a text without tokens.
@@ -24,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 import tyro
+from megapar_models.convert.saved import texts_of
 from megapar_models.judging.scorer import Tokens, config_of, load_pipeline, rows_of, score_rows
 from numpy.typing import NDArray
 from rich.console import Console
@@ -36,7 +37,7 @@ from megapar.config.options import Config
 from megapar.data.indexed import IndexedDataset
 from megapar.data.preprocess import Reading, read_documents
 from megapar.data.scores import DTYPE, writing_scores
-from megapar.data.tokenizer import load_tokenizer
+from megapar.data.texts import TextOptions
 from megapar.environment import Environment
 from megapar.errors import storing
 from megapar.launch.local import preload, start_local_ranks
@@ -45,8 +46,8 @@ from megapar.launch.reporting import open_streams, reported
 from megapar.system.atomic_files import replacing
 
 
-@dataclass
-class Arguments:
+@dataclass(frozen=True)
+class Arguments(TextOptions):
     """Write log-probabilities or rewards of texts. All other flags are those of pretrain.py, such as --parallel.tp."""
 
     checkpoint: tyro.conf.Positional[Path]
@@ -105,15 +106,17 @@ def no_writer() -> Iterator[Write]:
     yield lambda scores: None
 
 
-def documents_of(args: Arguments, config: Config) -> Iterator[Tokens]:
-    """Yield the tokens of each text. Every rank reads all of them."""
+def documents_of(args: Arguments, first: bool) -> Iterator[Tokens]:
+    """Yield the tokens of each text. Every rank reads all of them, and the `first` says how."""
     if args.is_prepared:
         dataset = IndexedDataset(args.input)
         yield from (dataset.document(number) for number in range(len(dataset)))
         return
-    tokenizer = load_tokenizer(config.data.tokenizer)
+    texts = texts_of(args.checkpoint, args)
+    for note in texts.notes if first else ():
+        print(note, file=sys.stderr)
     for text in read_documents([args.input], Reading(text_field=args.text_field)):
-        yield tokenizer.encode(text)
+        yield texts.encode(text)
 
 
 def run(args: Arguments, config: Config, env: Environment, board: Board | None = None) -> None:
@@ -121,7 +124,7 @@ def run(args: Arguments, config: Config, env: Environment, board: Board | None =
     with rank_process(config, env, board) as process:
         ctx = join(config, env, process)
         pipeline = load_pipeline(config, args.checkpoint, ctx, adapters_off=args.adapters_off)
-        rows = rows_of(documents_of(args, config), config.train.seq_length, args.input)
+        rows = rows_of(documents_of(args, ctx.world.first), config.train.seq_length, args.input)
         steps = iter(lambda: list(islice(rows, config.train.global_batch_size)), [])
         console = Console(stderr=True)
         count = 0

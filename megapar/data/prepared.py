@@ -31,6 +31,8 @@ _HASHES = 1 << 24  # hashes compared at a time in a search for duplicates; they 
 PARTS = ("train", "validation", "test")
 CHAT = "chat"
 """The key of a sidecar that says how conversations became tokens."""
+START = "start_token"
+"""The key of a sidecar with the ids in front of each text. Sidecars of earlier versions lack it: there are none."""
 
 
 def join(
@@ -163,11 +165,11 @@ def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:
         # Pairs of Megatron-LM have no sidecar. What is unknown of one pair is unknown of the whole.
         sidecars = []
     for prefix, sidecar in zip(prefixes, sidecars, strict=False):
-        for name in ("tokenizer", "append_eod"):
-            if _without_location(sidecar[name]) != _without_location(sidecars[0][name]):
+        for name in ("tokenizer", "append_eod", START):
+            here, there = (found.get(name, []) for found in (sidecar, sidecars[0]))
+            if _without_location(here) != _without_location(there):
                 raise DataError(
-                    f"{prefix} was made with {name} {sidecar[name]}, {prefixes[0]} with {sidecars[0][name]}: "
-                    "merge files of one tokenizer"
+                    f"{prefix} was made with {name} {here}, {prefixes[0]} with {there}: merge files of one tokenizer"
                 )
     chats = [sidecar.get(CHAT) for sidecar in sidecars]
     if any(_rules(chat) != _rules(chats[0]) for chat in chats):
@@ -181,7 +183,7 @@ def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:
             weights = (read_weights(prefix, len(IndexedDataset(prefix).tokens)) for prefix in prefixes)
             write_weights(output, (block for of_pair in weights for block in of_pair.blocks(_BLOCK)))
         counts = {"documents": len(dataset), "tokens": len(dataset.tokens), "merged": list(map(str, prefixes))}
-        same = {name: sidecars[0][name] for name in ("tokenizer", "append_eod", CHAT) if name in sidecars[0]}
+        same = {name: sidecars[0][name] for name in ("tokenizer", "append_eod", START, CHAT) if name in sidecars[0]}
         sources = [source for sidecar in sidecars for source in sidecar["sources"]]
         write_sidecar(output, counts | same | {"sources": sources})
     return dataset
@@ -267,7 +269,8 @@ def split(prefix: Path, output: Path, fractions: Sequence[float]) -> dict[str, I
             writer.extend(dataset, first, last)
         made[name] = IndexedDataset(part)
         if sidecar:
-            same = {name: sidecar[name] for name in ("tokenizer", "append_eod", "sources", CHAT) if name in sidecar}
+            kept = ("tokenizer", "append_eod", START, "sources", CHAT)
+            same = {name: sidecar[name] for name in kept if name in sidecar}
             if CHAT in sidecar:
                 weights = read_weights(prefix, len(dataset.tokens))
                 write_weights(part, [weights[dataset.document_start(first) : dataset.document_start(last)]])

@@ -27,7 +27,8 @@ from numpy.typing import NDArray
 
 from megapar.data.corpus import Place, Reading, Span, SpanReader, cut, find_files
 from megapar.data.indexed import IndexedWriter, token_dtype
-from megapar.data.prepared import join, sha256, sidecar_path, write_sidecar
+from megapar.data.prepared import START, join, sha256, sidecar_path, write_sidecar
+from megapar.data.texts import StartToken, start_ids, with_start
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.workers import run, worker_pool
 from megapar.errors import ConfigError, DataError, storing
@@ -47,6 +48,9 @@ class Recipe(Reading):
     """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
     special_tokens: Literal["text", "parse"] = "text"
     """Special tokens in a text, such as <|im_start|>: text, or with parse (hf: only) their ids."""
+    start_token: StartToken = "auto"
+    """The start token in front of each document: auto adds what the tokenizer's files put there, as transformers does;
+    bytes, tiktoken: and mostly spm: put none."""
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document id."""
     deduplicate: bool = False
@@ -184,6 +188,7 @@ def _shards(
     shard_bytes = max(_SHARD_BYTES, 1 << min((total // 4096).bit_length(), 30))
     common = [_PARTS_VERSION, tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eod, recipe.append_eod]
     common += [recipe.text_field, recipe.text_lines, recipe.deduplicate, recipe.special_tokens]
+    common += start_ids(recipe.tokenizer, tokenizer, recipe.start_token)
     for spans in cut(files, recipe, shard_bytes):
         pieces = [[str(span.path), span.start, span.stop, *versions[span.path]] for span in spans]
         yield Shard(spans, hashlib.sha256(json.dumps([*common, pieces]).encode()).hexdigest()[:32])
@@ -241,6 +246,7 @@ def _description(shards: list[Shard], parts: list[Part], recipe: Recipe, tokeniz
         "tokens": total.tokens,
         "tokenizer": described,
         "append_eod": recipe.append_eod,
+        START: list(start_ids(recipe.tokenizer, tokenizer, recipe.start_token)),
         "shuffle": recipe.shuffle,
         "deduplicate": recipe.deduplicate,
         "documents_before_deduplication": total.documents,
@@ -356,19 +362,22 @@ def encode(
 ) -> tuple[NDArray[np.int64], list[int], list[str]]:
     """The tokens of the documents one after the other, the length of each in tokens, and their texts.
 
-    Documents without tokens are left out. Lengths include the end-of-document token if the recipe appends one.
+    Documents without tokens are left out. Lengths include the start tokens, and the end-of-document token if the recipe
+    appends one.
     Raises DataError for a text refused by the tokenizer, and for an id outside its vocabulary.
     """
     pieces = list[NDArray[np.integer]]()
     lengths = list[int]()
     kept = list[tuple[Place, str]]()
+    start = start_ids(recipe.tokenizer, tokenizer, recipe.start_token)
     end = np.array([tokenizer.eod] if recipe.append_eod else [], np.int64)
     for position, text in documents:
         try:
             ids = tokenizer.encode(text)
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, DataError) as error:
             raise DataError(f"{position.describe()}: {recipe.tokenizer} refuses the text: {error}") from error
         if ids.size:
+            ids = with_start(ids, start)
             pieces += [ids, end]
             lengths.append(len(ids) + len(end))
             kept.append((position, text))

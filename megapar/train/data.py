@@ -29,6 +29,7 @@ from megapar.data.packs import PACKS_VERSION, PackDataset
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, SampleKind, open_dataset
+from megapar.data.texts import TEXTS, record_of
 from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.errors import DataError
 from megapar.pipeline.schedules import embedding_ranks
@@ -296,14 +297,14 @@ def _fingerprints(loaders: Sequence[Loader]) -> dict[str, str]:
 def identity(train: Delivery, validation_sets: Mapping[str, Loader]) -> dict[str, Any]:
     """What the samples of a run depend on besides its options: by path, a hash of the contents of each file.
 
-    `modified` has the time of the last change, in ns, of each file too large to be hashed whole, and `samples` the
-    number of samples of each source of training.
+    `modified` has the time of the last change, in ns, of each file too large to be hashed whole. `texts` says how the
+    texts of the training data became tokens (`megapar.data.texts.record_of`).
     """
     hashes = _fingerprints([train.loader, *validation_sets.values()])
     status = {file: os.stat(file) for file in hashes}
     modified = {file: found.st_mtime_ns for file, found in status.items() if found.st_size > contents.WHOLE}
-    samples = {source.name: len(source) for source in train.loader.samples.sources}
-    return {"hashes": hashes, "modified": modified, "samples": samples}
+    texts = record_of(source.name for source in train.loader.samples.sources)
+    return {"hashes": hashes, "modified": modified, TEXTS: texts}
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, accept: bool) -> list[str]:

@@ -6,7 +6,7 @@ of its own, which the prompt does not attend to.
 Shapes: b prompts, s columns, n query heads, d width of a query and a key, v vocabulary.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 
@@ -254,10 +254,11 @@ def generate(
     sampling: Sampling,
     samples: int = 1,
     seeds: Sequence[int] = (),
+    ends: Collection[int] = (),
 ) -> list[list[int]]:
     """The ids of each prompt with its continuation: `samples` of the first prompt, then of the second, and so on.
 
-    A continuation ends before the token `eod`, or after `tokens` tokens. The model sees the last
+    A continuation ends before the token `eod` or one of `ends`, or after `tokens` tokens. The model sees the last
     `max_position_embeddings` tokens. `seeds` has a seed for each prompt in place of that of `sampling`, which gives all
     prompts the same random numbers.
     """
@@ -271,20 +272,21 @@ def generate(
     else:
         logits = _logits_by_cache(stage, rows, tokens)
     going = [True] * len(rows)
+    last = {eod, *ends}
     with closing(logits):
         for _ in range(tokens):
             for number, token in enumerate(draw(next(logits), sampling, generators)):
-                going[number] &= token != eod
+                going[number] &= token not in last
                 # Rows that have ended go on, for the others, and are cut below.
                 rows[number].append(token)
             if not any(going):
                 break
-    return [_cut(row, len(prompts[number // samples]), eod) for number, row in enumerate(rows)]
+    return [_cut(row, len(prompts[number // samples]), last) for number, row in enumerate(rows)]
 
 
-def _cut(row: list[int], start: int, eod: int) -> list[int]:
-    """The row up to the first `eod` from `start` on."""
-    return row[: row.index(eod, start)] if eod in row[start:] else row
+def _cut(row: list[int], start: int, ends: Collection[int]) -> list[int]:
+    """The row up to the first of `ends` from `start` on."""
+    return row[: next((at for at in range(start, len(row)) if row[at] in ends), len(row))]
 
 
 def _logits_by_whole_rows(stage: Stage, rows: list[list[int]]) -> Generator[Tensor]:

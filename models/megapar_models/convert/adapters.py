@@ -44,7 +44,7 @@ from megapar_models.convert.peft_config import (
 )
 from megapar_models.convert.progress import progress
 from megapar_models.convert.recipes import starred
-from megapar_models.convert.saved import saved_config
+from megapar_models.convert.saved import saved_config, text_record
 from megapar_models.convert.stacked_experts import EXPERT_MODULES, Stack, of_expert, stacks
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_file, write_weights
 from megapar_models.convert.typed_fields import COUNT, read_object
@@ -130,7 +130,8 @@ def merge(options: Merge) -> None:
                     values = merged(values, a, b, adapter.scale, *magnitude)
             return advance(values)
 
-        write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers)
+        texts = text_record(options.src)
+        write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers, texts=texts)
     print(f"{options.dst}: {options.base} with the adapters of step {manifest.step} of {options.src}")
 
 

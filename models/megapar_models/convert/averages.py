@@ -14,7 +14,7 @@ from megapar.errors import CheckpointError
 from megapar.params import AVERAGE, MAIN
 from megapar_models.convert.exported import buffer_shapes, native_shapes
 from megapar_models.convert.progress import progress
-from megapar_models.convert.saved import saved_config
+from megapar_models.convert.saved import saved_config, text_record
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
 
 
@@ -54,5 +54,6 @@ def average_of_weights(options: AverageOfWeights) -> None:
             with Reader(options.src, manifest) as reader:
                 return advance(reader.tensor(stored))
 
-        write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers)
+        texts = text_record(options.src)
+        write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers, texts=texts)
     print(f"{options.dst}: the average of weights at step {manifest.step} of {options.src}")

@@ -6,10 +6,12 @@ from typing import Any
 
 from megapar import context
 from megapar.checkpoint.fixed import fixed_slices
-from megapar.checkpoint.format import Manifest, read_manifest
+from megapar.checkpoint.format import Manifest, open_manifest, read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices, weights_of
+from megapar.config.data_spec import Entry
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, default_config, flatten, unflatten
+from megapar.data.texts import TextOptions, Texts, open_texts, saved_record
 from megapar.errors import CheckpointError
 from megapar_models.build import build_stages
 from megapar_models.registry import find, validate, weight_options
@@ -67,3 +69,21 @@ def load_model(checkpoint: Path, **train: Any) -> tuple[Config, Stage]:
     slices = [*weight_slices(trained), *weights_of(fixed_slices([stage]))]
     load_weights(checkpoint, slices=slices, ctx=ctx, model_config=weight_options(config))
     return config, stage.eval()
+
+
+def texts_of(checkpoint: Path, options: TextOptions) -> Texts:
+    """The tokenizer of a checkpoint's training, for texts as the options ask for them."""
+    manifest = open_manifest(checkpoint)
+    config = saved_config(manifest)
+    return open_texts(config.data.tokenizer, options, manifest.data, sources_of(config))
+
+
+def text_record(checkpoint: Path) -> dict[str, Any]:
+    """How the texts of a checkpoint's training became tokens (`megapar.data.texts.record_of`); {} if nothing says."""
+    manifest = open_manifest(checkpoint)
+    return saved_record(manifest.data, sources_of(saved_config(manifest)))
+
+
+def sources_of(config: Config) -> tuple[str, ...]:
+    """The sources of the training data, without their weights in a blend."""
+    return tuple(Entry.parse(text).source for text in config.data.train)

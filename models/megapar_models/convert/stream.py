@@ -26,6 +26,7 @@ from megapar.checkpoint.format import (
 )
 from megapar.checkpoint.values import checksum, content, sum_of_contents
 from megapar.config.options import Config, flatten
+from megapar.data.texts import TEXTS
 from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.params import MAIN
 from megapar_models.registry import weight_options
@@ -135,11 +136,12 @@ def write_weights(
     shard_bytes: int,
     buffers: Container[str] = (),
     base: Mapping[str, Any] | None = None,
+    texts: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a native checkpoint of step 0 to `folder`: fp32 main weights of a validated `config`, without moments.
 
     `make` returns the logical tensor of a name in `shapes`, fp32. Those in `buffers` are no parameters. `base` is that
-    of adapters (`Manifest.base`).
+    of adapters (`Manifest.base`), and `texts` the record of the training's texts (`saved.text_record`).
     With `trainer.weights_only` in the manifest it has
     no moments, so no run can be resumed from it.
     """
@@ -167,6 +169,6 @@ def write_weights(
     trainer = {"updates": 0, "loss_scale": None, "weights_only": True, "config": flatten(config)}
     if base is not None:
         trainer[BASE] = dict(base)
-    data: dict[str, Any] = {}
+    data: dict[str, Any] = {TEXTS: dict(texts)} if texts else {}
     total = sum_of_contents(contents)
     write_manifest(folder, Manifest(0, 0, {}, weight_options(config), trainer, data, files, tensors, content=total))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megapar.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
-from megapar.errors import ConfigError
+from megapar.errors import ConfigError, DataError, reason_of
 from megapar.system.regular_files import read_regular
 from megapar_models.convert.byte_level import BYTES_END, bytes_json, tiktoken_json, tokenizers_library
 from megapar_models.convert.word_pattern import InexpressibleError
@@ -136,7 +136,7 @@ def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, c
         except InexpressibleError as error:
             return f"no {JSON} is known to encode as training did: {error}"
         (folder / JSON).write_text(made)
-    written = _written_config(folder)
+    written = read_config(folder)
     if "tokenizer_class" not in written:
         names = names or {"eos_token": _name(folder / JSON, tokenizer.eod)}
         config = {**_config(names, context), **written}
@@ -173,12 +173,20 @@ def _check_alike(tokenizer: Tokenizer, made: str, symbols: Iterable[str]) -> Non
         raise InexpressibleError(f"{wrong[0].text[:60]!r} would be {wrong[0].found[:12]}, not {wrong[0].expected[:12]}")
 
 
-def _written_config(folder: Path) -> dict[str, Any]:
-    """Return tokenizer_config.json in `folder`, or an empty dict if there is none."""
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return tokenizer_config.json in `folder`, or an empty dict if there is none.
+
+    Raises DataError if the file holds no JSON object.
+    """
     path = folder / CONFIG
     if not path.exists():
         return {}
-    config: dict[str, Any] = json.loads(read_regular(path))
+    try:
+        config = json.loads(read_regular(path))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: is not JSON: {reason_of(error)}") from error
+    if not isinstance(config, dict):
+        raise DataError(f"{path}: holds no JSON object")
     return config
 
 
@@ -198,7 +206,7 @@ def read_as_it_is(folder: Path) -> None:
     # For some values of model_type, qwen2 among them, transformers 5 ignores tokenizer_class unless there is an
     # auto_map (AutoTokenizer.from_pretrained, transformers 5.23). Without trust_remote_code it then drops the auto_map,
     # but it follows tokenizer_class. With trust_remote_code it takes the class in the file CODE, which does the same.
-    written = _written_config(folder)
+    written = read_config(folder)
     written["tokenizer_class"] = "PreTrainedTokenizerFast"
     written["auto_map"] = {"AutoTokenizer": [None, f"{CODE.removesuffix('.py')}.AsItIs"]}
     (folder / CONFIG).write_text(json.dumps(written, indent=2, ensure_ascii=False) + "\n")

@@ -1,7 +1,7 @@
 """lm-evaluation-harness on a native checkpoint: its LM interface, for the tasks it has and for your own.
 
 Needs the package lm_eval. Log-likelihoods of pairs and of whole texts, and continuations, as its own HFLM computes them
-on an export. The context of a first token is the end token.
+on an export. Texts begin with the start token where the tokenizer's files say so.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from megapar.data.tokenizer import Tokenizer
+from megapar.data.texts import Texts
 from megapar.errors import ConfigError
 from megapar_models.judging.judge import Score, Window, sliding
 from megapar_models.judging.requests import Answer
@@ -24,18 +24,24 @@ _KNOWN = {"do_sample", "until", "max_gen_toks", "temperature", "top_k", "top_p"}
 class NativeLM(TemplateLM):
     """The model of a checkpoint, as lm-evaluation-harness asks it. It is on rank 0 alone, and asks all with `ask`."""
 
-    def __init__(self, ask: Answer, tokenizer: Tokenizer, max_length: int):
+    def __init__(self, ask: Answer, texts: Texts, max_length: int):
         super().__init__()
         self._ask = ask
-        self._texts = tokenizer
+        self._texts = texts
         self.max_length = max_length
 
     @property
     def eot_token_id(self) -> int:
-        return self._texts.eod
+        return self._texts.tokenizer.eod
+
+    @property
+    def prefix_token_id(self) -> int:
+        return self._texts.prefix
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
-        """The ids of a text. None is added in front: documents are trained without."""
+        """The ids of a text, behind the start token unless `add_special_tokens` is False."""
+        if add_special_tokens is False:
+            return self._texts.tokenizer.encode(string).tolist()
         return self._texts.encode(string).tolist()
 
     def _loglikelihood_tokens(
@@ -56,7 +62,9 @@ class NativeLM(TemplateLM):
         """The log-probability of each whole text, in windows without overlap."""
         windows, counts = [], []
         for request in requests:
-            of_text = list(sliding(self.tok_encode(*request.args), self.eot_token_id, self.max_length, self.max_length))
+            # As HFLM does, a start token is scored too, behind another one.
+            ids = self.tok_encode(*request.args)
+            of_text = list(sliding(ids, (self.prefix_token_id,), self.max_length, self.max_length))
             windows += of_text
             counts.append(len(of_text))
         scores = iter(self._scores(windows))
@@ -74,7 +82,7 @@ class NativeLM(TemplateLM):
         for numbers in groups.values():
             options = requests[numbers[0]].args[1]
             # Of like length together: a batch is as long as its longest.
-            prompts = [self.tok_encode(requests[number].args[0]) or [self.eot_token_id] for number in numbers]
+            prompts = [self.tok_encode(requests[number].args[0]) or [self.prefix_token_id] for number in numbers]
             order = sorted(range(len(numbers)), key=lambda i: -len(prompts[i]))
             texts = self._ask("continue", [[prompts[i] for i in order], *_generation(options)])
             for i, text in zip(order, texts, strict=True):

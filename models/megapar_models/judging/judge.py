@@ -16,9 +16,11 @@ from megapar.batch import MicroBatch
 from megapar.comm import collectives
 from megapar.config.options import Config
 from megapar.context import ParallelContext
-from megapar.data.tokenizer import Tokenizer, load_tokenizer
+from megapar.data.texts import TextOptions
+from megapar.data.tokenizer import Tokenizer
 from megapar.errors import ConfigError
 from megapar.tensor_parallel.layers import vocabulary_cut
+from megapar_models.convert.saved import texts_of
 from megapar_models.generation import Decoder, Sampling, decoding, draw, why_no_cache
 from megapar_models.judging.scorer import Head, Scorer, batches_of, evaluate_rows, load_pipeline, rows_of, values_of
 from megapar_models.stage import Stage
@@ -41,17 +43,18 @@ class Score(NamedTuple):
     greedy: bool
 
 
-def sliding(ids: Ids, prefix: int, length: int, stride: int) -> Iterator[Window]:
+def sliding(ids: Ids, prefix: Ids, length: int, stride: int) -> Iterator[Window]:
     """Yield windows that together score each token of `ids` once. A model sees at most `length` tokens of each.
 
     The first window begins with `prefix` and scores all of its other tokens. Each later one scores `stride` more.
     """
-    whole = [prefix, *ids]
-    stop = min(length, len(ids))
-    if stop:
-        yield Window(whole[: stop + 1], stop)
-    while stop < len(ids):
-        scored = min(stride, len(ids) - stop)
+    whole = [*prefix, *ids]
+    last = len(whole) - 1
+    stop = min(length, last)
+    if ids:
+        yield Window(whole[: stop + 1], stop + 1 - len(prefix))
+    while stop < last:
+        scored = min(stride, last - stop)
         stop += scored
         yield Window(whole[stop - length : stop + 1], scored)
 
@@ -68,17 +71,25 @@ class Continuation:
 class Judge:
     """A checkpoint's model, spread over all ranks. Its methods are collectives with equal results on all ranks.
 
-    `tokenizer` is that of the checkpoint's training. A document began behind the end of another one, so its `eod` is
-    the context of a first token. `longest` is the longest context.
+    `texts` makes tokens of texts, by default as in the checkpoint's training. `longest` is the longest context.
     """
 
-    def __init__(self, config: Config, checkpoint: Path, ctx: ParallelContext, *, adapters_off: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        checkpoint: Path,
+        ctx: ParallelContext,
+        *,
+        adapters_off: bool = False,
+        reading: TextOptions | None = None,
+    ):
         if config.model.head != "vocabulary":
             text = f"model.head={config.model.head}: the model rates texts, and says nothing of next tokens"
             error = ConfigError(f"{checkpoint}: {text}; use score.py")
             error.everywhere = True
             raise error
-        self.tokenizer: Tokenizer = load_tokenizer(config.data.tokenizer)
+        self.texts = texts_of(checkpoint, reading or TextOptions())
+        self.tokenizer: Tokenizer = self.texts.tokenizer
         self.longest = config.train.seq_length
         self._config = config
         self._ctx = ctx

@@ -49,7 +49,8 @@ class Perplexity:
 def perplexity(judge: Judge, documents: Iterable[str], stride: int) -> Perplexity:
     """The perplexity of documents, each by itself: no token sees another document. A collective.
 
-    Each token is scored once. The first one is scored behind the end token, as documents are trained. Windows of
+    Each token is scored once. The first one is scored behind the start token. Without such a token it is scored behind
+    the end token: a document of the training began behind the end of another one. Windows of
     `judge.longest` tokens move by `stride`: all but the first `judge.longest` tokens of a document see at least
     `judge.longest - stride` tokens before them.
     """
@@ -58,8 +59,9 @@ def perplexity(judge: Judge, documents: Iterable[str], stride: int) -> Perplexit
     while texts := list(islice(waiting, _AT_ONCE)):
         windows: list[Window] = []
         for text in texts:
-            ids = judge.tokenizer.encode(text).tolist()
-            windows += sliding(ids, judge.tokenizer.eod, judge.longest, stride)
+            start = judge.texts.start
+            ids = judge.texts.encode(text).tolist()[len(start) :]
+            windows += sliding(ids, start or (judge.tokenizer.eod,), judge.longest, stride)
             total.documents += 1
             total.tokens += len(ids)
             total.num_bytes += len(text.encode())
