@@ -49,15 +49,13 @@ def kept_by(keeper: Keeper) -> Iterator[None]:
 
 
 def kept_in_it(offloads: bool) -> AbstractContextManager[Any]:
-    """A context around torch's checkpoint of a layer. If `offloads`, the keeper of the forward pass keeps its inputs.
+    """A context around what saves a recomputed layer's inputs. If `offloads`, the forward pass's keeper keeps them.
 
     Without a keeper they stay on the device: only a run of a schedule knows when they are needed again.
     """
     keeper = _keeper.get()
     if not offloads or keeper is None:
         return nullcontext()
-    # Of all that autograd saves in the context, these hooks see the arguments of checkpoint alone: within the layer
-    # the hooks of checkpoint are set.
     return torch.autograd.graph.saved_tensors_hooks(keeper.keep, keeper.give)
 
 

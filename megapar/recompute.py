@@ -4,11 +4,10 @@ Dropout masks derive from counters. So there is no random state to save, and a s
 """
 
 import bisect
-import importlib
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.checkpoint import checkpoint
 
 from megapar import host_inputs
 from megapar.config.derive import recomputed_layers
@@ -72,17 +70,6 @@ class Recompute:
         return self.mode == "all_but_attention"
 
 
-def preload(mode: str, compiles: bool = False) -> None:
-    """Import what torch's checkpoint imports at its first call, if `mode` uses it. It takes seconds.
-
-    torch.compile imports it too, if the run `compiles`.
-
-    A launcher calls this before it forks its ranks, so not every rank spends that time. Light uses no checkpoint.
-    """
-    if compiles or mode in ("selective", *BY_LAYER):
-        importlib.import_module("torch._dynamo")
-
-
 def run(
     recomputes: bool,
     function: Callable[..., Tensor],
@@ -98,10 +85,10 @@ def run(
     """
     if not recomputes or not _needs_gradient(function, *args):
         return function(*args)
-    more: dict[str, Any] = {"context_fn": _KeptCalls().contexts} if keeps_attention else {}
+    calls = _KeptCalls() if keeps_attention else None
     with host_inputs.kept_in_it(offloads):
-        # No random state is preserved: dropout, the one user of randomness, draws from counters.
-        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, **more)
+        part = _Part(function, args, calls)
+    return part.forward(*args)
 
 
 def _needs_gradient(function: Callable[..., Tensor], *args: Any) -> bool:
@@ -110,6 +97,97 @@ def _needs_gradient(function: Callable[..., Tensor], *args: Any) -> bool:
     if isinstance(function, nn.Module):
         given += function.parameters()
     return any(x.requires_grad for x in given)
+
+
+class _AllMadeError(Exception):
+    """Ends the second computation of a part once it has made all that was dropped: its last operations need not run."""
+
+
+class _Dropped:
+    """Stands for a tensor that autograd would save. `x` is there from the second computation to its use in backward."""
+
+    def __init__(self, part: "_Part"):
+        self._part: _Part | None = part
+        self.x: Tensor | None = None
+
+    def give(self) -> Tensor:
+        """Return the tensor, once."""
+        if self._part is None:
+            raise RuntimeError("a tensor of a recomputed part was taken twice; a backward pass takes each one once")
+        if self.x is None:
+            self._part.compute_again()
+        x, self.x, self._part = self.x, None, None
+        if x is None:
+            raise RuntimeError("a recomputed part saved fewer tensors than the first time: it must do the same twice")
+        return x
+
+
+class _Inputs(torch.autograd.Function):
+    """Saves the tensors among the inputs of a part, so that hooks on saved tensors around the part see them."""
+
+    @staticmethod
+    def forward(ctx: Any, needs_gradient: Tensor, *inputs: Tensor) -> Tensor:
+        ctx.save_for_backward(*inputs)
+        return needs_gradient.detach()
+
+
+class _Part:
+    """One call whose activations are dropped, and all computed again when backward asks for the first of them.
+
+    torch.utils.checkpoint can do more, and each of its calls leaves a cycle of seven objects (of `tree_flatten`). In a
+    step with hundreds of recomputed layers these would start Python's garbage collection again and again.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], args: Sequence[Any], calls: "_KeptCalls | None"):
+        self._function = function
+        self._calls = calls
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        self._saved: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+        self._needs_gradient = [x.requires_grad for x in tensors]
+        self._others = [None if isinstance(x, Tensor) else x for x in args]
+        self._is_tensor = [isinstance(x, Tensor) for x in args]
+        # Weak: what autograd no longer needs is not held until the whole part has run backward.
+        self._dropped: list[weakref.ref[_Dropped]] = []
+
+    def forward(self, *args: Any) -> Tensor:
+        """Call the function for the first time. Autograd gets a stand-in for each tensor that it would save."""
+
+        def drop(x: Tensor) -> _Dropped:
+            dropped = _Dropped(self)
+            self._dropped.append(weakref.ref(dropped))
+            return dropped
+
+        with torch.autograd.graph.saved_tensors_hooks(drop, _Dropped.give), self._first_calls():
+            return self._function(*args)
+
+    def compute_again(self) -> None:
+        """Call the function for the second time, up to the last tensor that was dropped."""
+        saved = zip(self._saved.saved_tensors, self._needs_gradient, strict=True)
+        tensors = iter([x.detach().requires_grad_(needs_gradient) for x, needs_gradient in saved])
+        args = [next(tensors) if is_tensor else x for x, is_tensor in zip(self._others, self._is_tensor, strict=True)]
+        stand_ins = iter(self._dropped)
+        left = len(self._dropped)
+
+        def fill(x: Tensor) -> Tensor:
+            nonlocal left
+            x = x.detach()
+            dropped = next(stand_ins)()
+            if dropped is not None:
+                dropped.x = x
+            left -= 1
+            if left == 0:
+                raise _AllMadeError
+            return x
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(fill, lambda x: x)
+        with suppress(_AllMadeError), torch.enable_grad(), hooks, self._second_calls():
+            self._function(*args)
+
+    def _first_calls(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._calls is None else self._calls.within(None)
+
+    def _second_calls(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._calls is None else self._calls.within(0)
 
 
 # Hooks on what is kept
@@ -217,17 +295,14 @@ class _KeptCalls:
     """The calls of `kept` within one layer, in order."""
 
     def __init__(self) -> None:
-        # Of what is around the layer. Within it checkpoint has hooks, which keep nothing.
+        # Of what is around the layer. Within it the hooks of `_Part` keep nothing.
         self._outer = _hooks()
         self._calls: list[_Call] = []
         self._next: int | None = None  # None in the first forward pass
 
-    def contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Contexts for the first forward pass, and for the second one."""
-        return self._within(None), self._within(0)
-
     @contextmanager
-    def _within(self, begin: int | None) -> Iterator[None]:
+    def within(self, begin: int | None) -> Iterator[None]:
+        """A context around the first forward pass, with None, or around the second one, which begins at call 0."""
         self._next = begin
         token = _kept_calls.set(self)
         try:

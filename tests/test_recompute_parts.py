@@ -299,3 +299,35 @@ def test_a_graph_of_kept_calls_is_freed_with_its_result() -> None:
     del y
     gc.collect()  # checkpoint's own objects refer to each other
     assert kept[0]() is None
+
+
+def test_a_recomputed_part_leaves_no_cycle_of_objects() -> None:
+    """Cycles by the hundred in a step start Python's garbage collection, on each rank at another time."""
+    linear = nn.Linear(4, 4)
+
+    def step(keeps_attention: bool) -> None:
+        x = torch.randn(3, 4, requires_grad=True)
+        y = recompute.run(True, lambda x: recompute.kept(torch.tanh, linear(x)), x, keeps_attention=keeps_attention)
+        y.sum().backward()
+
+    for keeps_attention in (False, True):
+        step(keeps_attention)  # what is imported or kept at a first call
+        gc.collect()
+        gc.disable()
+        try:
+            step(keeps_attention)
+            assert gc.collect() == 0
+        finally:
+            gc.enable()
+
+
+def test_a_part_that_does_another_thing_the_second_time_is_refused() -> None:
+    times = iter((2, 1))
+
+    def tanh(x: Tensor) -> Tensor:
+        for _ in range(next(times)):
+            x = torch.tanh(x)
+        return x
+
+    with pytest.raises(RuntimeError, match="saved fewer tensors than the first time"):
+        recompute.run(True, tanh, torch.ones(2, requires_grad=True)).sum().backward()

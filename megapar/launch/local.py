@@ -11,6 +11,7 @@ memory without a name, so nothing is left behind. On systems without such memory
 killed launcher leaves it behind.
 """
 
+import importlib
 import multiprocessing
 import os
 import signal
@@ -24,7 +25,7 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-from megapar import environment, recompute
+from megapar import environment
 from megapar.comm.flight import Board, Flight, has_flag, read
 from megapar.comm.rendezvous import Member
 from megapar.config.options import Config
@@ -55,7 +56,8 @@ _PREEMPTED = 75
 
 def preload(config: Config) -> None:
     """Import what ranks will need. Later forks share it."""
-    recompute.preload(config.train.recompute, compiles=config.kernels.compile)
+    if config.kernels.compile:
+        importlib.import_module("torch._dynamo")  # takes seconds
     runtime.preload(config.parallel.pp)
 
 

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # checkpoint() imports it when first used: once here rather than in every forked rank
 import torch.distributed as dist
 
 from megapar import device

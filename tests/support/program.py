@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch._dynamo  # checkpoint() imports it when first used: once here rather than in every fork
 
 from megapar.config import files
 from tests.support import garbage
