@@ -41,6 +41,7 @@ from megapar.precision import LossScale, model_dtype
 from megapar.random import fill, initialize
 from megapar.stage_set import StageSet
 from megapar.system import events
+from megapar.system.garbage import GarbageCollection
 from megapar.train import checkpoints, host_memory, not_finite, prediction, replicas, spikes
 from megapar.train.data import TEST, holds_conversations, packs_in_words
 from megapar.train.evaluation import validate
@@ -278,8 +279,9 @@ class _Steps:
     has computed a step when it is queued, so each step is reported at once.
     """
 
-    def __init__(self, run: Run, data: Delivery, reporter: Reporter, watch: Watch):
+    def __init__(self, run: Run, data: Delivery, reporter: Reporter, watch: Watch, garbage: GarbageCollection):
         self._run = run
+        self._garbage = garbage
         self._watch = watch
         self._state = run.state
         self._data = data
@@ -309,6 +311,7 @@ class _Steps:
         size = state.config.train.batch_size(state.consumed_samples)
         with self._stragglers.step(state.step + 1, _microbatches_here(state, size)):
             self._queue(around)
+        self._garbage.after_step(state.step)
 
     def _queue(self, around: AbstractContextManager[None]) -> None:
         state = self._state
@@ -390,8 +393,9 @@ def _train(run: Run, watch: Watch) -> str:
         _reporter(run) as reporter,
         Profiler(state, run.run_dir) as profiler,
         closing(run.train_data) as data,
+        GarbageCollection() as garbage,
     ):
-        steps = _Steps(run, data, reporter, watch)
+        steps = _Steps(run, data, reporter, watch, garbage)
         for line in packs_in_words(data.loader):
             reporter.say(line)
         if profiler.missed:
