@@ -196,14 +196,15 @@ def create(
     flight: Flight | None = None,
     use_shared_memory: bool = True,
     symmetric_tp: bool = False,
+    gradient_ctas: int = 0,
     cores: int = 1,
 ) -> ParallelContext:
     """Make the process groups. A collective: every rank of an initialized world calls it with the same arguments.
 
     Collectives raise an error after `timeout_seconds`. `flight` is the log of this rank's operations, by default
     private. With `use_shared_memory`, the axes of a gloo job exchange through shared memory if all its ranks are on one
-    host. With `symmetric_tp`, the GPUs of `tp` gather and sum by copies from each other's memory. `cores` are the CPU
-    cores for this rank.
+    host. With `symmetric_tp`, the GPUs of `tp` gather and sum by copies from each other's memory. `gradient_ctas` is
+    that of `comm.process_groups.nccl_options`. `cores` are the CPU cores for this rank.
 
     Raises ValueError if the grid's sizes do not multiply to the world size, or if ep * etp does not divide
     tp * cp * dp.
@@ -222,7 +223,9 @@ def create(
         store = part_of(dist.distributed_c10d._get_default_store(), StoreUser.EXCHANGE)
         host = host_meeting.meet(rank, store, dist.barrier, timeout_seconds)
     symmetric = ("tp",) if symmetric_tp else ()
-    transports = Transports(rank, world_size, timedelta(seconds=timeout_seconds), device, host, symmetric)
+    transports = Transports(
+        rank, world_size, timedelta(seconds=timeout_seconds), device, host, symmetric, gradient_ctas
+    )
     maker = _AxisMaker(rank, flight, transports)
     axes = {name: maker.make(name, groups) for name, groups in grid.groups().items()}
     return ParallelContext(**_with_parts(axes), device=device, flight=flight, cores=cores, expert_load=EVEN)

@@ -55,6 +55,8 @@ PEAK_TFLOPS = {
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _KEPT_FREE, _LARGEST_KEPT = 64 * 2**20, 32 * 2**20
 
+CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
+
 # Of a run beside those of OpenMP: autograd, exchange, monitor, data, metrics, saves, watch, view, and two of each sink.
 _OTHER_THREADS = 15
 
@@ -207,6 +209,28 @@ def gpu_id(device: torch.device) -> str:
     if device.type != "cuda":
         return ""
     return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def pci_address(device: torch.device) -> str:
+    """The place of a GPU on the host's PCI bus, such as 0000:1b:00.0; "" for a CPU."""
+    if device.type != "cuda":
+        return ""
+    at = torch.cuda.get_device_properties(device)
+    return f"{at.pci_domain_id:04x}:{at.pci_bus_id:02x}:{at.pci_device_id:02x}.0"  # type: ignore[attr-defined]
+
+
+def set_connections(device: torch.device, number: int | None) -> None:
+    """Set the number of a GPU's hardware queues, before CUDA starts; None leaves it to CUDA, which takes 8.
+
+    A user's own CUDA_DEVICE_MAX_CONNECTIONS stays.
+    """
+    if device.type == "cuda" and number is not None:
+        os.environ.setdefault(CONNECTIONS, str(number))
+
+
+def connections() -> str:
+    """The number of hardware queues that this process asks of its GPU, "" for CUDA's own."""
+    return os.environ.get(CONNECTIONS, "")
 
 
 def set_current(device: torch.device) -> None:

@@ -6,7 +6,6 @@
 # node is lost, all nodes end; start them again.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 # torchrun kills its ranks so many seconds after a SIGTERM. By then the save must be done.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=120
 train=(pretrain_scripts/pretrain.py --config pretrain_scripts/configs/llama_70b.toml --launch.min_dp 12 "$@")

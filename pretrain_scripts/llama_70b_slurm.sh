@@ -17,7 +17,6 @@
 set -euo pipefail
 # The environment that setup.sh makes, unless another one was active at submission.
 [ -n "${VIRTUAL_ENV:-}" ] || [ ! -f .venv/bin/activate ] || source .venv/bin/activate
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 train=(python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/llama_70b.toml "$@")
 case " $* " in *" --dry_run "*) exec "${train[@]}" ;; esac
 if [ -z "${SLURM_JOB_ID:-}" ] || [ -z "${SLURM_JOB_NODELIST:-}" ]; then

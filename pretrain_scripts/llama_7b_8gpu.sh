@@ -3,6 +3,4 @@
 # Expects data/train, data/validation (.bin/.idx) and data/tokenizer.model; tools/preprocess_data.py makes them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-# One hardware queue before Blackwell: a collective that was started first then runs first, beside the matrix product.
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 exec python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/llama_7b.toml --launch.nproc 8 "$@"

@@ -4,7 +4,6 @@
 # The rendezvous listens on every interface of the first node, without a password: keep the nodes on a private network.
 set -euo pipefail
 cd "$(dirname "$0")/.."
-export CUDA_DEVICE_MAX_CONNECTIONS=1
 case " $* " in *" --dry_run "*) exec python pretrain_scripts/pretrain.py --config pretrain_scripts/configs/qwen3_30b_a3b.toml "$@" ;; esac
 exec torchrun --nnodes "${NNODES:-8}" --nproc-per-node 8 --node-rank "${NODE_RANK:?set NODE_RANK to 0, 1, ...}" \
     --rdzv-backend static --master-addr "${MASTER_ADDR:?set MASTER_ADDR to the first node}" --master-port "${MASTER_PORT:-29500}" \

@@ -750,7 +750,7 @@ log: every view tensorboard wandb mlflow prometheus_port straggler_every
     alert_command profile peak_tflops
 guard: check_replicas_every on_spike
 kernels: backend loss_chunk compile
-launch: nproc device timeout_seconds time_limit threads cpu_exchange max_restarts min_dp preflight
+launch: nproc device timeout_seconds time_limit threads cpu_exchange max_restarts min_dp preflight gradient_ctas numa
 adapter: rank alpha targets rslora dropout dora init_from
 top: run_dir dry_run gpu
 """

@@ -61,11 +61,13 @@ def initialize(
     store: dist.Store,
     timeout_seconds: float = 300.0,
     device: torch.device | None = None,
+    options: Any = None,
 ) -> None:
     """Create the process group of all ranks, which exchange addresses through `store`.
 
-    If `device` is a GPU, NCCL connects the ranks here rather than in the first collective. NCCL then makes later groups
-    by splitting this one. Raises CommunicationError if ranks do not reach each other.
+    `options` are NCCL's (`process_groups.nccl_options`). If `device` is a GPU, NCCL connects the ranks here rather than
+    in the first collective. NCCL then makes later groups by splitting this one. Raises CommunicationError if ranks do
+    not reach each other.
     """
     gpu = device if device is not None and device.type == "cuda" else None
     with as_communication_errors():
@@ -76,6 +78,7 @@ def initialize(
             world_size=world_size,
             timeout=timedelta(seconds=timeout_seconds),
             device_id=gpu,
+            pg_options=options,
         )
 
 

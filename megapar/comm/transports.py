@@ -22,7 +22,7 @@ class Transports:
     """The transports of a rank. All ranks call `meet` for the same axes in one order, then `of` for their own.
 
     `host` is what the CPU ranks of a host share, or None. The axes `symmetric` are those of GPUs of one host that read
-    each other's memory.
+    each other's memory. `gradient_ctas` is that of `process_groups.nccl_options`.
     """
 
     def __init__(
@@ -33,6 +33,7 @@ class Transports:
         device: torch.device,
         host: Host | None,
         symmetric: Collection[str],
+        gradient_ctas: int = 0,
     ):
         self._rank = rank
         self._timeout_seconds = timeout.total_seconds()
@@ -41,7 +42,7 @@ class Transports:
         self._symmetric = symmetric
         # Every rank knows whether this host has all of them. Then no axis needs a group.
         self._needs_groups = host is None or len(host.peers) + 1 < world_size
-        self._groups = ProcessGroups(rank, world_size, timeout)
+        self._groups = ProcessGroups(rank, world_size, timeout, gradient_ctas)
         self._met = 0
 
     def meet(self, name: str, groups: Groups) -> None:

@@ -462,6 +462,12 @@ class LaunchConfig:
     of each axis and the matrix products of each rank, and mark slow ones."""
     cpu_exchange: Literal["shared_memory", "gloo"] = "shared_memory"
     """How ranks on the CPUs of one host exchange tensors. CPUs of several hosts always use gloo, GPUs always NCCL."""
+    gradient_ctas: int = 0
+    """Most thread blocks (CTAs, one an SM) that NCCL takes for sums of gradients and gathers of weights. These run
+    beside products; 0: NCCL chooses."""
+    numa: Literal["auto", "none"] = "auto"
+    """auto: on a host with several memory nodes a rank runs on the cores of its GPU's node, and takes memory there,
+    unless its launcher has chosen its cores already."""
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,7 @@ _MAY_BE_ZERO = {
 }
 _LARGEST_SIZE = 2**31 - 1  # of a model: the bytes of a matrix with two such sizes fit into 64 bits
 _WEEK_SECONDS = 7 * 24 * 3600
+_MOST_CTAS = 64  # of one NCCL communicator
 _LAST_PORT = 65535
 _LEAST_WINDOW = 8  # steps of log.straggler_every: its samples end some steps before it does
 
@@ -535,6 +536,8 @@ def _launch(config: Config, world_size: int) -> Iterator[str]:
     if config.launch.nproc not in (0, world_size):
         text = f"{counted(world_size, 'rank is', 'ranks are')} running already; leave it at 0 under torchrun and Slurm"
         yield problem(config, "launch.nproc", text)
+    if not 0 <= config.launch.gradient_ctas <= _MOST_CTAS:
+        yield problem(config, "launch.gradient_ctas", f"NCCL takes 1 to {_MOST_CTAS}; 0 leaves the number to NCCL")
     yield from _restarts(config)
 
 

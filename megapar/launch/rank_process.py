@@ -21,6 +21,7 @@ from megapar import context, device, environment
 from megapar.comm import collectives, rendezvous
 from megapar.comm.flight import Board, Flight
 from megapar.comm.flight_file import FlightFile
+from megapar.comm.process_groups import nccl_options, world_is_of_gradients
 from megapar.comm.rendezvous import Member, Store
 from megapar.comm.store import JobStore, StoreUser, answered, connect, part_of, quiet_log
 from megapar.comm.transport_symmetric import offered_by_torch
@@ -37,6 +38,7 @@ from megapar.launch.reporting import exits_refused, reported
 from megapar.launch.signals import Signals
 from megapar.pipeline import schedule_files
 from megapar.pipeline.actions import show
+from megapar.system import numa
 from megapar.system.atomic_files import write_json
 
 _WATCHDOG_MARGIN_SECONDS = 2.0  # the monitor speaks this long before NCCL's watchdog ends the process
@@ -172,9 +174,12 @@ def join(config: Config, env: Environment, process: RankProcess) -> ParallelCont
     """
     with _told_by_each_host(env):
         chosen = device.choose(config.launch.device, env.local_rank, env.local_world_size, own_gpus=env.launched)
+        device.set_connections(chosen, hardware_queues(config))  # the next call starts CUDA
         device.choose_kernels(config.kernels, chosen)  # called here to raise before the first collective
     device.prepare(chosen, threads=config.launch.threads, cores=env.cores, deterministic=config.train.deterministic)
     device.require_threads()
+    if config.launch.numa == "auto" and chosen.type == "cuda":
+        numa.bind(device.pci_address(chosen))
     timeout = config.launch.timeout_seconds
     member = rendezvous.this_member(env.rank, str(chosen), device.gpu_id(chosen))
     process.members = [member]
@@ -190,11 +195,25 @@ def join(config: Config, env: Environment, process: RankProcess) -> ParallelCont
         flight=process.flight,
         use_shared_memory=config.launch.cpu_exchange == "shared_memory",
         symmetric_tp=config.parallel.tp_symmetric_memory,
+        gradient_ctas=config.launch.gradient_ctas,
         cores=config.launch.threads or env.cores,
     )
     if config.launch.preflight:
         process.preflight = preflight.run(ctx, grid, process.members, process.preflight_store, timeout)
     return ctx
+
+
+def hardware_queues(config: Config) -> int | None:
+    """Return the number of hardware queues (CUDA_DEVICE_MAX_CONNECTIONS) that suits a layout, None for CUDA's own 8.
+
+    Before Blackwell one queue lets a collective of tp or cp, which was started first, run before the product beside it.
+    With ZeRO-2 and 3, ep and symmetric memory several streams send at once: in one queue a gather that waits for the
+    gather before it would hold up the products behind it. Megatron-LM asks for the same of FSDP and of ep.
+    """
+    parallel = config.parallel
+    in_order = parallel.tp > 1 or parallel.cp > 1
+    several = config.optimizer.zero_stage > 1 or parallel.ep > 1 or parallel.tp_symmetric_memory
+    return 1 if in_order and not several else None
 
 
 def _check_symmetric_memory(grid: Grid, chosen: torch.device, members: Sequence[Member]) -> None:
@@ -237,8 +256,20 @@ def _meet(config: Config, env: Environment, member: Member, chosen: torch.device
         interface = environment.exchange_interface(backend)
         preflight.check_hosts(process.preflight_store, members, env.rank, env.meeting, interface, timeout)
     store = part_of(job, StoreUser.GROUPS, number)
+    options = None
+    if backend == "nccl":
+        of_gradients = world_is_of_gradients(grid_of(config).groups(), env.world_size)
+        options = nccl_options(of_gradients, config.launch.gradient_ctas)
     with quiet_log():
-        collectives.initialize(backend, env.rank, env.world_size, store=store, timeout_seconds=timeout, device=chosen)
+        collectives.initialize(
+            backend,
+            env.rank,
+            env.world_size,
+            store=store,
+            timeout_seconds=timeout,
+            device=chosen,
+            options=options,
+        )
     if process.file is None:
         process.monitor.watch(members)
         return members

@@ -21,6 +21,7 @@ from megapar.pipeline import schedule_files
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make, of, show
 from megapar.pipeline.simulation import simulate
+from megapar.system import numa
 from megapar.system.atomic_files import replace_file, write_json
 from megapar.train.provenance import provenance
 
@@ -104,13 +105,14 @@ def write_run_header(
 
     If parallel.schedule is a file, the folder gets a copy, schedule.txt.
 
-    environment.json holds `provenance` and the implementation of each op. `parameters` is the number of parameters, in
-    words. `notes` are lines to print about what was resumed. Raises StorageError on every rank if rank 0 cannot write
-    the folder. Afterwards it exists on every rank.
+    environment.json holds `provenance`, the implementation of each op, and the cores of rank 0. `parameters` is the
+    number of parameters, in words. `notes` are lines to print about what was resumed. Raises StorageError on every rank
+    if rank 0 cannot write the folder. Afterwards it exists on every rank.
     """
     kernels = device.choose_kernels(config.kernels, ctx.device)
     run_dir = Path(config.run_dir)
-    environment = provenance(ctx.device) | {"kernels": asdict(kernels)}
+    bound = {"cores of rank 0": numa.cores(), device.CONNECTIONS: device.connections()}
+    environment = provenance(ctx.device) | {"kernels": asdict(kernels)} | bound
 
     def write_files() -> None:
         if not ctx.world.first:
