@@ -396,10 +396,8 @@ def _train(run: Run, watch: Watch) -> str:
         GarbageCollection() as garbage,
     ):
         steps = _Steps(run, data, reporter, watch, garbage)
-        for line in packs_in_words(data.loader):
+        for line in filter(None, [*packs_in_words(data.loader), profiler.missed]):
             reporter.say(line)
-        if profiler.missed:
-            reporter.say(profiler.missed)
         # The second step, because the first one allocates what later ones use again.
         reported = min(state.step + 2, total)
         if state.step >= total:
