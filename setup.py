@@ -54,7 +54,7 @@ setup(
         "typing_extensions>=4.12",  # type variables with defaults, which Python has from 3.13 on
         "numpy>=1.26",  # tokens in files, and counter-based weight initialization
         "safetensors>=0.4",  # checkpoints that hold tensors and cannot hold code
-        "sentencepiece>=0.2",  # the tokenizer that the quickstart trains
+        "sentencepiece>=0.2.3",  # the tokenizer that the quickstart trains
         "tyro>=1.0",  # dataclasses to a command line with --help
         "jinja2>=3.1",  # chat templates, which are Hugging Face's, in its sandbox; torch needs it too
         "rich>=13",  # progress and log lines

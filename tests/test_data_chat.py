@@ -10,9 +10,11 @@ from numpy.typing import NDArray
 
 from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
 from megapar.data.chat_data import ChatCounts, Example, end_token, example_of, examples, marked
-from megapar.data.conversations import Conversation, messages_of, read_conversations
+from megapar.data.chat_masks import rendered
+from megapar.data.conversations import Conversation, conversation_of, read_conversations
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import merge_prepared, read_sidecar, read_weights, split, verify
+from megapar.data.row_keys import Keys
 from megapar.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from megapar.errors import ConfigError, DataError
 from tests.support.conversations import prepare
@@ -56,7 +58,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HuggingFaceTokenizer:
 
 def trained_text(name: str, messages: list[dict[str, Any]], tokenizer: Any, turns: Any = "all") -> list[str]:
     """The texts of the trained parts, found through the tokens."""
-    example = example_of(template(name).rendered(messages, turns), tokenizer, "here")
+    example = example_of(rendered(template(name), messages, turns), tokenizer, "here")
     shown = marked(example, tokenizer, lambda text: f"\0{text}\1")
     return [piece.partition("\1")[0] for piece in shown.split("\0")[1:]]
 
@@ -71,7 +73,7 @@ def test_answers_and_what_ends_a_turn_are_trained_and_nothing_else(
     """Faults end-token-untrained, first-answer-token-lost: also where pad is the token that ends a turn."""
     tokens = tokenizer.encode(end)
     assert len(tokens) == 1
-    example = example_of(template(name).rendered(ASKED), tokenizer, "here")
+    example = example_of(rendered(template(name), ASKED), tokenizer, "here")
     spans = np.flatnonzero(np.diff(np.concatenate(([0], example.weights, [0]))))
     found = [example.tokens[start:stop] for start, stop in spans.reshape(-1, 2)]
     for ids, text in zip(found, ("Fine — and you? 🙂", "two"), strict=True):
@@ -92,10 +94,10 @@ def test_the_tokens_that_end_turns_are_told(tokenizer: HuggingFaceTokenizer) -> 
         "{% for m in messages %}{% generation %}{{ m.content }}</s>\n{% endgeneration %}{% endfor %}", "x"
     )
     assert (
-        tokenizer.decode([end_token(example_of(marked.rendered(ASKED), tokenizer, "here"), tokenizer) or 0]) == "</s>"
+        tokenizer.decode([end_token(example_of(rendered(marked, ASKED), tokenizer, "here"), tokenizer) or 0]) == "</s>"
     )
     bare = ChatTemplate(marked.source.replace("</s>", ""), "x")
-    assert end_token(example_of(bare.rendered(ASKED), tokenizer, "here"), tokenizer) is None
+    assert end_token(example_of(rendered(bare, ASKED), tokenizer, "here"), tokenizer) is None
 
 
 def _without_ends(weights: NDArray[np.uint8]) -> NDArray[np.uint8]:
@@ -134,7 +136,7 @@ def test_masks_are_those_of_transformers(tokenizer: HuggingFaceTokenizer) -> Non
     ):
         theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, chat_template=source)
         expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        example = example_of(ChatTemplate(source, "here").rendered(messages), tokenizer, "here")
+        example = example_of(rendered(ChatTemplate(source, "here"), messages), tokenizer, "here")
         assert example.tokens.tolist() == expected["input_ids"]
         # A letter of several tokens, such as an emoji, is masked at its first token alone in transformers.
         masks = np.array([example.weights, expected["assistant_masks"]])
@@ -154,13 +156,13 @@ def test_masks_by_prefixes_are_those_of_templates_for_training(theirs: str) -> N
     """
     golden = json.loads((Path(__file__).parent / "golden/trl_masks.json").read_text())
     expected = golden["templates"][theirs]
-    rendered = template(TRAINED_BY_TRL[theirs]).rendered(expected["messages"])
-    assert rendered.text == expected["text"]
+    shown = rendered(template(TRAINED_BY_TRL[theirs]), expected["messages"])
+    assert shown.text == expected["text"]
     spans = []
     for start, stop in expected["trained"]:
         piece = expected["text"][start:stop]
         spans.append((start + len(piece) - len(piece.lstrip()), start + len(piece.rstrip())))
-    assert list(rendered.trained) == spans
+    assert list(shown.trained) == spans
 
 
 @pytest.mark.slow
@@ -176,18 +178,18 @@ def test_templates_of_trl_are_masked_as_transformers_masks_them(tokenizer: Huggi
         ours = ChatTemplate(path.read_text(), path.name, VARIABLES)
         name = path.name.removesuffix("_training.jinja")
         messages = golden["templates"].get(name, {"messages": asked})["messages"]
-        if not ours.has_marks or name == "llava_next":  # its contents are parts: texts and images
+        if "{% generation" not in ours.source or name == "llava_next":  # its contents are parts: texts and images
             continue
         theirs = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer._tokenizer, **VARIABLES)
         theirs.chat_template = ours.source
         expected = theirs.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-        rendered = ours.rendered(messages)
-        example = example_of(rendered, tokenizer, path.name)
+        shown = rendered(ours, messages)
+        example = example_of(shown, tokenizer, path.name)
         assert example.tokens.tolist() == expected["input_ids"], path.name
         assert example.weights.tolist() == expected["assistant_masks"], path.name
         compared += 1
         if golden["trl"] == trl.__version__ and name in golden["templates"]:
-            found = {"messages": messages, "text": rendered.text, "trained": [list(span) for span in rendered.trained]}
+            found = {"messages": messages, "text": shown.text, "trained": [list(span) for span in shown.trained]}
             assert found == golden["templates"][name]
     assert compared > 20
 
@@ -215,10 +217,10 @@ def test_empty_thoughts_are_no_answer(tokenizer: HuggingFaceTokenizer) -> None:
 def test_a_template_that_cannot_be_masked_is_refused() -> None:
     """Thoughts of earlier turns are dropped, so a turn depends on what follows."""
     with pytest.raises(DataError, match=r"thinking cannot be masked: .* up to message 2 changes .* --turns"):
-        template("thinking").rendered(ASKED)
+        rendered(template("thinking"), ASKED)
     upper = ChatTemplate("{% filter upper %}{% generation %}a{% endgeneration %}{% endfilter %}", "upper")
     with pytest.raises(DataError, match="upper changes what is between generation tags"):
-        upper.rendered(ASKED)
+        rendered(upper, ASKED)
 
 
 @pytest.mark.parametrize(
@@ -237,7 +239,7 @@ def test_a_template_that_cannot_be_masked_is_refused() -> None:
     ],
 )
 def test_forms_of_conversations(row: Any, texts: list[str]) -> None:
-    found = messages_of(row)
+    found = conversation_of(row, "here", Keys()).messages
     assert [message["content"] for message in found] == texts
     assert {message["role"] for message in found} <= {"system", "user", "assistant"}
 

@@ -148,7 +148,7 @@ def test_special_tokens_in_a_text_become_ids_only_where_that_is_asked_for(tmp_pa
     start, *ids = IndexedDataset(tmp_path / "out").document(0).tolist()
     assert start == 0  # of the post-processor
     assert not {0, 1} & {*ids}
-    with pytest.raises(ConfigError, match="--special_tokens parse: hf: tokenizers alone"):
+    with pytest.raises(ConfigError, match="--special_tokens parse: hf: and spm: tokenizers alone"):
         preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer="bytes", special_tokens="parse"))
 
 

@@ -23,14 +23,16 @@ import tyro
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from megapar.data.chat import Turns, load_template
+from megapar.data.chat import ChatTemplate, load_template
 from megapar.data.chat_data import ChatCounts, describe, examples, marked, write_examples
+from megapar.data.chat_masks import Turns
 from megapar.data.conversations import read_conversations
 from megapar.data.corpus import find_files
 from megapar.data.preferences import members, read_pairs
 from megapar.data.prepared import merge_prepared, split, verify
 from megapar.data.preprocess import Counts, Recipe, preprocess
-from megapar.data.tokenizer import load_tokenizer
+from megapar.data.row_keys import Keys
+from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.launch.reporting import reported
 
 
@@ -112,38 +114,61 @@ class Verify:
             print(f"{prefix}: {len(dataset):,} documents, {len(dataset.tokens):,} {dataset.dtype.name} tokens: sound")
 
 
-@dataclass
-class Chat:
+@dataclass(kw_only=True)
+class Rendered:
+    """What conversations and pairs of answers are made of."""
+
+    input: tuple[Path, ...]
+    """Files, or folders of files, in the order of their rows."""
+    output: Path
+    """Prefix of the .bin, .idx, .weights and .json files to write."""
+    tokenizer: str
+    """As data.tokenizer names it. Of hf: and spm: tokenizers special tokens in the text become their ids."""
+    template: str = ""
+    """A file with a chat template, or chatml; by default the one beside the tokenizer."""
+    pass_over: tuple[str, ...] = ()
+    """Keys of rows and messages to leave out, besides those that are known to have no meaning."""
+    date: str = ""
+    """The time that a template with strftime_now writes, as 2026-01-31 or 2026-01-31T12:00; by default now."""
+    max_length: int = 0
+    """The most tokens of a conversation, or of both answers of a pair together; 0: any number."""
+    too_long: Literal["refuse", "skip"] = "refuse"
+    """What happens to a longer one."""
+
+    def opened(self) -> tuple[list[Path], Tokenizer, ChatTemplate, Keys, ChatCounts]:
+        """The files, and what is read from the other options."""
+        tokenizer = load_tokenizer(self.tokenizer, parse_special=self.tokenizer.startswith(("hf:", "spm:")))
+        template = load_template(self.template, self.tokenizer, tokenizer, self.date)
+        keys = Keys(self.pass_over, template.reads)
+        return find_files(self.input), tokenizer, template, keys, ChatCounts(passed_over=keys.counts)
+
+    def told(self, what: str, counts: ChatCounts, template: ChatTemplate) -> None:
+        """Print what was made."""
+        parts = [what, f"{counts.tokens:,} tokens", f"{counts.trained_tokens:,} of them trained"]
+        parts[-1] += f" ({counts.trained_share:.1%})"
+        print(f"{self.output}.bin: {', '.join([*parts, *counts.words()])}")
+        if template.process.read_clock:
+            moment = template.now.isoformat(timespec="seconds")
+            print(f"The template writes the time. The same tokens are made on another day by --date {moment}")
+
+
+@dataclass(kw_only=True)
+class Chat(Rendered):
     """Turn conversations into tokens, of which those of the assistant are trained.
 
     Lines of .jsonl or rows of .parquet have messages, ShareGPT's conversations, instruction with output, or prompt with
     completion.
     """
 
-    input: tuple[Path, ...]
-    """Files, or folders of files, in the order of their conversations."""
-    output: Path
-    """Prefix of the .bin, .idx, .weights and .json files to write."""
-    tokenizer: str
-    """As data.tokenizer names it. Of hf: tokenizers special tokens in the text become their ids."""
-    template: str = ""
-    """A file with a chat template, or chatml; by default the one beside the tokenizer."""
     turns: Turns = "all"
     """Which turns of the assistant are trained."""
-    max_length: int = 0
-    """The most tokens of a conversation, such as train.seq_length; 0: any number."""
-    too_long: Literal["refuse", "skip"] = "refuse"
-    """What happens to a longer conversation."""
     show: int = 0
     """Print so many examples, their trained tokens marked, and write nothing."""
 
     def run(self) -> None:
-        files = find_files(self.input)
-        tokenizer = load_tokenizer(self.tokenizer, parse_special=self.tokenizer.startswith("hf:"))
-        template = load_template(self.template, self.tokenizer)
-        counts = ChatCounts()
+        files, tokenizer, template, keys, counts = self.opened()
         rules = (self.turns, self.max_length, self.too_long, counts)
-        found = examples(read_conversations(files), tokenizer, template, *rules)
+        found = examples(read_conversations(files, keys), tokenizer, template, *rules)
         if self.show:
             console = Console(highlight=False)
             for example in islice(found, self.show):
@@ -153,45 +178,23 @@ class Chat:
             return
         made = partial(describe, files, self.tokenizer, tokenizer, template, self.turns, counts)
         write_examples(found, self.output, tokenizer, made)
-        parts = [f"{counts.examples:,} conversations", f"{counts.tokens:,} tokens"]
-        parts.append(f"{counts.trained_tokens:,} of them trained ({counts.trained_share:.1%})")
-        parts += [f"{count:,} left out: {reason}" for reason, count in counts.left_out.items()]
-        print(f"{self.output}.bin: {', '.join(parts)}")
+        self.told(f"{counts.examples:,} conversations", counts, template)
 
 
-@dataclass
-class Preferences:
+@dataclass(kw_only=True)
+class Preferences(Rendered):
     """Turn pairs of answers into tokens: of two answers to a prompt, one was chosen and one rejected.
 
-    Lines of .jsonl or rows of .parquet have prompt, chosen and rejected. Each is a text or a list of messages; without
-    prompt, the other two are whole conversations.
+    Lines of .jsonl or rows of .parquet have prompt, chosen and rejected. Each is a text or a list of messages. chosen
+    and rejected may also be whole conversations; then their common beginning is the prompt.
     """
 
-    input: tuple[Path, ...]
-    """Files, or folders of files, in the order of their pairs."""
-    output: Path
-    """Prefix of the .bin, .idx, .weights and .json files to write."""
-    tokenizer: str
-    """As data.tokenizer names it. Of hf: tokenizers special tokens in the text become their ids."""
-    template: str = ""
-    """A file with a chat template, or chatml; by default the one beside the tokenizer."""
-    max_length: int = 0
-    """The most tokens of both answers together, such as train.seq_length; 0: any number."""
-    too_long: Literal["refuse", "skip"] = "refuse"
-    """What happens to a longer pair."""
-
     def run(self) -> None:
-        files = find_files(self.input)
-        tokenizer = load_tokenizer(self.tokenizer, parse_special=self.tokenizer.startswith("hf:"))
-        template = load_template(self.template, self.tokenizer)
-        counts = ChatCounts()
-        found = members(read_pairs(files), tokenizer, template, self.max_length, self.too_long, counts)
+        files, tokenizer, template, keys, counts = self.opened()
+        found = members(read_pairs(files, keys), tokenizer, template, self.max_length, self.too_long, counts)
         made = partial(describe, files, self.tokenizer, tokenizer, template, "last", counts, pairs=True)
         write_examples(found, self.output, tokenizer, made)
-        parts = [f"{counts.examples // 2:,} pairs", f"{counts.tokens:,} tokens"]
-        parts.append(f"{counts.trained_tokens:,} of them in answers ({counts.trained_share:.1%})")
-        parts += [f"{count:,} left out: {reason}" for reason, count in counts.left_out.items()]
-        print(f"{self.output}.bin: {', '.join(parts)}")
+        self.told(f"{counts.examples // 2:,} pairs", counts, template)
 
 
 Command = Tokenize | Chat | Preferences | Merge | Split | Verify

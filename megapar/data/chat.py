@@ -1,26 +1,20 @@
-"""Conversations as text, by chat templates, and which characters of the text are trained.
+"""Chat templates (chat_template.jinja of Hugging Face): conversations as text, as transformers renders them.
 
-A template is Hugging Face's (chat_template.jinja). The trained characters are those of the assistant's turns, with what
-ends a turn. A template marks them by `{% generation %}`. Without that tag they are found by prefixes: a conversation
-cut before and behind a turn must be a beginning of the whole one.
+`megapar.data.chat_masks` finds which characters of the text are trained.
 """
 
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
-
-from megapar.data.conversations import Message
+from megapar.data.conversations import THOUGHTS, Beside, Message
+from megapar.data.template_process import TemplateError, TemplateProcess
+from megapar.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from megapar.errors import ConfigError, DataError, reason_of
 from megapar.system.regular_files import read_regular
 
@@ -36,184 +30,143 @@ CHATML = """{%- for message in messages -%}
 {%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
 """
 BUILT_IN = {"chatml": CHATML}
-
-Turns = Literal["all", "last"]
-# A template adds it where an answer has no thoughts. It is no answer.
-_NO_THOUGHTS = re.compile(r"\s*<think>\s*</think>\s*")
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` as a block of text. With marks around it, if the environment has some."""
-
-    tags: set[str] = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
-
-    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
-        """The block as a call of `_marked`."""
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return jinja2.nodes.CallBlock(self.call_method("_marked"), [], [], body).set_lineno(line)
-
-    def _marked(self, caller: Any) -> str:
-        marks: Any = self.environment.globals["generation_marks"]
-        first, last = marks
-        return f"{first}{caller()}{last}"
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A conversation as text, and the spans [start, stop) of its characters that are trained."""
-
-    text: str
-    trained: Sequence[tuple[int, int]]
+_SPECIAL_TOKENS = tuple(f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask"))
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """A chat template. `place` is its path, or its name among BUILT_IN, and `variables` are of the tokenizer."""
+    """A chat template. `place` is its path, or its name among BUILT_IN, and `variables` are of the tokenizer.
+
+    `tool_use` is the template of conversations with tools, if a tokenizer has one of its own for them. `now` is the
+    time that `strftime_now` of a template writes. `process` renders, and may be shared.
+    """
 
     source: str
     place: str
-    variables: dict[str, Any] = field(default_factory=dict)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    tool_use: str = ""
+    now: datetime = field(default_factory=datetime.now)
+    process: TemplateProcess = field(default_factory=TemplateProcess, repr=False, compare=False)
 
-    @property
-    def has_marks(self) -> bool:
-        """Whether the template says itself what the assistant generates."""
-        return re.search(r"\{%-?\s*generation\s*-?%\}", self.source) is not None
+    def source_for(self, beside: Beside) -> str:
+        """The template of a conversation: as in transformers `tool_use` if there are tools, even no entry of them."""
+        return self.tool_use if self.tool_use and beside.tools is not None else self.source
+
+    def reads(self, word: str) -> bool:
+        """Whether a word, such as the name of a message's key, stands in the template."""
+        return re.search(rf"\b{re.escape(word)}\b", self.source + self.tool_use) is not None
 
     @property
     def sha256(self) -> str:
-        return hashlib.sha256(self.source.encode()).hexdigest()
+        return hashlib.sha256((self.source + self.tool_use).encode()).hexdigest()
 
     def text(
-        self, messages: Sequence[Message], *, add_generation_prompt: bool = False, marks: tuple[str, str] = ("", "")
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        marks: tuple[str, str] = ("", ""),
+        beside: Beside | None = None,
     ) -> str:
         """The conversation as text. Raises DataError if the template fails, or refuses it by raise_exception."""
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "generation_marks": marks}
+        beside = beside or Beside()
+        found = {
+            **self.variables,
+            **beside.options,
+            "messages": [_with_aliases(message) for message in messages],
+            "tools": beside.tools,
+            "documents": beside.documents,
+            "add_generation_prompt": add_generation_prompt,
+        }
         try:
-            template = environment.from_string(self.source)
-            return template.render(messages=messages, add_generation_prompt=add_generation_prompt, **self.variables)
-        except jinja2.TemplateError as error:
-            raise DataError(f"the template {self.place} refuses it: {error}") from None
-        except (TypeError, ValueError, KeyError, ArithmeticError, RecursionError) as error:
-            raise DataError(f"the template {self.place} fails: {reason_of(error)}") from None
-
-    def rendered(self, messages: Sequence[Message], turns: Turns = "all") -> Rendered:
-        """The text of a conversation with its trained spans.
-
-        Raises DataError if the template cannot be masked: if the text before a turn depends on what comes after it.
-        """
-        text = self.text(messages)
-        found = self._marked_spans(messages, text) if self.has_marks else self._spans_by_prefixes(messages, text, turns)
-        if turns == "last":
-            found = found[-1:]
-        return Rendered(text, found)
-
-    def _marked_spans(self, messages: Sequence[Message], text: str) -> list[tuple[int, int]]:
-        # Letters that no message can have by chance. They are looked for in the text, so they must not be in it.
-        key = hashlib.sha256(text.encode()).hexdigest()
-        first, last = f"<{key}[", f"]{key}>"
-        pieces = re.split(f"({re.escape(first)}|{re.escape(last)})", self.text(messages, marks=(first, last)))
-        spans, at, start = [], 0, 0
-        for piece in pieces:
-            if piece == first:
-                start = at
-            elif piece == last:
-                spans.append((start, at))
-            else:
-                at += len(piece)
-        if "".join(piece for piece in pieces if piece not in (first, last)) != text:
-            raise DataError(f"the template {self.place} changes what is between generation tags; it cannot be masked")
-        return spans
-
-    def _spans_by_prefixes(self, messages: Sequence[Message], text: str, turns: Turns) -> list[tuple[int, int]]:
-        numbers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = []
-        for number in numbers[-1:] if turns == "last" else numbers:
-            before = self.text(messages[:number], add_generation_prompt=True)
-            through = self.text(messages[: number + 1])
-            if not text.startswith(through) or not through.startswith(before):
-                raise DataError(
-                    f"the template {self.place} cannot be masked: what it writes up to message {number + 1} changes "
-                    "with what follows; mark the assistant's text in it with {% generation %}, or train --turns last"
-                )
-            start = len(before) + _no_thoughts(through[len(before) :], messages[number])
-            spans.append((start, _end(through, messages[number])))
-        return spans
+            return self.process.render(self.source_for(beside), found, marks, self.now)
+        except TemplateError as error:
+            raise DataError(f"the template {self.place} {error}") from None
 
 
-def _no_thoughts(turn: str, message: Message) -> int:
-    """How many letters of a turn are empty thoughts that the template has added."""
-    found = _NO_THOUGHTS.match(turn)
-    if found is None or _NO_THOUGHTS.match(message["content"]):
-        return 0
-    return found.end()
+def _with_aliases(message: Message) -> Message:
+    """A message with its thoughts under the names that templates read, as in transformers."""
+    thoughts = next((message[name] for name in THOUGHTS if message.get(name) is not None), None)
+    if thoughts is None:
+        return message
+    return {"thinking": thoughts, **message, "reasoning_content": thoughts}
 
 
-def _end(text: str, message: Message) -> int:
-    """Where the trained text of the last turn ends: behind what ends the turn, without white space behind that.
-
-    Without any such text white space ends the turn.
-    """
-    stripped = text.rstrip()
-    return len(text) if stripped.endswith(message["content"].rstrip()) else len(stripped)
-
-
-def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    # jinja2's own filter would escape HTML.
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _refuse(message: str) -> None:
-    raise jinja2.TemplateError(message)
-
-
-def _now(form: str) -> str:
-    return datetime.now().strftime(form)
-
-
-def load_template(spec: str, tokenizer: str) -> ChatTemplate:
+def load_template(spec: str, tokenizer_spec: str, tokenizer: Tokenizer | None = None, date: str = "") -> ChatTemplate:
     """The template of --template: a file, a name among BUILT_IN, or if it is "" that of the tokenizer's folder.
 
-    Raises ConfigError if there is none, or if it is no template.
+    `date` is the time of the template's clock, as ISO 8601; by default now. Raises ConfigError if there is no template,
+    if it is none, or if it writes an end token that the tokenizer has no name for.
     """
-    folder = Path(tokenizer.removeprefix("hf:")).parent if tokenizer.startswith("hf:") else None
-    config: dict[str, Any] = {}
-    if folder is not None and (folder / "tokenizer_config.json").exists():
-        config = _object(folder / "tokenizer_config.json")
-    variables = {name: text for name, text in _special_tokens(config).items() if text}
-    if spec in BUILT_IN:
-        return _checked(ChatTemplate(BUILT_IN[spec], spec, variables))
-    if spec:
-        return _checked(ChatTemplate(_read(Path(spec)), spec, variables))
-    if folder is not None and (folder / "chat_template.jinja").exists():
-        path = folder / "chat_template.jinja"
-        return _checked(ChatTemplate(_read(path), str(path), variables))
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several by name
-        found = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}.get("default")
-    if isinstance(found, str):
-        return _checked(ChatTemplate(found, f"{folder}/tokenizer_config.json", variables))
-    raise ConfigError(f"--tokenizer {tokenizer}: has no chat template beside it; --template names a file, or chatml")
-
-
-def _checked(template: ChatTemplate) -> ChatTemplate:
-    environment = jinja2.Environment(extensions=[_Generation, jinja2.ext.loopcontrols])
-    try:
-        environment.parse(template.source)
-    except jinja2.TemplateError as error:
-        raise ConfigError(f"--template {template.place}: no jinja template: {error}") from None
+    folder = Path(tokenizer_spec.removeprefix("hf:")).parent if tokenizer_spec.startswith("hf:") else None
+    config = _object(folder / "tokenizer_config.json") if folder is not None else {}
+    source, place, tool_use = _found(spec, folder, config)
+    if source is None:
+        raise ConfigError(
+            f"--tokenizer {tokenizer_spec}: has no chat template beside it; --template names a file, or chatml"
+        )
+    if folder is not None:
+        variables = _special_tokens(config, _object(folder / "special_tokens_map.json"))
+    else:
+        variables = tokenizer.special_tokens if isinstance(tokenizer, SentencePieceTokenizer) else {}
+    template = ChatTemplate(source, place, variables, tool_use, _moment(date))
+    for text in filter(None, (source, tool_use)):
+        try:
+            template.process.check(text)
+        except TemplateError as error:
+            raise ConfigError(f"--template {place}: no jinja template: {error}") from None
+    for name in ("bos_token", "eos_token"):
+        if folder is None and name not in variables and template.reads(name):
+            raise ConfigError(
+                f"--template {place}: writes {name}, and the tokenizer {tokenizer_spec} has none that a text can hold; "
+                "take a template without it, or the tokenizer as hf:FILE"
+            )
     return template
 
 
-def _special_tokens(config: dict[str, Any]) -> dict[str, str]:
-    """bos_token, eos_token and the others of a tokenizer_config.json: each is a text, or an object with it."""
-    names = ("bos_token", "eos_token", "pad_token", "unk_token")
-    found = {name: config.get(name) for name in names}
-    return {name: value.get("content", "") if isinstance(value, dict) else value or "" for name, value in found.items()}
+def _found(spec: str, folder: Path | None, config: dict[str, Any]) -> tuple[str | None, str, str]:
+    """The source of a template or None, its place, and the source of a template of its own for tools or ""."""
+    if spec in BUILT_IN:
+        return BUILT_IN[spec], spec, ""
+    if spec:
+        return _read(Path(spec)), spec, ""
+    if folder is None:
+        return None, "", ""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        further = folder / "additional_chat_templates/tool_use.jinja"
+        return _read(path), str(path), _read(further) if further.exists() else ""
+    place = f"{folder}/tokenizer_config.json"
+    found = config.get("chat_template")
+    by_name: dict[Any, Any] = {"default": found}
+    if isinstance(found, list):
+        by_name = {item.get("name"): item.get("template") for item in found if isinstance(item, dict)}
+    elif isinstance(found, dict):
+        by_name = found
+    default, tool_use = by_name.get("default"), by_name.get("tool_use")
+    return default if isinstance(default, str) else None, place, tool_use if isinstance(tool_use, str) else ""
+
+
+def _special_tokens(config: dict[str, Any], older: dict[str, Any]) -> dict[str, str]:
+    """bos_token, eos_token and the others, by the files of a tokenizer. Each is a text, or an object with it.
+
+    `older` is special_tokens_map.json. As in transformers it decides unless the config lists all added tokens.
+    """
+    found = config if "added_tokens_decoder" in config else config | older
+    texts = {}
+    for name in _SPECIAL_TOKENS:
+        value = found.get(name)
+        text = value.get("content") if isinstance(value, dict) else value
+        if isinstance(text, str) and text:
+            texts[name] = text
+    return texts
+
+
+def _moment(date: str) -> datetime:
+    try:
+        return datetime.fromisoformat(date) if date else datetime.now()
+    except ValueError:
+        raise ConfigError(f"--date {date}: is no date as 2026-01-31, or 2026-01-31T12:00") from None
 
 
 def _read(path: Path) -> str:
@@ -224,6 +177,9 @@ def _read(path: Path) -> str:
 
 
 def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no such file."""
+    if not path.exists():
+        return {}
     try:
         found = json.loads(read_regular(path))
     except (OSError, ValueError, RecursionError) as error:

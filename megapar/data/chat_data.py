@@ -8,11 +8,12 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megapar.data.chat import ChatTemplate, Rendered, Turns
+from megapar.data.chat import ChatTemplate
+from megapar.data.chat_masks import Rendered, Turns, rendered
 from megapar.data.conversations import Conversation
 from megapar.data.indexed import IndexedWriter, token_dtype
 from megapar.data.prepared import CHAT, sha256, sidecar_path, weights_path, write_sidecar, write_weights
-from megapar.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from megapar.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
 from megapar.errors import DataError
 
 
@@ -34,6 +35,8 @@ class ChatCounts:
     trained_tokens: int = 0
     left_out: dict[str, int] = field(default_factory=dict)
     """By reason."""
+    passed_over: dict[str, int] = field(default_factory=dict)
+    """By the name of a key of rows or messages."""
     end_tokens: set[int] = field(default_factory=set)
     """The ids of special tokens that end what is trained of a conversation."""
 
@@ -44,25 +47,32 @@ class ChatCounts:
         end = end_token(example, tokenizer)
         self.end_tokens |= {end} if end is not None else set()
 
+    def words(self) -> list[str]:
+        """What was left out and passed over, in words."""
+        found = [f"{count:,} left out: {reason}" for reason, count in self.left_out.items()]
+        if self.passed_over:
+            found.append("passed over: " + ", ".join(f"{count:,} x {key}" for key, count in self.passed_over.items()))
+        return found
+
     @property
     def trained_share(self) -> float:
         return self.trained_tokens / max(self.tokens, 1)
 
 
-def example_of(rendered: Rendered, tokenizer: Tokenizer, place: str) -> Example:
+def example_of(shown: Rendered, tokenizer: Tokenizer, place: str) -> Example:
     """The tokens of a rendered conversation. A token is trained if any of its letters is.
 
     Raises DataError if a tokenizer without spans joins letters on both sides of a trained part.
     """
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        tokens, spans = tokenizer.encode_with_spans(rendered.text)
+    if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer):
+        tokens, spans = tokenizer.encode_with_spans(shown.text)
         weights = np.zeros(len(tokens), np.uint8)
-        for start, stop in rendered.trained:
+        for start, stop in shown.trained:
             weights[(spans[:, 0] < stop) & (spans[:, 1] > start)] = 1
         return Example(tokens, weights, place)
-    pieces = [(tokenizer.encode(text), is_trained) for text, is_trained in _pieces(rendered)]
+    pieces = [(tokenizer.encode(text), is_trained) for text, is_trained in _pieces(shown)]
     tokens = np.concatenate([ids for ids, _ in pieces])
-    if not np.array_equal(tokens, tokenizer.encode(rendered.text)):
+    if not np.array_equal(tokens, tokenizer.encode(shown.text)):
         raise DataError(
             f"{place}: the tokenizer joins letters on both sides of a trained part; put a line break or a special "
             "token between them in the template"
@@ -76,7 +86,7 @@ def end_token(example: Example, tokenizer: Tokenizer) -> int | None:
 
     White space behind the special token does not count.
     """
-    if not isinstance(tokenizer, HuggingFaceTokenizer):
+    if not isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer):
         return None
     for token in example.tokens[example.weights == 1][::-1].tolist():
         if token in tokenizer.special_ids:
@@ -86,14 +96,14 @@ def end_token(example: Example, tokenizer: Tokenizer) -> int | None:
     return None
 
 
-def _pieces(rendered: Rendered) -> Iterator[tuple[str, bool]]:
+def _pieces(shown: Rendered) -> Iterator[tuple[str, bool]]:
     """The text in pieces, each with whether it is trained."""
     at = 0
-    for start, stop in rendered.trained:
-        yield rendered.text[at:start], False
-        yield rendered.text[start:stop], True
+    for start, stop in shown.trained:
+        yield shown.text[at:start], False
+        yield shown.text[start:stop], True
         at = stop
-    yield rendered.text[at:], False
+    yield shown.text[at:], False
 
 
 def examples(
@@ -112,10 +122,10 @@ def examples(
     """
     for conversation in conversations:
         try:
-            rendered = template.rendered(conversation.messages, turns)
+            shown = rendered(template, conversation.messages, turns, conversation.beside)
         except DataError as error:
             raise DataError(f"{conversation.place}: {error}") from None
-        found = example_of(rendered, tokenizer, conversation.place)
+        found = example_of(shown, tokenizer, conversation.place)
         # The first token is no target, whatever its weight.
         if not found.weights[1:].any():
             raise DataError(f"{conversation.place}: no token would be trained; the assistant says nothing in it")
@@ -187,11 +197,15 @@ def describe(
             "template": template.place,
             "template_sha256": template.sha256,
             "template_text": template.source,
-            "special_tokens": template.variables,
+            "template_text_for_tools": template.tool_use,
+            "special_tokens": dict(template.variables),
+            # Only a template that writes the time has other text on another day.
+            "clock": template.now.isoformat() if template.process.read_clock else None,
             "end_tokens": sorted(counts.end_tokens),
             "turns": turns,
             "trained_tokens": counts.trained_tokens,
             "left_out": counts.left_out,
+            "passed_over": counts.passed_over,
             "pairs": pairs,
         },
     }
@@ -199,7 +213,9 @@ def describe(
 
 def marked(example: Example, tokenizer: Tokenizer, mark: Callable[[str], str]) -> str:
     """The text of an example, with `mark` around what is trained."""
-    decode = tokenizer.decode_with_ends if isinstance(tokenizer, HuggingFaceTokenizer) else tokenizer.decode
+    decode = tokenizer.decode
+    if isinstance(tokenizer, HuggingFaceTokenizer | SentencePieceTokenizer):
+        decode = tokenizer.decode_with_ends
     pieces = []
     edges = np.flatnonzero(np.diff(example.weights)) + 1
     for ids, weights in zip(np.split(example.tokens, edges), np.split(example.weights, edges), strict=True):

@@ -8,44 +8,92 @@ import numpy as np
 
 from megapar.data.chat import ChatTemplate
 from megapar.data.chat_data import ChatCounts, Example, example_of
-from megapar.data.conversations import Message, messages_of, rows
+from megapar.data.chat_masks import rendered
+from megapar.data.conversations import BESIDE, Conversation, Message, repeated, rows, side, with_beside
+from megapar.data.row_keys import Keys
 from megapar.data.tokenizer import Tokenizer
 from megapar.errors import DataError
 
 MEMBERS = ("chosen", "rejected")
-Pair = tuple[Sequence[Message], Sequence[Message], str]
-"""The messages of the chosen and of the rejected conversation, and their place: the path and the line or row."""
+Pair = tuple[Conversation, Conversation]
+"""The chosen and the rejected conversation. What both begin with is not trained."""
 
 
-def read_pairs(files: Sequence[Path]) -> Iterator[Pair]:
+def read_pairs(files: Sequence[Path], keys: Keys | None = None) -> Iterator[Pair]:
     """Yield the pairs of .jsonl and .parquet files, in order.
 
-    `chosen` and `rejected` are answers to `prompt`, or without it whole conversations. Each of the three is a text or a
-    list of messages. Raises DataError for a row that is no pair, with its place.
+    `chosen` and `rejected` are answers to `prompt`, or whole conversations. Each of the three is a text or a list of
+    messages. Raises DataError for a row that is no pair, with its place.
     """
+    keys = keys or Keys()
     for path in files:
         for place, row in rows(path):
             try:
-                chosen, rejected = (_member(row, name) for name in MEMBERS)
+                yield pair_of(row, place, keys)
             except ValueError as error:
                 raise DataError(f"{place}: {error}") from None
-            yield chosen, rejected, place
 
 
-def _member(row: Any, name: str) -> Sequence[Message]:
-    """The conversation that ends with this answer. Raises ValueError with the reason if there is none."""
-    if not isinstance(row, Mapping) or row.get(name) is None:
-        has = ", ".join(map(str, row)) if isinstance(row, Mapping) else type(row).__name__
+def pair_of(row: Any, place: str, keys: Keys) -> Pair:
+    """The pair of a row. Raises ValueError with the reason if there is none, or if a key of the row is not known."""
+    wanted = keys.wanted(row) if isinstance(row, Mapping) else {}
+    if not all(wanted.get(name) for name in MEMBERS):
+        has = ", ".join(map(str, wanted)) if isinstance(row, Mapping) else type(row).__name__
         raise ValueError(f"has {has or 'no keys'}; a pair has prompt, chosen and rejected")
-    if row.get("prompt") is not None:
-        found = messages_of({"prompt": row["prompt"], "completion": row[name]})
-    elif isinstance(row[name], str):
-        raise ValueError(f"{name} is a text without a prompt; a pair has prompt, chosen and rejected")
-    else:
-        found = messages_of({"messages": row[name]})
-    if found[-1]["role"] != "assistant":
-        raise ValueError(f"{name} ends with a message of {found[-1]['role']}, not of the assistant")
-    return found
+    answers = [side(wanted[name], "assistant", keys) for name in MEMBERS]
+    for name, answer in zip(MEMBERS, answers, strict=True):
+        if answer[-1]["role"] != "assistant":
+            raise ValueError(f"{name} ends with a message of {answer[-1]['role']}, not of the assistant")
+        if "prompt" not in wanted and isinstance(wanted[name], str):
+            raise ValueError(f"{name} is a text without a prompt; a pair has prompt, chosen and rejected")
+    prompt = _prompt_before(wanted.get("prompt"), answers, keys)
+    num_prompt = len(prompt) or _common(answers)
+    found = []
+    for answer in answers:
+        messages, beside = with_beside([*prompt, *answer], wanted, num_prompt)
+        found.append(Conversation(messages, place, beside))
+    same = ["messages"] if wanted.get("messages") == wanted["chosen"] else []
+    keys.check_rest(wanted, ("prompt", *MEMBERS, *BESIDE, *same, *repeated(wanted, found[0].messages)))
+    return found[0], found[1]
+
+
+def _prompt_before(prompt: Any, answers: Sequence[Sequence[Message]], keys: Keys) -> list[Message]:
+    """The messages of a prompt before both answers; none if the answers are conversations that begin with it.
+
+    Many sets have the first question as a column beside whole conversations. Raises ValueError for a prompt that says
+    something else.
+    """
+    if prompt is None:
+        return []
+    messages = side(prompt, "user", keys)
+    firsts = {answer[0]["role"] for answer in answers}
+    if not firsts & {"system", "user"}:
+        return messages
+    if not isinstance(prompt, str):
+        if all(list(answer[: len(messages)]) == messages and len(answer) > len(messages) for answer in answers):
+            return []
+        if {message["role"] for message in messages} == {"system"} and firsts == {"user"}:
+            _common(answers)
+            return messages
+    elif repeated({"prompt": prompt}, answers[0][: _common(answers)]):
+        return []
+    raise ValueError(
+        "chosen and rejected are whole conversations, and prompt says something else; --pass_over prompt leaves it out"
+    )
+
+
+def _common(answers: Sequence[Sequence[Message]]) -> int:
+    """How many messages two conversations begin with alike. Raises ValueError if they answer different prompts."""
+    chosen, rejected = answers
+    most = min(len(chosen), len(rejected)) - 1
+    number = next((at for at in range(most) if chosen[at] != rejected[at]), most)
+    for answer in answers:
+        if answer[number]["role"] != "assistant":
+            raise ValueError(
+                f"chosen and rejected are answers to different prompts: message {number + 1} differs, and is of "
+                f"{answer[number]['role']}"
+            )
+    return number
 
 
 def members(
@@ -56,16 +104,18 @@ def members(
     too_long: Literal["refuse", "skip"],
     counts: ChatCounts,
 ) -> Iterator[Example]:
-    """Yield both members of each pair, the chosen one first, with weights on the last turn; and count them.
+    """Yield both members of each pair, the chosen one first, with weights on the answers; and count them.
 
     Raises DataError with the place of a pair that has nothing to compare, and of one of more than `max_length` tokens
     in both together unless `too_long` is skip.
     """
-    for chosen, rejected, place in pairs:
+    for pair in pairs:
         both = []
-        for name, messages in zip(MEMBERS, (chosen, rejected), strict=True):
+        place = pair[0].place
+        for name, member in zip(MEMBERS, pair, strict=True):
             try:
-                found = example_of(template.rendered(messages, "last"), tokenizer, place)
+                shown = rendered(template, member.messages, "all", member.beside)
+                found = example_of(shown, tokenizer, place)
             except DataError as error:
                 raise DataError(f"{place}: {name}: {error}") from None
             if not found.weights[1:].any():
@@ -73,7 +123,7 @@ def members(
             both.append(found)
         if np.array_equal(both[0].tokens, both[1].tokens):
             raise DataError(f"{place}: chosen and rejected are the same")
-        length = sum(len(member.tokens) for member in both)
+        length = sum(len(example.tokens) for example in both)
         if max_length and length > max_length:
             if too_long == "refuse":
                 raise DataError(
@@ -83,6 +133,6 @@ def members(
             reason = f"above {max_length:,} tokens"
             counts.left_out[reason] = counts.left_out.get(reason, 0) + 1
             continue
-        for member in both:
-            counts.add(member, tokenizer)
+        for example in both:
+            counts.add(example, tokenizer)
         yield from both

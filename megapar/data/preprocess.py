@@ -47,7 +47,7 @@ class Recipe(Reading):
     tokenizer: str
     """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
     special_tokens: Literal["text", "parse"] = "text"
-    """Special tokens in a text, such as <|im_start|>: text, or with parse (hf: only) their ids."""
+    """Special tokens in a text, such as <|im_start|>: text, or with parse (hf: and spm:) their ids."""
     start_token: StartToken = "auto"
     """The start token in front of each document: auto adds what the tokenizer's files put there, as transformers does;
     bytes, tiktoken: and mostly spm: put none."""

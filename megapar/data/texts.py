@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
+from megapar.data.chat_masks import rendered
 from megapar.data.prepared import CHAT, START, read_sidecar
 from megapar.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megapar.errors import ConfigError
@@ -134,7 +135,8 @@ def template_of(record: Mapping[str, Any], spec: str) -> ChatTemplate | None:
     if isinstance(chat, dict):
         variables = chat.get("special_tokens", {})
         if isinstance(chat.get("template_text"), str) and isinstance(variables, dict):
-            return ChatTemplate(chat["template_text"], str(chat.get("template")), variables)
+            tool_use = str(chat.get("template_text_for_tools", ""))
+            return ChatTemplate(chat["template_text"], str(chat.get("template")), variables, tool_use)
         built_in = (ChatTemplate(source, name) for name, source in BUILT_IN.items())
         found = next((each for each in built_in if each.sha256 == chat.get("template_sha256")), None)
         return found or _beside(spec, str(chat.get("template_sha256")))
@@ -155,6 +157,6 @@ def _beside(spec: str, sha256: str = "") -> ChatTemplate | None:
 def end_of_turn(template: ChatTemplate) -> str:
     """The text with which the template ends an answer, without white space around it; "" if nothing does."""
     answer = "An answer."
-    rendered = template.rendered([{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}])
-    start, stop = rendered.trained[-1] if rendered.trained else (0, 0)
-    return rendered.text[start:stop].partition(answer)[2].strip()
+    shown = rendered(template, [{"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}])
+    start, stop = shown.trained[-1] if shown.trained else (0, 0)
+    return shown.text[start:stop].partition(answer)[2].strip()

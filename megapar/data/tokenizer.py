@@ -4,6 +4,7 @@ import base64
 import hashlib
 import io
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -82,12 +83,14 @@ class SentencePieceTokenizer:
     true in tokenizer_config.json in the same folder.
     A model of `train_sentencepiece` decodes to the text that was encoded, with one exception: U+2581 comes back as a
     space, because sentencepiece writes a space as U+2581.
+    With `parse_special`, the names of control pieces in a text, such as </s>, become their ids. `special_tokens` are
+    these names: of start, end and unknown pieces.
     Raises DataError if the file is not a sentencepiece model or the model has no end-of-sentence piece.
     """
 
     older_fingerprints: tuple[str, ...] = ()
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, parse_special: bool = False):
         self.fingerprint = _fingerprint(f"spm:{path}", path)
         try:
             self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
@@ -101,12 +104,50 @@ class SentencePieceTokenizer:
         self.bos: int | None = found if found >= 0 else None
         beside = _read_config(f"spm:{path}", Path(path).with_name(_CONFIG))
         self.start: tuple[int, ...] = (found,) if found >= 0 and beside.get("add_bos_token") is True else ()
+        self._control = {
+            self._model.id_to_piece(number): number
+            for number in range(self.vocab_size)
+            if self._model.is_control(number)
+        }
+        self.special_ids = frozenset(self._control.values())
+        ids = {"bos": self._model.bos_id(), "eos": self.eod, "unk": self._model.unk_id(), "pad": self._model.pad_id()}
+        self.special_tokens = {f"{name}_token": self._model.id_to_piece(i) for name, i in ids.items() if i >= 0}
+        longest_first = sorted(self._control, key=len, reverse=True)
+        self._parsed = re.compile(f"({'|'.join(map(re.escape, longest_first))})") if parse_special else None
 
     def encode(self, text: str) -> NDArray[np.integer]:
-        return _array(self._model.encode(text))
+        if self._parsed is None:
+            return _array(self._model.encode(text))
+        return self.encode_with_spans(text)[0]
+
+    def encode_with_spans(self, text: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:
+        """The ids of a text, and for each the letters [start, stop) that it stands for, [ids, 2]."""
+        ids: list[int] = []
+        spans: list[tuple[int, int]] = []
+        at = 0
+        for part in self._parsed.split(text) if self._parsed is not None else [text]:
+            if self._parsed is not None and part in self._control:
+                ids.append(self._control[part])
+                spans.append((at, at + len(part)))
+            else:
+                found = self._model.encode(part, out_type="offset_mapping")
+                ids += found["ids"]
+                spans += [(at + first, at + last) for first, last in found["offsets"]]
+            at += len(part)
+        # Of the bytes of a letter the last one alone gets the letter.
+        for number in range(len(spans) - 2, -1, -1):
+            if spans[number][0] == spans[number][1]:
+                spans[number] = spans[number + 1]
+        return _array(ids), np.array(spans, np.int64).reshape(-1, 2)
 
     def decode(self, ids: list[int]) -> str:
         return self._model.decode(ids)
+
+    def decode_with_ends(self, ids: list[int]) -> str:
+        """As `decode`, with the names of control pieces."""
+        edges = [at for at, number in enumerate(ids) for at in (at, at + 1) if number in self.special_ids]
+        parts = [ids[first:last] for first, last in zip([0, *edges], [*edges, len(ids)], strict=True) if first < last]
+        return "".join(self._model.id_to_piece(p[0]) if p[0] in self.special_ids else self.decode(p) for p in parts)
 
 
 class HuggingFaceTokenizer:
@@ -374,15 +415,15 @@ def made_by(tokenizer: Tokenizer, fingerprint: str) -> bool:
 def load_tokenizer(spec: str, *, parse_special: bool = False) -> Tokenizer:
     """Load the tokenizer of `data.tokenizer`: `bytes`, `spm:FILE`, `hf:FILE` or `tiktoken:FILE`.
 
-    `parse_special`: special tokens in a text become their ids. Only `hf:` tokenizers can do it.
+    `parse_special`: special tokens in a text become their ids. Only `hf:` and `spm:` tokenizers can do it.
     Raises ConfigError for any other spec and for a missing package. Raises DataError if the file is
     missing or is not such a tokenizer.
     """
     prefix, _, path = spec.partition(":")
     if parse_special:
-        if prefix != "hf":
-            raise ConfigError(f"--special_tokens parse: hf: tokenizers alone can do it, not {spec}")
-        return HuggingFaceTokenizer(path, parse_special=True)
+        if prefix not in ("hf", "spm"):
+            raise ConfigError(f"--special_tokens parse: hf: and spm: tokenizers alone can do it, not {spec}")
+        return (HuggingFaceTokenizer if prefix == "hf" else SentencePieceTokenizer)(path, parse_special=True)
     if spec == "bytes":
         return ByteTokenizer()
     classes: dict[str, Callable[[str], Tokenizer]] = {
