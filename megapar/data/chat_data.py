@@ -182,15 +182,18 @@ def describe(
 
     `pairs`: each two documents in a row are a chosen and a rejected answer (`megapar.data.pairs`).
     """
+    described = {
+        "spec": spec,
+        "sha256": tokenizer.fingerprint,
+        "vocab_size": tokenizer.vocab_size,
+        "eod": tokenizer.eod,
+    }
+    if isinstance(tokenizer, SentencePieceTokenizer):  # earlier versions read them as text, but those of hf: never
+        described["special_tokens"] = "parse"
     return {
         "documents": counts.examples,
         "tokens": counts.tokens,
-        "tokenizer": {
-            "spec": spec,
-            "sha256": tokenizer.fingerprint,
-            "vocab_size": tokenizer.vocab_size,
-            "eod": tokenizer.eod,
-        },
+        "tokenizer": described,
         "append_eod": False,
         "sources": [{"path": str(path), "bytes": path.stat().st_size, "sha256": sha256(path)} for path in files],
         CHAT: {

@@ -86,7 +86,7 @@ def record_of(sources: Iterable[str]) -> dict[str, Any]:
     first = sidecars[0]
     tokenizer = first["tokenizer"]
     if CHAT in first:
-        parsed = str(tokenizer["spec"]).startswith("hf:")
+        parsed = str(tokenizer["spec"]).startswith("hf:") or tokenizer.get(_PARSE) == "parse"
         return {_PARSE: "parse" if parsed else "text", CHAT: first[CHAT]}
     return {_PARSE: tokenizer.get(_PARSE, "text"), START: first.get(START, [])}
 
