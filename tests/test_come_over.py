@@ -1,6 +1,7 @@
 """Jobs of other frameworks become configurations of megapar, and nothing of them is lost on the way."""
 
 import json
+import math
 import pickle
 import sys
 import tomllib
@@ -21,6 +22,7 @@ from megapar.config.other_frameworks.job import plain
 from megapar.config.other_frameworks.shell import Launch, launch_of, read_launch
 from megapar.config.other_frameworks.table import TABLE
 from megapar.errors import CheckpointError, ConfigError
+from megapar.optimizer.schedule import learning_rate
 from tests.support.megatron_folders import args_of
 from tests.support.options import load
 from tests.support.sweeps import one_of_each, slow_but
@@ -186,6 +188,32 @@ def test_a_split_stays_where_the_data_are_not_known():
     assert "cannot be resolved" in left(account)["data-path"]
 
 
+def test_the_learning_rate_of_a_growing_batch_is_that_of_its_samples():
+    """Warm-up and decay of such a job are in samples there, and stay so. Fault rates-of-a-growing-batch."""
+    job = """torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 1 --global-batch-size 64
+    --rampup-batch-size 8 8 4000 --train-samples 12000 --lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine
+    --lr-warmup-samples 2000 --lr-decay-samples 12000 --swiglu --disable-bias-linear --normalization RMSNorm
+    --position-embedding-type rope --data-path data/x --vocab-size 131 --hidden-dropout 0 --attention-dropout 0"""
+    account, _ = from_megatron.account(from_megatron.Arguments(), job.split())
+    assert account.is_whole, report(account)
+    config = account.config
+    assert config.optimizer.warmup_steps == "2000 samples"
+    assert config.train.samples() == 12_000  # the decay ends with the run
+    consumed = 0
+    for step in range(config.train.steps):
+        rate = learning_rate(step, consumed, config.optimizer, config.train)
+        share = 0.5 * (math.cos(math.pi * (consumed - 2000) / 10_000) + 1)
+        assert rate == pytest.approx(1e-3 * consumed / 2000 if consumed <= 2000 else 1e-4 + 9e-4 * share), step
+        consumed += config.train.batch_size(consumed)
+    assert config.train.batch_ramp == (8, 8, 4000)
+    # With a stable phase Megatron-LM decays exponentially unless it is told.
+    held = moved("Megatron-LM", f"{LLAMA} --lr-decay-style WSD --lr-wsd-decay-iters 2", 1)
+    (line,) = (line for line in held.moved.left if line.theirs == "--lr-wsd-decay-style")
+    assert line.is_default
+    assert "exponential" in line.here
+
+
 def test_a_job_without_counterparts_missing_is_whole_and_unknown_flags_are_listed():
     whole = moved("Megatron-LM", f"{LLAMA} --untie-embeddings-and-output-weights", 2)
     assert whole.is_whole, report(whole)
@@ -341,14 +369,26 @@ CONVERSIONS = [
     ("Megatron-LM", "--window-attn-skip-freq 2", 8, None),
     ("Megatron-LM", "--lr-warmup-fraction .1 --lr-decay-iters 50 --train-iters 100", 8,
      {"optimizer.warmup_steps": "5"}),
-    ("Megatron-LM", "--lr-warmup-samples 160 --global-batch-size 16", 8, {"optimizer.warmup_steps": "10"}),
+    ("Megatron-LM", "--lr-warmup-samples 160 --global-batch-size 16", 8,
+     {"optimizer.warmup_steps": "160 samples"}),
+    ("Megatron-LM", "--lr-warmup-fraction .1 --lr-decay-samples 500 --train-samples 1600 --global-batch-size 16", 8,
+     {"optimizer.warmup_steps": "50 samples"}),
+    # The last whole batch ends at 1600, so the decay is given a length of its own.
+    ("Megatron-LM", "--train-samples 1605 --lr-warmup-samples 160 --global-batch-size 16", 8,
+     {"train.steps": "100", "optimizer.decay_steps": "1445 samples"}),
+    ("Megatron-LM", "--lr-decay-style constant --lr-decay-iters 50 --train-iters 100", 8,
+     {"optimizer.schedule": "constant"}),
+    ("Megatron-LM", "--lr-decay-iters 50 --train-iters 100 --lr-decay-style constant", 8, {}),
+    ("Megatron-LM", "--lr-decay-iters 50 --train-iters 100 --lr-decay-style inverse-square-root", 8, None),
+    ("Megatron-LM", "--lr-wsd-decay-style linear --lr-decay-style WSD", 8, {}),
+    ("Megatron-LM", "--lr-wsd-decay-style cosine --lr-decay-style WSD", 8, None),
     ("Megatron-LM", "--lr-decay-iters 50 --train-iters 100 --lr-warmup-iters 10", 8, {"optimizer.decay_steps": "40"}),
     ("Megatron-LM", "--lr-decay-iters 100 --train-iters 100 --lr-warmup-iters 10", 8, {}),
-    ("Megatron-LM", "--lr-decay-samples 800 --global-batch-size 16 --train-iters 100", 8,
-     {"optimizer.decay_steps": "50"}),
+    ("Megatron-LM", "--lr-decay-samples 800 --global-batch-size 16 --train-samples 1600", 8,
+     {"optimizer.decay_steps": "800 samples"}),
     ("Megatron-LM", "--lr-decay-iters 50 --train-iters 100 --lr-decay-style WSD", 8, None),
     ("Megatron-LM", "--lr-wsd-decay-samples 320 --global-batch-size 16 --train-samples 1600", 8,
-     {"optimizer.decay_steps": "20"}),
+     {"optimizer.decay_steps": "320 samples"}),
     ("Megatron-LM", "--adam-beta2 0.95", 8, {"optimizer.betas": "0.9 0.95"}),
     ("Megatron-LM", "--recompute-granularity full", 8, {"train.recompute": "full"}),
     ("Megatron-LM", "--recompute-granularity selective --recompute-modules layernorm", 8,

@@ -301,6 +301,9 @@ def test_a_source_under_two_spellings_is_refused_with_both():
     validate(train_on("1:a", "1:b", "1:hf:json:a"), 1)
 
 
+A_LENGTH = "a whole number of steps, or a text such as '2000 samples'"
+
+
 def test_a_number_beyond_64_bits_is_refused_in_flags_as_in_files(tmp_path):
     """Fault wrong-value."""
     file = write(tmp_path, "c.toml", "[train]\nsteps = 99999999999999999999999\n")
@@ -315,8 +318,10 @@ def test_a_number_beyond_64_bits_is_refused_in_flags_as_in_files(tmp_path):
     ("line", "flags", "expected"),
     [
         ('lr = "3e-4x"', "--optimizer.lr 3e-4x", "a number"),
-        ("warmup_steps = 1.5", "--optimizer.warmup_steps 1.5", "a whole number"),
-        ("warmup_steps = true", "--optimizer.warmup_steps true", "a whole number"),
+        ("warmup_steps = 1.5", "--optimizer.warmup_steps 1.5", A_LENGTH),
+        ("warmup_steps = true", "--optimizer.warmup_steps true", A_LENGTH),
+        ('warmup_steps = "9 samples more"', "--optimizer.warmup_steps 9 samples more", A_LENGTH),
+        ('decay_steps = "0 samples"', "--optimizer.decay_steps=0 samples", A_LENGTH),
         ("betas = [0.9]", "--optimizer.betas 0.9", "2 numbers"),
         ("betas = 0.9", "--optimizer.betas 0.9 0.9 0.9", "2 numbers"),
         ('schedule = "cos"', "--optimizer.schedule cos", "one of cosine, linear, constant, inverse_sqrt, wsd"),

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from megapar_models.registry import FOR_OPTIONS
 
-from megapar.config.options import Config, option_types
+from megapar.config.options import Config, Length, option_types
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
@@ -237,6 +237,8 @@ def type_name(annotation: Any) -> str:
         if inner[-1] is Ellipsis:
             return f"list of {type_name(inner[0])}"
         return f"{len(inner)} of {type_name(inner[0])}"
+    if annotation == Length:
+        return "whole number, or text"
     return {int: "whole number", float: "number", bool: "switch", str: "text"}[annotation]
 
 

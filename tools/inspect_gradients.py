@@ -28,6 +28,7 @@ from megapar.comm import collectives
 from megapar.comm.flight import Board
 from megapar.config.derive import num_microbatches
 from megapar.config.files import load
+from megapar.config.lengths import Lengths
 from megapar.config.messages import problem
 from megapar.config.options import Config
 from megapar.context import ParallelContext
@@ -121,7 +122,10 @@ def check(config: Config, args: Arguments) -> None:
     if args.leave_out is not None and not 0 <= args.leave_out < config.parallel.dp:
         raise ConfigError(f"--leave_out {args.leave_out}: replicas are 0 to {config.parallel.dp - 1}")
     warmup = config.optimizer.warmup_steps
-    if args.steps <= warmup:
+    if Lengths.of(config.optimizer, config.train).unit != "steps":
+        text = "the tool trains a few steps, and counts them; give numbers of steps"
+        raise ConfigError(problem(config, "optimizer.warmup_steps optimizer.decay_steps", text))
+    if isinstance(warmup, int) and args.steps <= warmup:
         raise ConfigError(f"--steps {args.steps}: must be above optimizer.warmup_steps={warmup}, which come first")
 
 
@@ -214,6 +218,7 @@ def drift(
     initialize(stages.values(), config.train.seed)
     state = assemble(whole, ctx, stages)
     *trained, held_out = steps
+    run = replace(config.train, steps=len(trained))
     distances = [distance(state, left_out)]
     losses = [losses_of_replicas(state, held_out[:1])]
     for step in track(trained, "training", disable=not ctx.world.first, transient=True):
@@ -225,7 +230,7 @@ def drift(
         state.grads.finish()
         if is_left_out:
             state.grads.flat.copy_(own_gradient)
-        state.optimizer.step(learning_rate(state.step, whole.optimizer, len(trained)))
+        state.optimizer.step(learning_rate(state.step, state.consumed_samples, whole.optimizer, run))
         state.step += 1
         distances.append(distance(state, left_out))
         losses.append(losses_of_replicas(state, held_out[:1]))

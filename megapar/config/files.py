@@ -21,9 +21,10 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin
 
 import tyro
 
+from megapar.config.lengths import is_length
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import COMMON_OPTIONS, Families, ModelRules
-from megapar.config.options import Config, default_config, flatten, option_types, unflatten
+from megapar.config.options import Config, Length, default_config, flatten, option_types, unflatten
 from megapar.config.other_frameworks.hints import Given, hint
 from megapar.errors import ConfigError
 from megapar.system.regular_files import read_regular
@@ -304,9 +305,11 @@ def _parse(flags: Sequence[_Flag], config: Config) -> Config:
     resolved = replace(config, **{name: value for name, value in parsed.items() if name != "config"})
     values = flatten(resolved)
     # Python's integers have no bound, but TOML's have: config.toml must be able to hold every value.
-    too_large = [flag for flag in flags if not _fits(values.get(flag.option))]
-    if too_large:
-        raise ConfigError(_refused(too_large, config))
+    types = option_types(type(config.model))
+    wrong = [flag for flag in flags if not _fits(values.get(flag.option))]
+    wrong += [flag for flag in flags if types.get(flag.option) == Length and not _is_length(values[flag.option])]
+    if wrong:
+        raise ConfigError(_refused(wrong, config))
     return resolved
 
 
@@ -325,6 +328,10 @@ def _fits(value: Any) -> bool:
     items = value if isinstance(value, tuple) else (value,)
     # `type` rather than isinstance, because a bool is an int too.
     return all(-(2**63) <= item < 2**63 for item in items if type(item) is int)
+
+
+def _is_length(value: Length) -> bool:
+    return isinstance(value, int) or is_length(value)
 
 
 def _refused(flags: Sequence[_Flag], config: Config) -> str:
@@ -508,6 +515,8 @@ def _convert(raw: Any, annotation: Any) -> Any:
         if None in items:
             return None
         return tuple(items)
+    if annotation == Length:
+        return raw if (type(raw) is int and _fits(raw)) or (isinstance(raw, str) and is_length(raw)) else None
     if not _fits(raw):
         return None
     if annotation is float and type(raw) is int:
@@ -519,6 +528,8 @@ def _convert(raw: Any, annotation: Any) -> Any:
 
 def _expected(annotation: Any) -> str:
     """An option's type in words for messages, such as "a whole number"."""
+    if annotation == Length:
+        return "a whole number of steps, or a text such as '2000 samples'"
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
     if get_origin(annotation) is Literal:
         return f"one of {', '.join(map(str, get_args(annotation)))}"

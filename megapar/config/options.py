@@ -157,10 +157,9 @@ class TrainConfig:
         grown = consumed_samples * ((self.global_batch_size - first) // increment) // samples
         return min(first + grown * increment, self.global_batch_size)
 
-    def samples(self) -> int:
-        """Number of samples of the whole run."""
-        consumed = 0
-        left = self.steps
+    def samples(self, step: int = 0, consumed: int = 0) -> int:
+        """Number of samples of the whole run, the first `step` steps of which took `consumed` samples."""
+        left = max(self.steps - step, 0)
         # Only the steps of the ramp are walked through. The batch size never changes after it.
         while left:
             size = self.batch_size(consumed)
@@ -223,6 +222,10 @@ OPTIMIZER_NAMES = ("adamw", "muon", "lion", "sgd")
 """The keys of `megapar.optimizer.table.OPTIMIZERS`."""
 
 
+Length = int | str
+"""A number of steps, or a text such as 2000 samples or 3e9 tokens (megapar/config/lengths.py)."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer and its learning rate."""
@@ -236,11 +239,13 @@ class OptimizerConfig:
     """Learning rate at the end of cosine, linear and wsd decay; inverse_sqrt does not fall below it."""
     schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = "cosine"
     """Shape after warm-up; wsd (warm-up, stable, decay) holds lr and decays linearly over the last decay_steps."""
-    warmup_steps: int = 0
-    """Steps of linear warm-up from 0 to lr."""
-    decay_steps: int = 0
+    warmup_steps: Length = 0
+    """Steps of linear warm-up from 0 to lr. '2000 samples' or '3e9 tokens' count what the run has consumed, as
+    Megatron-LM does: with a train.batch_ramp early steps then move the rate less."""
+    decay_steps: Length = 0
     """cosine, linear: length of the decay after warm-up; 0 means to the end of train.steps. A run that stops before, or
-    goes on after it at min_lr, keeps its schedule. wsd: length of the final decay; 0 means a tenth of train.steps."""
+    goes on after it at min_lr, keeps its schedule. wsd: length of the final decay; 0 means a tenth of train.steps. In
+    steps, or as optimizer.warmup_steps in samples or tokens."""
     betas: tuple[float, float] = (0.9, 0.95)
     """adamw: decay of the first and second moments. lion: weights of the momentum in a step, and in the next
     momentum."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from megapar.config import validate_state
 from megapar.config.groups import Group
+from megapar.config.lengths import Lengths, in_samples
 from megapar.config.messages import counted, divisors, listed, problem, shown
 from megapar.config.options import OPTIMIZER_NAMES, Config
 
@@ -73,23 +74,46 @@ def _zero_stages(config: Config) -> list[int]:
 def _rates(config: Config) -> Iterator[str]:
     """Problems of the learning rate's schedule."""
     optimizer = config.optimizer
-    steps = config.train.steps
-    if optimizer.schedule in ("constant", "inverse_sqrt") and optimizer.decay_steps:
-        text = "has no decay; set optimizer.schedule cosine, linear or wsd, or leave decay_steps at 0"
-        yield problem(config, "optimizer.decay_steps optimizer.schedule", text)
-    if optimizer.warmup_steps > steps:
-        text = f"the warm-up would not end within the run; use at most {steps}"
-        yield problem(config, "optimizer.warmup_steps train.steps", text)
-    elif optimizer.schedule == "wsd" and optimizer.warmup_steps + optimizer.decay_steps > steps:
-        longest = steps - optimizer.warmup_steps
-        text = f"warm-up and decay together are longer than the run; decay_steps may be at most {longest}"
-        yield problem(config, "optimizer.warmup_steps optimizer.decay_steps train.steps", text)
+    yield from _lengths(config)
     if optimizer.schedule == "constant" and optimizer.min_lr:
         text = "a constant rate has no end; choose cosine, linear, inverse_sqrt or wsd, or leave it at 0"
         yield problem(config, "optimizer.min_lr optimizer.schedule", text)
     elif optimizer.min_lr > optimizer.lr >= 0:  # a negative lr has its own message
         text = f"the rate must not end above its peak; use at most {shown(optimizer.lr)}"
         yield problem(config, "optimizer.min_lr optimizer.lr", text)
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    """Problems of the lengths of warm-up and decay."""
+    optimizer, train = config.optimizer, config.train
+    wrong = False
+    for name in ("warmup_steps", "decay_steps"):
+        try:
+            in_samples(getattr(optimizer, name), train.seq_length)
+        except ValueError as error:
+            wrong = True
+            yield problem(config, f"optimizer.{name}", str(error))
+    if wrong or len(train.batch_ramp) not in (0, 3):  # a ramp has its own message
+        return
+    try:
+        unit, warmup, decay = Lengths.of(optimizer, train)
+    except ValueError as error:
+        yield problem(config, "optimizer.warmup_steps optimizer.decay_steps", str(error))
+        return
+    run = train.steps if unit == "steps" else train.samples()
+
+    def most(number: float) -> str:
+        return f"{number:.0f}" if unit == "steps" else f"'{max(number, 0):.0f} samples'"
+
+    if optimizer.schedule in ("constant", "inverse_sqrt") and decay:
+        text = "has no decay; set optimizer.schedule cosine, linear or wsd, or leave decay_steps at 0"
+        yield problem(config, "optimizer.decay_steps optimizer.schedule", text)
+    if warmup > run:
+        text = f"the warm-up would not end within the run; use at most {most(run)}"
+        yield problem(config, "optimizer.warmup_steps train.steps", text)
+    elif optimizer.schedule == "wsd" and warmup + decay > run:
+        text = f"warm-up and decay together are longer than the run; decay_steps may be at most {most(run - warmup)}"
+        yield problem(config, "optimizer.warmup_steps optimizer.decay_steps train.steps", text)
 
 
 def problems_of_shards(config: Config) -> Iterator[str]:

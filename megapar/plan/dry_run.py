@@ -4,6 +4,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megapar.config.derive import num_microbatches
+from megapar.config.lengths import lengths_in_steps
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
 from megapar.params import VOCAB_MULTIPLE
@@ -44,6 +45,9 @@ def _write(config: Config, parts: Parts, parameters: str, flops_per_token: int, 
         f"multiple of {VOCAB_MULTIPLE}",
         highlight=False,
     )
+    rate = lengths_in_steps(config.optimizer, train)
+    if rate:
+        console.print(rate, highlight=False)
     console.print(_planned_in_words(config), highlight=False)
     if parallel.balance == "measured" and not parallel.partition and parallel.pp * parallel.vpp > 1:
         console.print(

@@ -33,6 +33,7 @@ from megapar.checkpoint.tiers import FOLDER, Tier
 from megapar.checkpoint.values import rounding_problem
 from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.compatible import adapter_changes, changes, function_changes
+from megapar.config.lengths import is_length
 from megapar.config.messages import shown
 from megapar.config.model_rules import HEAD, SELECTION_BIAS
 from megapar.config.options import SCORE, Config, flatten, unflatten
@@ -410,12 +411,19 @@ def _change_of_rate(state: TrainState, saved: dict[str, Any]) -> list[str]:
         return []
     now = flatten(config)
     # Options that the checkpoint lacks are newer than it. A manifest may hold anything under their names.
-    kept = {path: saved[path] for path in now if type(saved.get(path)) is type(now[path])}
+    kept = {path: saved[path] for path in now if _may_be(path, saved.get(path), now[path])}
     then = unflatten(now | kept, type(config.model))
-    line = change_of_rate(state.step, then.optimizer, config.optimizer, then.train.steps, config.train.steps)
+    line = change_of_rate(state.step, state.consumed_samples, then, config)
     if line:
         return [line]
     return []
+
+
+def _may_be(path: str, saved: Any, now: Any) -> bool:
+    """Whether a saved value has the type of an option. A length of the rate's schedule is a number or a text."""
+    if path not in ("optimizer.warmup_steps", "optimizer.decay_steps"):
+        return type(saved) is type(now)
+    return type(saved) is int or (isinstance(saved, str) and is_length(saved))
 
 
 def _start_from_weights(state: TrainState) -> list[str]:

@@ -297,14 +297,16 @@ def _fingerprints(loaders: Sequence[Loader]) -> dict[str, str]:
 def identity(train: Delivery, validation_sets: Mapping[str, Loader]) -> dict[str, Any]:
     """What the samples of a run depend on besides its options: by path, a hash of the contents of each file.
 
-    `modified` has the time of the last change, in ns, of each file too large to be hashed whole. `texts` says how the
-    texts of the training data became tokens (`megapar.data.texts.record_of`).
+    `modified` has the time of the last change, in ns, of each file too large to be hashed whole, and `samples` the
+    number of samples of each source of training. `texts` says how their texts became tokens
+    (`megapar.data.texts.record_of`).
     """
     hashes = _fingerprints([train.loader, *validation_sets.values()])
     status = {file: os.stat(file) for file in hashes}
     modified = {file: found.st_mtime_ns for file, found in status.items() if found.st_size > contents.WHOLE}
-    texts = record_of(source.name for source in train.loader.samples.sources)
-    return {"hashes": hashes, "modified": modified, TEXTS: texts}
+    sources = train.loader.samples.sources
+    samples = {source.name: len(source) for source in sources}
+    return {"hashes": hashes, "modified": modified, "samples": samples, TEXTS: record_of(s.name for s in sources)}
 
 
 def compare(saved: Mapping[str, Any], now: Mapping[str, Any], path: Path, *, accept: bool) -> list[str]:

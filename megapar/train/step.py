@@ -147,7 +147,7 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
     # Copied before the update: the device still has the update to compute when the host has the numbers.
     numbers = device.HostCopy(torch.stack([loss, norm, divisors.tokens, stop_votes, *added, *largest]))
     ctx.flight.enter("optimizer")
-    lr = learning_rate(state.step, options, state.config.train.steps)
+    lr = learning_rate(state.step, state.consumed_samples, options, state.config.train)
     # The gradients are still multiplied by the loss scale: the update divides them along with clipping.
     clip = clip_coefficient(norm, options.clip_grad) / scale
     finite = loss.isfinite() & norm.isfinite()

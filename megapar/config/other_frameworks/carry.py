@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin
 
+from megapar.config.lengths import in_samples
 from megapar.config.model_rules import Families
-from megapar.config.options import default_config, flatten, option_types
+from megapar.config.options import Length, default_config, flatten, option_types
 from megapar.config.other_frameworks.conversions import UNKNOWN_DATA, nothing
 from megapar.config.other_frameworks.job import OFF, Job, NoCounterpart, Ours, Words, plain, whole
 from megapar.config.other_frameworks.rows import FROM_OTHERS, OtherFlag
@@ -257,7 +258,10 @@ def typed(words: Words, annotation: Any) -> Any:
     if annotation is str:
         return text if text.isprintable() and text else None
     try:
-        return whole(text) if annotation is int else float(text)
+        if annotation == Length and not text.replace(".", "").isdecimal():
+            in_samples(text, 1)
+            return text
+        return whole(text) if annotation in (int, Length) else float(text)
     except (NoCounterpart, ValueError):
         return None
 

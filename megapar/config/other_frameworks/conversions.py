@@ -99,48 +99,78 @@ def train_steps(job: Job) -> int:
     return job.whole("train-iters")
 
 
-def warmup_steps(job: Job) -> int:
-    """Steps of warm-up, by whichever of its three flags."""
-    if job.has("lr-warmup-samples"):
-        return steps_of(job, job.whole("lr-warmup-samples"))
+def _counts_samples(job: Job) -> bool:
+    """Whether the lengths of the learning rate are in samples: Megatron-LM takes them as it takes the run's."""
+    return any(job.has(name) for name in ("train-samples", "lr-warmup-samples", "lr-decay-samples"))
+
+
+def _length(job: Job, number: float) -> str:
+    """A length of the learning rate, in the unit of the job."""
+    return f"{shown(number)} samples" if _counts_samples(job) and number else shown(number)
+
+
+def _warmup(job: Job) -> float:
+    """The length of warm-up in the unit of the job, by whichever of its three flags."""
     if job.has("lr-warmup-fraction"):
-        return round(job.number("lr-warmup-fraction") * decay_end(job))
-    return job.whole("lr-warmup-iters")
+        return job.number("lr-warmup-fraction") * _decay_end(job)
+    return job.whole("lr-warmup-samples" if _counts_samples(job) else "lr-warmup-iters")
 
 
-def decay_end(job: Job) -> int:
-    """The step at which the learning rate has decayed."""
-    if job.has("lr-decay-samples"):
-        return steps_of(job, job.whole("lr-decay-samples"))
+def _decay_end(job: Job) -> int:
+    """Where the learning rate has decayed, in the unit of the job."""
+    if _counts_samples(job):
+        return job.whole("lr-decay-samples") or job.whole("train-samples")
     return job.whole("lr-decay-iters") or train_steps(job)
 
 
 def to_steps(job: Job, words: Words) -> Ours:
-    """--train-samples."""
-    return {"train.steps": (str(train_steps(job)),)}
+    """--train-samples, which is the end of the decay too unless --lr-decay-samples is given."""
+    steps: Ours = {"train.steps": (str(train_steps(job)),)}
+    return steps if job.has("lr-decay-samples") else {**steps, **to_decay(job, ())}
 
 
 def to_warmup(job: Job, words: Words) -> Ours:
     """--lr-warmup-fraction and --lr-warmup-samples."""
-    return {"optimizer.warmup_steps": (str(warmup_steps(job)),)}
+    warmup = _warmup(job)
+    return {"optimizer.warmup_steps": (_length(job, warmup if _counts_samples(job) else round(warmup)),)}
 
 
 def to_decay(job: Job, words: Words) -> Ours:
     """--lr-decay-iters and --lr-decay-samples: ours are counted from the end of warm-up, 0 to the end of the run."""
-    if job.text("lr-decay-style") == "WSD":
-        if decay_end(job) != train_steps(job):
-            raise NoCounterpart("wsd decays at the end of train.steps")
+    style, end = job.text("lr-decay-style", "linear"), _decay_end(job)
+    last = job.whole("train-samples") if _counts_samples(job) else train_steps(job)
+    if style == "constant" or (style == "inverse-square-root" and end >= last):
         return {}
-    if decay_end(job) == train_steps(job):
+    if style not in ("linear", "cosine"):
+        if words and end != last:
+            raise NoCounterpart(
+                f"{'wsd decays' if style == 'WSD' else 'the rate has its least value'} at the run's end"
+            )
         return {}
-    return {"optimizer.decay_steps": (str(max(decay_end(job) - warmup_steps(job), 1)),)}
+    # The last whole batch of the run may end a little before its samples.
+    if end == (_samples_of_run(job) if _counts_samples(job) else last):
+        return {}
+    return {"optimizer.decay_steps": (_length(job, max(end - _warmup(job), 1)),)}
+
+
+def _samples_of_run(job: Job) -> int:
+    """Samples of all steps of a run."""
+    ramp = tuple(whole(word) for word in job.words("rampup-batch-size"))
+    train = TrainConfig(global_batch_size=batch_of(job), batch_ramp=ramp, steps=train_steps(job))
+    return train.samples()
 
 
 def to_wsd_decay(job: Job, words: Words) -> Ours:
-    """--lr-wsd-decay-samples, as the last steps of the run."""
-    begun = job.whole("train-samples") - whole(words[0])
-    steps = train_steps(job) - steps_of(job, begun) if job.has("train-samples") else whole(words[0]) // batch_of(job)
-    return {"optimizer.decay_steps": (str(max(steps, 1)),)}
+    """--lr-wsd-decay-samples, the last ones of the run."""
+    return {"optimizer.decay_steps": (f"{shown(number(words[0]))} samples",)}
+
+
+def wsd_style(job: Job, words: Words) -> Ours:
+    """--lr-wsd-decay-style, which is exponential by default."""
+    style = words[0] if words else "exponential"
+    if job.text("lr-decay-style") == "WSD" and style != "linear":
+        raise NoCounterpart(f"{style} has no counterpart: optimizer.schedule wsd decays linearly")
+    return {}
 
 
 def betas(first: str, second: str) -> Callable[[Job, Words], Ours]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, Literal, get_args, get_origin
 
+from megapar.config.options import Length
 from megapar.config.other_frameworks.job import plain
 from megapar.config.other_frameworks.rows import (
     EPOCHS,
@@ -173,7 +174,7 @@ def _toml(values: Sequence[str], annotation: Any) -> str:
         return f"[{', '.join(_toml((value,), get_args(annotation)[0]) for value in values)}]"
     is_text = annotation is str or (get_origin(annotation) is Literal and isinstance(get_args(annotation)[0], str))
     text = " ".join(values)
-    if is_text:
+    if is_text or (annotation == Length and not text.isdecimal()):
         return json.dumps(text)
     return text
 
