@@ -1,5 +1,9 @@
 """Spikes of the loss and the gradient norm: seen where there is one, and followed by what guard.on_spike says."""
 
+import json
+import os
+import shutil
+import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,10 +22,11 @@ from megapar.largest_logits import measuring_modules
 from megapar.precision import LossScale
 from megapar.system import events
 from megapar.train import step
-from megapar.train.spikes import Spikes, compute_again, planned_rewind, rewinds_in_a_row
+from megapar.train.spikes import FILE, Spikes, compute_again, past_rewinds
 from megapar.train.state import StepResult
 from tests.support import faults, tiny_models
 from tests.support.faults import Scene
+from tests.support.runs import assert_bitwise, stored
 from tests.support.small_training import make_config, make_state
 from tests.support.sweeps import slow_but
 
@@ -38,8 +43,8 @@ def result(number: int, loss: float, norm: float) -> StepResult:
     return StepResult(number, loss, norm, 1e-3, 8.0, 8, 4 * number, LossScale.of("fp32"), False)
 
 
-def watch(policy: str, folder: Path, past_rewinds: int = 0) -> Spikes:
-    return Spikes(replace(make_config(), guard=GuardConfig(on_spike=policy)), folder, past_rewinds)
+def watch(policy: str, folder: Path) -> Spikes:
+    return Spikes(replace(make_config(), guard=GuardConfig(on_spike=policy)), folder, past_rewinds(folder))
 
 
 def feed(spikes: Spikes, losses: list[float], first: int = 1) -> list[str]:
@@ -71,19 +76,26 @@ def test_a_spike_is_told_with_its_median_and_written(tmp_path: Path) -> None:
 
 def test_a_rewind_says_where_to_go_and_gives_up_after_three(tmp_path: Path) -> None:
     for past in range(3):
-        spikes = watch("rewind", tmp_path, rewinds_in_a_row(tmp_path))
+        spikes = watch("rewind", tmp_path)
         feed(spikes, [2.0, 2.02, 1.98] * 20)
         with pytest.raises(Rewind, match=r"step 61: spike: loss 9 .* of step 51 or before"):
             feed(spikes, [9.0], first=61)
-        assert rewinds_in_a_row(tmp_path) == past + 1
-        assert planned_rewind(tmp_path) == {"last_step": 51, "consumed_samples": 244}
-    spikes = watch("rewind", tmp_path, rewinds_in_a_row(tmp_path))
+        assert past_rewinds(tmp_path) == [61] * (past + 1)
+        assert json.loads((tmp_path / FILE).read_text()) == {"last_step": 51, "consumed_samples": 244}
+    spikes = watch("rewind", tmp_path)
     feed(spikes, [2.0, 2.02, 1.98] * 20)
     assert feed(spikes, [9.0], first=61)[0].endswith("the run goes on, as 3 rewinds have not helped")
+    with pytest.raises(Rewind, match="step 161: spike"):
+        feed(spikes, [9.0], first=161)
 
 
-def plant(marks: Path, *, norm: float = 1.0, loss: float = 1.0, always: bool = False) -> Callable[[], None]:
-    """Multiply the gradients, or the loss that is told, of step AT: once, or `always` when it is computed."""
+def plant(
+    marks: Path, *, norm: float = 1.0, loss: float = 1.0, always: bool = False, then_dies_at: int = -1
+) -> Callable[[], None]:
+    """Multiply the gradients, or the loss that is told, of step AT: once, or `always` when it is computed.
+
+    After that a rank dies once at step `then_dies_at`.
+    """
 
     def install() -> None:
         now = {"step": -1}
@@ -94,6 +106,9 @@ def plant(marks: Path, *, norm: float = 1.0, loss: float = 1.0, always: bool = F
             now["step"] = ctx.flight.step
             now["rank"] = ctx.world.rank
             mark = marks / f"{now['rank']}"
+            if now["step"] == then_dies_at and mark.exists() and now["rank"] == 0 and not (marks / "died").exists():
+                (marks / "died").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
             now["strikes"] = now["step"] == AT and (always or not mark.exists())
             if now["strikes"]:
                 mark.touch()
@@ -160,6 +175,17 @@ def test_a_step_with_a_spike_of_its_norm_is_skipped_on_every_rank(layout: str, t
     around = [line["grad_norm"] for line in lines[AT - 3 : AT + 2]]
     assert around[2] > 100 * max(around[:2])
     assert max(around[3:]) < 3 * max(around[:2]), "the update was not made"
+    # Fault guard-forgets-on-restart: from step 54 on, with 12 steps before the spike, it is the same run.
+    checkpoints = scene.work / "run/checkpoints"
+    whole = stored(checkpoints / f"step_{STEPS:08}")
+    shutil.rmtree(checkpoints / f"step_{STEPS:08}")
+    other = {"tp2pp2": "one"}.get(layout, layout)
+    resumed = scene.run(*flags_of("skip"), *faults.LAYOUTS[other], plant=plant(tmp_path / "again", norm=1000.0))
+    assert resumed.code == 0, resumed.err
+    assert "resumed step 54" in resumed.out
+    assert [event["step"] for event in told(scene, "spike")] == [AT, AT]
+    if other == layout:
+        assert_bitwise(stored(checkpoints / f"step_{STEPS:08}"), whole, "resumed")
 
 
 @pytest.mark.slow
@@ -186,18 +212,20 @@ def test_a_run_goes_back_before_a_spike_and_leaves_its_samples_out(layout: str, 
     scene = Scene(tmp_path)
     launch = faults.LAYOUTS[layout] or ("--launch.nproc", "1")
     flags = (*flags_of("rewind"), *launch, "--launch.max_restarts", "2")
-    ended = scene.run(*flags, plant=plant(tmp_path / "marks", loss=3.0))
+    ended = scene.run(*flags, plant=plant(tmp_path / "marks", loss=3.0, then_dies_at=57))
     assert ended.code == 0, ended.err
     assert f"Rewind: step {AT}: spike: loss " in ended.err
-    assert "restart 1 of 2" in ended.err
-    assert f"went back to step 54 before a spike; {4 * (AT - 54)} samples from there on are left out" in ended.out
-    assert [(start["step"], start["tier"]) for start in told(scene, "start")] == [(0, "none"), (54, "shared")]
+    assert "restart 2 of 2" in ended.err
+    line = f"went back to step 54 before a spike; {4 * (AT - 54)} samples from there on are left out"
+    assert ended.out.count(line) == 2, "a fault before the next checkpoint repeats none of these samples"
+    starts = [(start["step"], start["tier"]) for start in told(scene, "start")]
+    assert starts == [(0, "none"), (54, "shared"), (54, "shared")]
     lines = [line for line in faults.metrics(scene.work) if "loss" in line]
     assert [line["consumed_samples"] for line in lines] == [
         *(4 * n for n in range(1, 55)),
         *(4 * (n + AT - 54) for n in range(55, STEPS + 1)),
     ]
-    assert planned_rewind(scene.work / "run") is None
+    assert not (scene.work / "run" / FILE).exists()
     # A later resumption knows the samples that were left out.
     again = scene.run(*[str(STEPS + 2) if flag == str(STEPS) else flag for flag in flags])
     assert again.code == 0, again.err

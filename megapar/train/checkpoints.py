@@ -43,7 +43,7 @@ from megapar.optimizer.schedule import change_of_rate
 from megapar.optimizer_state import StateSlice
 from megapar.params import ADAPTER, MAIN
 from megapar.random import Draws
-from megapar.train import adapter_base
+from megapar.train import adapter_base, spikes
 from megapar.train.data import compare
 from megapar.train.position import Position, options_of_weights, position, trainer_state
 from megapar.train.resumed_samples import resumed_blend
@@ -188,17 +188,17 @@ def find(
     faster: Sequence[Tier] = (),
     *,
     again: bool = False,
-    last_step: int | None = None,
+    rewind: spikes.Plan | None = None,
 ) -> Path | None:
     """The checkpoint named by `checkpoint.resume`, or None. A collective.
 
     `faster` are the tiers besides the run folder. `again`: the job's launcher has started the ranks again, and they go
-    on from the newest whatever the option says. With `last_step` they go on from the newest that is not later.
+    on from the newest whatever the option says. With `rewind` they go on from the newest that serves it.
     """
-    resume = "auto" if again or last_step is not None else config.checkpoint.resume
+    resume = "auto" if again or rewind is not None else config.checkpoint.resume
 
     def check(manifest: Manifest) -> Position:
-        if last_step is not None and manifest.step > last_step:
+        if rewind is not None and not rewind.is_served_by(manifest.step, manifest.consumed_samples):
             raise CheckpointError(f"step {manifest.step} is too close to a spike")
         return position(manifest)
 
@@ -206,7 +206,7 @@ def find(
     try:
         path = choose(resume, run_dir / FOLDER, ctx, check=check, faster=whole)
     except CheckpointError:
-        if last_step is None:
+        if rewind is None:
             raise
         return find(config, run_dir, ctx, faster, again=True)  # none is old enough: the newest has to do
     for tier in faster:
@@ -399,6 +399,13 @@ def _go_on(state: TrainState, manifest: Manifest, saved: Position) -> list[str]:
     state.step = manifest.step
     state.consumed_samples = manifest.consumed_samples
     lines = [f"changed since: {line}" for line in changes(saved.config, state.config)]
+    policy = state.config.guard.on_spike
+    if saved.recent is not None:
+        state.recent = saved.recent
+    elif policy != "warn":
+        lines.append(
+            f"guard.on_spike={policy} begins anew: the checkpoint, of an older version, lacks the losses of its steps"
+        )
     if state.config.optimizer.moments == "bf16" and saved.config.get("optimizer.moments", "fp32") == "fp32":
         lines.append("the fp32 moments of the checkpoint are rounded to bf16, to nearest")
     return [*lines, *_change_of_rate(state, saved.config)]

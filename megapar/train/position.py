@@ -1,5 +1,6 @@
 """Where a run is: the trainer's section of a checkpoint's manifest, written and read."""
 
+import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,7 +12,7 @@ from megapar.errors import CheckpointError
 from megapar.precision import LossScale
 from megapar.train.data import ORDER
 from megapar.train.resumed_samples import stages_of
-from megapar.train.state import TrainState
+from megapar.train.state import Recent, TrainState
 
 
 def trainer_state(state: TrainState) -> dict[str, Any]:
@@ -27,6 +28,7 @@ def trainer_state(state: TrainState) -> dict[str, Any]:
             "updates": state.optimizer.step_count,
             "loss_scale": asdict(state.loss_scale) if state.loss_scale.dynamic else None,
             "config": flatten(config),
+            "recent": {"losses": list(state.recent.losses), "norms": list(state.recent.norms)},
             "lineage": [list(start) for start in state.lineage],
             **({BASE: dict(state.base)} if state.base else {}),
         },
@@ -55,6 +57,7 @@ class Position:
     loss_scale: LossScale | None
     config: dict[str, Any]
     lineage: Lineage
+    recent: Recent | None
 
 
 def position(manifest: Manifest) -> Position:
@@ -71,7 +74,24 @@ def position(manifest: Manifest) -> Position:
     for name in ("hashes", "modified", "samples"):
         if type(manifest.data.get(name, {})) is not dict:
             raise CheckpointError(f"checkpoint of step {manifest.step}: data.{name} is no object")
-    return Position(updates, _loss_scale(trainer.get("loss_scale"), prefix), config, lineage_of(trainer))
+    scale = _loss_scale(trainer.get("loss_scale"), prefix)
+    return Position(updates, scale, config, lineage_of(trainer), _recent(trainer.get("recent"), prefix))
+
+
+def _recent(saved: object, prefix: str) -> Recent | None:
+    if saved is None:
+        return None
+    names = {"losses", "norms"}
+    if type(saved) is not dict or saved.keys() != names or not all(_are_numbers(saved[name]) for name in names):
+        raise CheckpointError(f"{prefix}.recent is {saved!r}, not the losses and norms of the last steps")
+    recent = Recent()
+    for loss, norm in zip(saved["losses"], saved["norms"], strict=False):
+        recent.add(float(loss), float(norm))
+    return recent
+
+
+def _are_numbers(values: object) -> bool:
+    return type(values) is list and all(type(x) in (int, float) and math.isfinite(x) for x in values)
 
 
 def _loss_scale(saved: object, prefix: str) -> LossScale | None:

@@ -10,23 +10,25 @@ import logging
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
+from megapar.comm.agreement import from_first
 from megapar.config.messages import counted
 from megapar.config.options import Config
-from megapar.errors import DataError, Rewind, reason_of
+from megapar.context import ParallelContext
+from megapar.errors import DataError, Rewind, StorageError, reason_of
 from megapar.largest_logits import forget, measuring_modules
 from megapar.system import events
 from megapar.system.atomic_files import write_json
 from megapar.system.typed import read_json
 from megapar.tally import counting_modules, end_step
-from megapar.train.state import QueuedStep, StepResult, TrainState
+from megapar.train.state import QueuedStep, Recent, StepResult, TrainState
 from megapar.train.step import compute_gradients
 
-_WINDOW = 100  # steps
 _FEWEST = 50  # steps before the first judgement
 _DEVIATIONS = 6 * 1.4826
 _LOSS_SHARE = 0.1  # of the median loss: a spike is at least so much above it
@@ -38,20 +40,38 @@ FILE = "rewind.json"
 _PLAN = ("last_step", "consumed_samples")
 
 
+class Plan(NamedTuple):
+    """What starts after a spike must follow: the last step of a checkpoint that serves, and the samples consumed then.
+
+    It is kept until a checkpoint of the run folder knows the samples that are left out. `followed`: a start has
+    followed it.
+    """
+
+    last_step: int
+    consumed_samples: int
+    followed: bool
+
+    def is_served_by(self, step: int, consumed_samples: int) -> bool:
+        """Whether a checkpoint is far enough before the spike, or behind the samples that are left out."""
+        return step <= self.last_step or (self.followed and consumed_samples > self.consumed_samples)
+
+
 class Spikes:
     """The last losses and gradient norms of a run, equal on all ranks, and the judgement of the next ones."""
 
-    def __init__(self, config: Config, run_dir: Path, past_rewinds: int = 0):
-        """`past_rewinds` is the number of rewinds since the run last got beyond a spike, the same on every rank."""
+    def __init__(self, config: Config, run_dir: Path, rewinds: Sequence[int] = (), recent: Recent | None = None):
+        """`rewinds` are the steps of the spikes that the run has gone back before, the same on every rank.
+
+        `recent` are the numbers to judge by. Steps are added to it.
+        """
         self._policy = config.guard.on_spike
         self._run_dir = run_dir
-        self._past_rewinds = past_rewinds
-        self._losses: deque[float] = deque(maxlen=_WINDOW)
-        self._norms: deque[float] = deque(maxlen=_WINDOW)
+        self._rewinds = rewinds
+        self._recent = recent or Recent()
 
     def norm_limit(self) -> float:
         """The largest gradient norm with which the next step updates weights."""
-        return _limit(self._norms, _NORM_SHARE) if self._policy == "skip" else math.inf
+        return _limit(self._recent.norms, _NORM_SHARE) if self._policy == "skip" else math.inf
 
     def judge(self, result: StepResult, norm_limit: float, *, writes: bool) -> str:
         """A line about the spike of a finite step, "" without one. `norm_limit` is the one that the step had.
@@ -61,18 +81,18 @@ class Spikes:
         skipped = result.grad_norm > norm_limit
         found = []
         for name, value, past, share in (
-            ("loss", result.loss, self._losses, _LOSS_SHARE),
-            ("gradient norm", result.grad_norm, self._norms, _NORM_SHARE),
+            ("loss", result.loss, self._recent.losses, _LOSS_SHARE),
+            ("gradient norm", result.grad_norm, self._recent.norms, _NORM_SHARE),
         ):
             if value > _limit(past, share):
                 found.append((name, value, statistics.median(past)))
         if not skipped:  # the next values are compared with those of steps that changed the weights
-            self._losses.append(result.loss)
-            self._norms.append(result.grad_norm)
+            self._recent.add(result.loss, result.grad_norm)
         if not found and not skipped:
             return ""
         words = ", ".join(f"{name} {value:.4g} where {median:.4g} is the median" for name, value, median in found)
-        rewinds = self._policy == "rewind" and self._past_rewinds < _MOST_REWINDS
+        near = sum(step > result.step - Recent.WINDOW for step in self._rewinds)
+        rewinds = self._policy == "rewind" and near < _MOST_REWINDS
         action = "skipped" if skipped else "rewinds" if rewinds else "none"
         if writes:
             fields = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm}
@@ -127,16 +147,24 @@ def in_words_again(result: StepResult, loss: float, grad_norm: float) -> str:
     )
 
 
-def planned_rewind(run_dir: Path) -> dict[str, int] | None:
-    """What a start must follow: the last step of a checkpoint that serves, and the samples consumed from then on.
+def planned_rewind(run_dir: Path, ctx: ParallelContext, *, named: bool = False) -> Plan | None:
+    """The plan that a start must follow. A collective.
 
-    A file that says something else is passed over, with a warning.
+    `named`: the start names its checkpoint, which is respected if another start has followed the plan already. A file
+    that says something else is passed over, with a warning.
     """
+    found = from_first(_read_plan(run_dir) if ctx.world.first else None, ctx)
+    if found is None or (named and found[2]):
+        return None
+    return Plan(*found)
+
+
+def _read_plan(run_dir: Path) -> Plan | None:
     path = run_dir / FILE
     try:
-        plan = read_json(path, dict.fromkeys(_PLAN, int))
+        plan = read_json(path, dict.fromkeys(Plan._fields, int))
         if all(plan.get(name, -1) >= 0 for name in _PLAN):
-            return {name: plan[name] for name in _PLAN}
+            return Plan(plan["last_step"], plan["consumed_samples"], plan.get("followed", 0) > 0)
         problem = f"{path}: {' and '.join(_PLAN)} must be there, and not negative"
     except FileNotFoundError:
         return None
@@ -147,7 +175,7 @@ def planned_rewind(run_dir: Path) -> dict[str, int] | None:
 
 
 def forget_rewind(run_dir: Path) -> None:
-    """Remove the plan that a start has followed. A failure is a warning."""
+    """Remove the plan of a rewind. A failure is a warning."""
     path = run_dir / FILE
     try:
         path.unlink(missing_ok=True)
@@ -155,21 +183,39 @@ def forget_rewind(run_dir: Path) -> None:
         logging.getLogger(__name__).warning("%s not removed: %s", path, reason_of(error))
 
 
-def rewind(state: TrainState, plan: Mapping[str, int]) -> str:
-    """Leave out the samples around a spike, where the state has been restored; returns a line for the user."""
-    skipped = plan["consumed_samples"] - state.consumed_samples
+def rewind(state: TrainState, plan: Plan | None, run_dir: Path) -> list[str]:
+    """Leave out the samples around a spike, where the state has been restored; returns lines for the user.
+
+    The plan stays in the run folder: a start before the next checkpoint must follow it again.
+    """
+    lines = [] if plan is None else _leave_out(state, plan)
+    if state.ctx.world.first:
+        beyond = plan is not None and plan.followed and state.consumed_samples > plan.consumed_samples
+        if plan is not None and (beyond or state.consumed_samples == plan.consumed_samples):
+            try:
+                write_json(run_dir / FILE, {**plan._asdict(), "followed": 1})
+            except StorageError as error:
+                logging.getLogger(__name__).warning("%s", error)
+        else:
+            forget_rewind(run_dir)
+    return lines
+
+
+def _leave_out(state: TrainState, plan: Plan) -> list[str]:
+    skipped = plan.consumed_samples - state.consumed_samples
+    if plan.followed and skipped < 0:
+        return []  # the checkpoint is behind those samples
     # The spike came `_BACK` steps after the last step that serves, and no step has consumed more.
-    most = (plan["last_step"] + _BACK - state.step) * state.config.train.global_batch_size
+    most = (plan.last_step + _BACK - state.step) * state.config.train.global_batch_size
     if not 0 < skipped <= most:
-        return (
-            f"{FILE} puts the samples after a spike at {plan['consumed_samples']:,}, and those from step {state.step} "
+        return [
+            f"{FILE} puts the samples after a spike at {plan.consumed_samples:,}, and those from step {state.step} "
             f"on begin at {state.consumed_samples:,}, at most {max(most, 0):,} before: none are left out"
-        )
-    state.consumed_samples = plan["consumed_samples"]
-    return f"went back to step {state.step} before a spike; {counted(skipped, 'sample')} from there on are left out"
+        ]
+    state.consumed_samples = plan.consumed_samples
+    return [f"went back to step {state.step} before a spike; {counted(skipped, 'sample')} from there on are left out"]
 
 
-def rewinds_in_a_row(run_dir: Path) -> int:
-    """The rewinds after which the run has not got further than to the step of the newest one plus the window."""
-    steps = [event["step"] for event in events.past(run_dir) if event.get("action") == "rewinds" and "step" in event]
-    return sum(step > steps[-1] - _WINDOW for step in steps)
+def past_rewinds(run_dir: Path) -> list[int]:
+    """The steps of the spikes that the run has gone back before."""
+    return [event["step"] for event in events.past(run_dir) if event.get("action") == "rewinds" and "step" in event]

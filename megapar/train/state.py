@@ -5,9 +5,10 @@ itself decides whether the step updates weights, and `QueuedStep.finish` reads t
 """
 
 import math
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -23,6 +24,23 @@ from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.precision import LossScale
 from megapar.stage_set import StageSet
+
+
+@dataclass(frozen=True)
+class Recent:
+    """The losses and gradient norms of the last steps, oldest first: what the guard against spikes judges by.
+
+    Steps whose updates the guard has skipped are left out. Steps without finite numbers are, too.
+    """
+
+    WINDOW: ClassVar[int] = 100  # steps
+    losses: deque[float] = field(default_factory=lambda: deque(maxlen=Recent.WINDOW))
+    norms: deque[float] = field(default_factory=lambda: deque(maxlen=Recent.WINDOW))
+
+    def add(self, loss: float, grad_norm: float) -> None:
+        """Add a step, and forget the oldest one of more than WINDOW."""
+        self.losses.append(loss)
+        self.norms.append(grad_norm)
 
 
 @dataclass
@@ -60,6 +78,7 @@ class TrainState:
     base: Mapping[str, Any] = field(default_factory=dict)
     tiers: Sequence[Tier] = ()
     norm_limit: float = math.inf
+    recent: Recent = field(default_factory=Recent)
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from megapar.train.rehearsal import rehearse
 from megapar.train.report import attention_in_words
 from megapar.train.savers import Lost, Saved, Savers
 from megapar.train.sinks.base import RunInfo
-from megapar.train.spikes import Spikes, compute_again, in_words_again, rewinds_in_a_row
+from megapar.train.spikes import Spikes, compute_again, in_words_again, past_rewinds
 from megapar.train.state import QueuedStep, StepResult, TrainState
 from megapar.train.step import queue_step
 from megapar.train.stragglers import Stragglers
@@ -199,9 +199,8 @@ def start(
     env = env or Environment()
     again = from_first(ctx.world.first and events.has_started(run_dir, env.job, env.restart), ctx)
     folders = tiers.all_of(config.checkpoint, run_dir, env.snapshots, ctx, again=again)
-    rewind = from_first(spikes.planned_rewind(run_dir) if ctx.world.first else None, ctx)
-    last_step = rewind["last_step"] if rewind else None
-    path = checkpoints.find(config, run_dir, ctx, folders[:-1], again=again, last_step=last_step)
+    rewind = spikes.planned_rewind(run_dir, ctx, named=config.checkpoint.resume != "auto" and not again)
+    path = checkpoints.find(config, run_dir, ctx, folders[:-1], again=again, rewind=rewind)
     seed = config.train.seed
     draws = checkpoints.draws(config, path)
     initial: Initial | None = None
@@ -221,10 +220,8 @@ def start(
     state.data_identity = data or {}
     state.tiers = folders
     notes += checkpoints.resume(state, run_dir, path)
-    if rewind:
-        notes.append(spikes.rewind(state, rewind))
+    notes += spikes.rewind(state, rewind, run_dir)
     if ctx.world.first:
-        spikes.forget_rewind(run_dir)
         _record_start(state, run_dir, env, path)
     ctx.flight.step = state.step
     if state.step:
@@ -290,8 +287,8 @@ class _Steps:
         ctx = run.state.ctx
         peak_tflops = options.log.peak_tflops or device.peak_tflops(ctx.device, options.train.precision)
         self._meter = Meter(ctx, run.flops_per_token, peak_tflops)
-        past_rewinds = rewinds_in_a_row(run.run_dir) if ctx.world.first and options.guard.on_spike == "rewind" else 0
-        self._spikes = Spikes(options, run.run_dir, from_first(past_rewinds, ctx))
+        rewinds = past_rewinds(run.run_dir) if ctx.world.first and options.guard.on_spike == "rewind" else []
+        self._spikes = Spikes(options, run.run_dir, from_first(rewinds, ctx), run.state.recent)
         self._queued: deque[tuple[QueuedStep, Measured, float]] = deque()  # oldest first; none is reported yet
         # A dynamic loss scale is known when the step before is finished. The GPU computes the update of that step
         # meanwhile, so even then it rarely waits for the host.
@@ -371,6 +368,8 @@ def train(run: Run) -> str:
     tells = run.process is None or not run.process.has_launcher
     with Watch(run.run_dir, options.alert_command, run.state.ctx.flight, say, speaks=first, ends=tells) as watch:
         reason = _train(run, watch)
+        if first and not reason:
+            spikes.forget_rewind(run.run_dir)
         watch.ended(Preempted.exit_code if reason else 0, run.state.step, reason)
         return reason
 
@@ -445,6 +444,8 @@ def _report_saved(run: Run, saved: Saved | Lost, change: str, reporter: Reporter
     state.ctx.flight.checkpoint(step_of(saved.path))
     reporter.say(f"step {state.step}/{state.config.train.steps} | saved {saved.path}")
     if state.ctx.world.first:
+        if saved.tier.name == "shared":
+            spikes.forget_rewind(run.run_dir)  # this checkpoint knows the samples that were left out
         step = step_of(saved.path)
         events.append(run.run_dir, "saved", step=step, tier=saved.tier.name, seconds=round(saved.seconds, 3))
 
