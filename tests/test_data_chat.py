@@ -315,8 +315,11 @@ def test_a_pair_has_the_weights_of_its_tokens(tmp_path: Path, capsys: pytest.Cap
     split(prefix, tmp_path / "part", (2, 1))
     parts = [tmp_path / "part_train", tmp_path / "part_validation"]
     merge_prepared(parts, tmp_path / "again")
+    said = []
     for part in (*parts, tmp_path / "again"):
         verify(part, full=True)
+        said.append((read_sidecar(part) or {})["chat"]["trained_tokens"])
+    assert said == [said[2] - said[1], len("dd<|im_end|>"), weights.sum()]
     again = IndexedDataset(tmp_path / "again")
     np.testing.assert_array_equal(again.tokens, dataset.tokens)
     np.testing.assert_array_equal(read_weights(tmp_path / "again", len(again.tokens)), weights)

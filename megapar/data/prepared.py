@@ -184,9 +184,28 @@ def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:
             write_weights(output, (block for of_pair in weights for block in of_pair.blocks(_BLOCK)))
         counts = {"documents": len(dataset), "tokens": len(dataset.tokens), "merged": list(map(str, prefixes))}
         same = {name: sidecars[0][name] for name in ("tokenizer", "append_eod", START, CHAT) if name in sidecars[0]}
+        if chats[0]:
+            same[CHAT] = _together([chat for chat in chats if chat])
         sources = [source for sidecar in sidecars for source in sidecar["sources"]]
         write_sidecar(output, counts | same | {"sources": sources})
     return dataset
+
+
+def _together(chats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the sidecar of merged conversations says of them: counts are added up."""
+    counts: dict[str, dict[str, int]] = {"left_out": {}, "passed_over": {}}
+    for chat in chats:
+        for name, of_all in counts.items():
+            for key, count in chat.get(name, {}).items():
+                of_all[key] = of_all.get(key, 0) + count
+    clocks = {chat["clock"] for chat in chats if chat.get("clock")}
+    return {
+        **chats[0],
+        **counts,
+        "trained_tokens": sum(chat.get("trained_tokens", 0) for chat in chats),
+        "end_tokens": sorted({token for chat in chats for token in chat.get("end_tokens", [])}),
+        "clock": ", ".join(sorted(clocks)) or None,
+    }
 
 
 def _rules(chat: Any) -> Any:
@@ -272,8 +291,12 @@ def split(prefix: Path, output: Path, fractions: Sequence[float]) -> dict[str, I
             kept = ("tokenizer", "append_eod", START, "sources", CHAT)
             same = {name: sidecar[name] for name in kept if name in sidecar}
             if CHAT in sidecar:
-                weights = read_weights(prefix, len(dataset.tokens))
-                write_weights(part, [weights[dataset.document_start(first) : dataset.document_start(last)]])
+                starts = dataset.document_starts(first, last)
+                weights = read_weights(prefix, len(dataset.tokens))[int(starts[0]) : int(starts[-1])]
+                write_weights(part, [weights])
+                # The first token of a document is no target.
+                trained = int(weights.sum(dtype=np.int64) - weights[starts[:-1] - starts[0]].sum(dtype=np.int64))
+                same[CHAT] = {**sidecar[CHAT], "trained_tokens": trained}
             counts = {"documents": last - first, "tokens": len(made[name].tokens)}
             write_sidecar(part, counts | {"part": f"documents {first} to {last - 1} of {prefix}"} | same)
     return made
