@@ -160,3 +160,15 @@ def test_splits_beside_what_cannot_be_split() -> None:
             validate(Config(data=data), 1)
     budgets = DataConfig(train=("900tokens:a", "b"), split=(9.0, 1.0))
     validate(Config(data=budgets), 1)
+
+
+def test_a_step_without_targets_leaves_no_line(tmp_path: Path) -> None:
+    """Documents of one token, apart: every target is another document's. A .npy file says what would work."""
+    write(tmp_path / "apart", np.arange(1000) % VOCABULARY, 1)
+    ended = program.run(*FLAGS, "--data.train", "apart", "--data.documents", "apart", cwd=tmp_path)
+    assert ended.code == 3, ended.err
+    assert "if documents have one token, use joined" in ended.err
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
+    ended = program.run(*FLAGS, "--data.train", "ids.npy", cwd=tmp_path)
+    assert ended.code == 3
+    assert "ids.npy.idx is not a file: a .npy file, such as OLMo's and dolma's" in ended.err

@@ -66,7 +66,13 @@ class IndexedDataset:
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
                 name = str(prefix).removesuffix(".bin").removesuffix(".idx")
-                if name != str(prefix):
+                if str(prefix).endswith(".npy"):
+                    hint = (
+                        "a .npy file, such as OLMo's and dolma's, holds ids without an index of documents; write a "
+                        "pair of it with megapar.data.indexed.IndexedWriter, or of the text with "
+                        "tools/preprocess_data.py"
+                    )
+                elif name != str(prefix):
                     hint = f"give {name}, without the suffix"
                 else:
                     hint = "name the part of a .bin/.idx pair before the dot"
@@ -177,7 +183,12 @@ class IndexedDataset:
         boundaries = self.document_indices
         offset = _HEADER.size + 12 * sequences
         if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
-            raise DataError(f"{self.idx_path}: offset {offset}: documents must span sequences 0 to {sequences}")
+            span = f"{boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "none"
+            raise DataError(
+                f"{self.idx_path}: offset {offset}: documents must span sequences 0 to {sequences}, and span {span}: "
+                "some programs write such an index when they merge files; merge them again with "
+                "tools/preprocess_data.py merge"
+            )
         for first in range(0, len(boundaries) - 1, _BLOCK):
             falls = np.diff(boundaries[first : first + _BLOCK + 1]) < 0  # blocks overlap by one, so that none is missed
             if falls.any():

@@ -136,8 +136,9 @@ class StepResult:
 def without_targets(what: str) -> DataError:
     """The error of a step or an evaluation without a target that has a weight. All ranks have it."""
     error = DataError(
-        f"{what}: no token of its samples is trained, so there is no loss to take the mean of: look at the data with "
-        "tools/preprocess_data.py chat --show 3, or raise train.global_batch_size"
+        f"{what}: no token of its samples is trained, so there is no loss to take the mean of. The first token of a "
+        "document is no target with data.documents=apart: if documents have one token, use joined. Of conversations "
+        "tools/preprocess_data.py chat --show 3 shows what is trained. Or raise train.global_batch_size"
     )
     error.everywhere = True
     return error

@@ -330,13 +330,15 @@ class _Steps:
     def report(self, *, everything: bool) -> bool:
         """Report the steps the device has computed; with `everything`, wait for all queued steps.
 
-        Returns whether some rank has to stop. Then every step is reported. Raises NumericError if a step has failed.
+        Returns whether some rank has to stop. Then every step is reported. Raises NumericError if a step has failed,
+        and DataError if no target of it has a weight.
         """
         stop = False
         # By number, not by what the device has computed so far: all ranks must learn of a stop at the same step.
         while len(self._queued) > (0 if everything or stop else self._behind):
             step, measured, norm_limit = self._queued.popleft()
             result = step.finish()
+            result.check_targets()  # before a line with the loss 0 / 0 is written
             line = self._meter.line(result, measured)
             if self._tells_attention:
                 self._tells_attention = False
@@ -475,11 +477,7 @@ def _reporter(run: Run) -> Reporter:
 def _explain_not_finite(
     state: TrainState, batches: Sequence[MicroBatch], result: StepResult, reporter: Reporter
 ) -> None:
-    """Report gradients beyond the range of fp16. Raises NumericError if a smaller loss scale would not avoid it.
-
-    Raises DataError if no target has a weight.
-    """
-    result.check_targets()
+    """Report gradients beyond the range of fp16. Raises NumericError if a smaller loss scale would not avoid it."""
     if result.failed:
         cause = not_finite.explain(state, batches, result)
         raise NumericError(
