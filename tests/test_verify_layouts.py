@@ -109,6 +109,28 @@ def test_every_preset_has_a_small_model_for_its_layouts(name: str) -> None:
     assert reference.train.precision == config.train.precision
 
 
+@pytest.mark.parametrize(
+    ("name", "layouts", "kept"),
+    [
+        ("gpt-oss-20b", ["dp2,ep2"], {"sliding_window": 7, "moe.num_experts": 7, "rope_scaling.original_max": 8}),
+        ("gemma-3-1b", ["cp2,ulysses"], {"sliding_window": 7}),
+        ("ministral-3-8b", ["dp2"], {"rope_scaling.original_max": 8}),
+        ("mixtral-8x7b", ["dp2,ep2", "dp4,ep4"], {"moe.num_experts": 7}),
+        ("mixtral-8x7b", ["dp2,ep2,epchunks4"], {"moe.num_experts": 8}),
+        ("deepseek-v3", ["dp2,ep2"], {"moe.num_experts": 15, "moe.n_group": 5}),
+    ],
+)
+def test_a_small_model_has_what_makes_layouts_differ(name: str, layouts: list[str], kept: dict[str, int]) -> None:
+    """A sample goes beyond its windows and its original length, and ranks hold unequal numbers of experts."""
+    config = load(["--config", name], named_configs(verify_layouts.CONFIGS)).config
+    reference, _ = cases_of(config, [layout_words.read(layout) for layout in layouts], whole=False)
+    found = flatten(reference.model)
+    assert {key: next(value for path, value in found.items() if path.startswith(key)) for key in kept} == kept
+    assert reference.train.seq_length >= 24
+    kinds = set(getattr(config.model, "layer_types", ()))
+    assert set(getattr(reference.model, "layer_types", ())) == kinds
+
+
 @pytest.mark.parametrize("model", MODELS)
 def test_a_plant_brings_what_a_config_lacks(model: str) -> None:
     for plant in plants.PLANTS:
@@ -234,7 +256,7 @@ def test_the_page_lists_the_faults_that_there_are() -> None:
     assert rows == [(plant.name, plant.sentence, plant.layouts[0]) for plant in plants.PLANTS]
 
 
-IN_LANES = ("sp-norm-gradient-sum-missing", "dp-gradient-averaged", "adam-step-off-by-one")
+IN_LANES = ("sp-norm-gradient-sum-missing", "average-of-one-rank", "adam-step-off-by-one")
 
 
 @pytest.mark.parametrize("name", slow_but(map(FAULTS.index, IN_LANES), FAULTS))
@@ -270,6 +292,18 @@ def flags(path: str, value: object) -> list[str]:
     if isinstance(value, tuple):
         return []
     return [f"--{path}", str(value)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "muon"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek", "gpt_oss"])
+def test_unequal_numbers_of_experts_pass_with_every_optimizer(family: str, optimizer: str, tmp_path: Path) -> None:
+    """Fault neighbor-layouts-taken-for-equal."""
+    layouts = ("dp2,ep2", "cp2,ep2,ulysses", "dp4,ep4,zero2", "dp4,ep4,zero3", "dp4,ep2,shard2", "tp2,dp2,ep2,etp2")
+    model = ("--model.family", family, "--model.moe.num_experts", "3", "--optimizer.name", optimizer)
+    words = (*model, "--model.num_attention_heads", "8", "--model.hidden_size", "64", "--optimizer.ema", "0.9")
+    ended = run(*CONFIG, *words, "--layouts", *layouts, folder=tmp_path)
+    assert ended.code == 0, ended.out + ended.err
 
 
 @pytest.mark.slow

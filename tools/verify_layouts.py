@@ -18,7 +18,9 @@ from typing import Annotated, Any
 
 import tyro
 from megapar_models.build import build_stages
+from megapar_models.deepseek.model import DeepseekExperts, DeepseekModel
 from megapar_models.gpt.model import GPTModel
+from megapar_models.gpt_oss.model import GptOssModel
 from megapar_models.llama.model import LlamaModel
 from megapar_models.mixtral.model import MixtralModel
 from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, validate
@@ -61,6 +63,17 @@ MODELS = {
     "straddling": replace(_DENSE, num_attention_heads=6, num_key_value_heads=3),
     "tied": replace(_DENSE, tie_word_embeddings=True),
     "experts": MixtralModel(**_SIZES, family="mixtral", num_hidden_layers=2, moe=_EXPERTS),
+    "windows": GptOssModel(**_SIZES, family="gpt_oss", num_hidden_layers=2, sliding_window=7, moe=_EXPERTS),
+    "latent": DeepseekModel(
+        **{**_SIZES, "num_key_value_heads": 0, "head_dim": 6},
+        family="deepseek",
+        num_hidden_layers=2,
+        q_lora_rank=20,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        v_head_dim=8,
+        moe=DeepseekExperts(num_experts=5, moe_intermediate_size=24, first_k_dense_replace=1),
+    ),
     "dropout": GPTModel(
         family="gpt",
         hidden_size=48,
@@ -120,13 +133,16 @@ class Outcome:
 
 def own_layouts(config: Config) -> list[Layout]:
     """The layout of the configuration, and each axis by itself as far as the model allows it."""
-    usual = ["tp2,sp", "pp2", "dp2,zero1", "dp2,zero3", "cp2"]
+    # With a window the ranks of cp need whole samples, and so ulysses.
+    usual = ["tp2,sp", "pp2", "dp2,zero1", "dp2,zero3", "cp2", "cp2,ulysses"]
     if config.model.num_experts:
         usual.append("dp2,ep2")
     found = []
     if smallest_world(config.parallel) > 1:
         found.append(named(layout_words.OWN_LAYOUT, config))
     for layout in map(layout_words.read, usual):
+        if layout.name == "cp2,ulysses" and "cp2" in (each.name for each in found):
+            continue
         if runs(config, layout):
             found.append(layout)
     return found

@@ -199,6 +199,25 @@ def held_gradients(state: TrainState) -> list[Held]:
     return parts
 
 
+def held_state(state: TrainState) -> list[Held]:
+    """This rank's part of what else training changes: buffers with a spec, and averages of weights (optimizer.ema).
+
+    Buffers are those of routers, and they count choices of experts, so they are `routed`. A collective if there are
+    averages.
+    """
+    parts = []
+    for buffer in (buffer for stage in state.stages.values() for buffer in stage.buffers() if hasattr(buffer, "spec")):
+        spec = spec_of(buffer)
+        for piece, first, last in spec.segments():
+            local = buffer.detach().reshape(-1)[first:last].view(piece.local_shape).clone()
+            parts.append(Held(_without_axes(piece), local, False, spec.grad_axis.rank, True))
+    if state.optimizer.average is not None:
+        with state.optimizer.average.as_weights():
+            averages = held_weights(state)
+        parts += [replace(part, piece=replace(part.piece, name=f"average of {part.piece.name}")) for part in averages]
+    return parts
+
+
 def _whole_gradients(state: TrainState) -> dict[nn.Parameter, Tensor]:
     """The gradients of whole parameters, out of this rank's shards in `state.grads`."""
     found = {}

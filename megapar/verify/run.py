@@ -31,7 +31,7 @@ from megapar.train.state import StepResult, TrainState
 from megapar.train.step import train_step
 from megapar.train.trainer import initializes_by_unit, start
 from megapar.verify.batches import micro_batches
-from megapar.verify.logical import Assembled, Held, assembled, held_gradients, held_weights
+from megapar.verify.logical import Assembled, Held, assembled, held_gradients, held_state, held_weights
 
 BuildStages = Callable[..., StageSet[PipelineStage]]
 """`megapar_models.build.build_stages`: this room knows no model."""
@@ -43,7 +43,8 @@ Around = Callable[[int], AbstractContextManager[None]]
 class RankStep:
     """What one rank shows of a step. `scalars` are the loss, the gradient norm, and the other losses by name.
 
-    Gradients are those before clipping, without the loss scale.
+    Gradients are those before clipping, without the loss scale. Beside weights stands what else training changes
+    (`held_state`).
     """
 
     scalars: dict[str, float]
@@ -121,7 +122,7 @@ def train_steps(
     """Train `steps` steps of `config` on this rank, and return what it has to show. A collective over all ranks."""
     state, _ = start(config, ctx, build_stages(config, ctx, allocate=not initializes_by_unit(config)))
     packed = config.data.documents == "apart"
-    shown = RankShown(held_weights(state))
+    shown = RankShown(held_weights(state) + held_state(state))
     seen = see_gradients(state)
     for number in range(steps):
         pairs = state.stages.declared.divided_by == "pairs"
@@ -133,7 +134,7 @@ def train_steps(
             result = train_step(state, batches)
         scale = result.loss_scale.scale
         gradients = [replace(part, values=part.values / scale) for part in seen.gradients]
-        shown.steps.append(RankStep(_scalars(result), gradients, held_weights(state)))
+        shown.steps.append(RankStep(_scalars(result), gradients, held_weights(state) + held_state(state)))
     return shown
 
 

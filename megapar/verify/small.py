@@ -1,7 +1,8 @@
 """A small model of the same kind, for layouts to be compared in seconds.
 
 What makes layouts differ stays: the family and its options, how query heads share keys, precision, dropout, tied
-matrices. Sizes shrink to what the layouts need.
+matrices. Sizes shrink to what the layouts need. Windows and other thresholds of length become shorter than a sample, so
+that tokens lie on both sides of them. Experts become an odd number, so that ranks hold unequal numbers of them.
 """
 
 import math
@@ -30,8 +31,12 @@ _HEADS = 8
 _HEAD_DIM = 10
 _PARTIAL_HEAD_DIM = 16  # of which a quarter is even too
 _WIDTH = 40
-_EXPERTS = 8
+_EXPERTS = 7  # of which no two, three or four ranks hold equal numbers
+_GROUPS = 5
+_WINDOW = 7  # keys; a sample has at least `_LENGTH` tokens
+_ORIGINAL_LENGTH = 8  # where scaled positions begin
 _BUCKET_MB = 1 / 64
+_EMA = 0.9  # nearer to 1, two steps would move no average
 
 
 def tested(config: Config) -> Config:
@@ -50,6 +55,7 @@ def tested(config: Config) -> Config:
         eps=1e-2,
         clip_grad=0.5,
         weight_decay=config.optimizer.weight_decay or 0.1,
+        ema=_EMA if config.optimizer.ema else 0.0,
     )
     usual = TrainConfig()
     train = replace(
@@ -141,13 +147,29 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
     )
     # Of options with a value for each layer, such as layer_types: those of the first layers.
     small = replace(small, **_cut(model, layers))
-    if scaling := getattr(model, "rope_scaling", None):
+    small = _with_short_lengths(small, model, layers)
+    if scaling := getattr(small, "rope_scaling", None):
         # Factors of wavelengths, one for each rotated pair of dimensions: the first ones.
         pairs = replace(small, head_dim=head_dim).rotary_width // 2  # type: ignore[attr-defined]
         small = replace(small, rope_scaling=replace(scaling, **_cut(scaling, pairs)))  # type: ignore[call-arg]
     if isinstance(small, MixtureModel):
-        small = replace(small, moe=_small_experts(small.moe, layers, width_unit))
+        small = replace(small, moe=_small_experts(small.moe, layouts, layers, width_unit))
     return small
+
+
+def _with_short_lengths(small: ModelConfig, model: ModelConfig, layers: int) -> ModelConfig:
+    """`small` with windows and an original length below that of a sample, and layers with and without a window."""
+    changes: dict[str, Any] = {}
+    if window := getattr(model, "sliding_window", 0):
+        changes["sliding_window"] = min(window, _WINDOW)
+    if kinds := getattr(model, "layer_types", ()):
+        lacking = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]]
+        changes["layer_types"] = (*kinds[: layers - len(lacking)], *lacking)
+    scaling = getattr(model, "rope_scaling", None)
+    if scaling and scaling.rope_type in ("llama3", "yarn", "longrope"):  # others have no original length
+        original = min(scaling.original_max_position_embeddings, _ORIGINAL_LENGTH)
+        changes["rope_scaling"] = replace(scaling, original_max_position_embeddings=original)
+    return replace(small, **changes)
 
 
 def _cut(options: object, length: int) -> dict[str, Any]:
@@ -155,17 +177,21 @@ def _cut(options: object, length: int) -> dict[str, Any]:
     return {name: value[:length] for name, value in vars(options).items() if isinstance(value, tuple)}
 
 
-def _small_experts(moe: MoEConfig, layers: int, width_unit: int) -> MoEConfig:
+def _small_experts(moe: MoEConfig, layouts: Sequence[Config], layers: int, width_unit: int) -> MoEConfig:
     if not moe.num_experts:
         return moe
+    # Each rank of ep has as many experts as it has chunks, at least.
+    needed = max(layout.parallel.ep * layout.parallel.ep_overlap_chunks for layout in layouts)
     # Groups keep their number of chosen ones, and get as few experts as these need.
-    groups = min(moe.n_group, 4)
+    groups = min(moe.n_group, _GROUPS)
     chosen_groups = min(moe.topk_group, groups)
     top_k = min(moe.num_experts_per_tok, 3)
     if groups > 1:
         top_k = chosen_groups
-    each = max(_EXPERTS // groups, 2)
-    experts = min(moe.num_experts, groups * each)
+    of_group = min(max(-(-max(_EXPERTS, needed) // groups), 2) | 1, moe.num_experts // moe.n_group)
+    if of_group % 2 == 0 and (of_group - 1) * groups >= max(needed, 2):
+        of_group -= 1
+    experts = groups * of_group
     shared = _rounded(_WIDTH // 2, width_unit) if moe.shared_expert_intermediate_size else 0
     dense: dict[str, Any] = {}
     if numbers := getattr(moe, "mlp_only_layers", ()):  # of families with layers without experts
