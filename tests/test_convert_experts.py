@@ -316,14 +316,14 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str]] = [
     ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1"),
     ("mixtral", {"sliding_window": 1024}, "sliding_window=1024"),
     ("mixtral", {"num_local_experts": None}, "num_local_experts is missing"),
-    ("mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok='2' should be int"),
+    ("mixtral", {"num_experts_per_tok": "2"}, "num_experts_per_tok='2' should be a whole number"),
     ("mixtral", {"num_experts_per_tok": 7}, "a token can choose among 6 experts"),
     ("qwen3_moe", {"attention_bias": True}, "attention_bias=True"),
     ("qwen3_moe", {"use_sliding_window": True}, "sliding_window=4096"),
     ("qwen3_moe", {"num_local_experts": 7}, "num_local_experts=7 contradicts 6"),
     ("qwen3_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step=0"),
     ("qwen3_moe", {"mlp_only_layers": ["0"]}, "mlp_only_layers=['0']"),
-    ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 should be bool"),
+    ("qwen3_moe", {"norm_topk_prob": 1}, "norm_topk_prob=1 should be true or false"),
 ]
 
 

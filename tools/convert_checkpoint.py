@@ -41,12 +41,13 @@ from megapar_models.convert.parity import (
 from megapar_models.convert.progress import progress
 from megapar_models.convert.recipes import places
 from megapar_models.convert.saved import saved_config, text_record, with_fitting_objective
-from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_weights
+from megapar_models.convert.stream import ACCEPTED, SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
+from megapar_models.convert.typed_fields import NAMES, read_object
 from megapar_models.counts import WholeModel
 from megapar_models.registry import validate, weight_options
 
-from megapar.checkpoint.format import BUFFER, read_manifest
+from megapar.checkpoint.format import BUFFER, MANIFEST, read_manifest
 from megapar.checkpoint.load import differences
 from megapar.config.compatible import decided_by
 from megapar.config.data_spec import Entry
@@ -61,7 +62,6 @@ from megapar.errors import CheckpointError, ConfigError, DataError
 from megapar.launch.reporting import reported
 from megapar.params import MAIN
 from megapar.precision import model_dtype
-from megapar.system.regular_files import read_regular
 
 HF_CONFIG = "config.json"
 CONFIG = "config.toml"
@@ -91,6 +91,9 @@ class HfToNative:
     """Folder of the checkpoint; must not exist."""
     family: str = ""
     """The family to read config.json by, such as MODULE:NAME of your own; by default the one with its model_type."""
+    accept_fields: tuple[str, ...] = ()
+    """Names of fields of config.json to accept though they are unknown here: they do not change what the model
+    computes."""
     verify: bool = True
     """Compare logits with transformers, which loads the whole model twice; --no-verify needs memory for a tensor."""
     shard_bytes: int = SHARD_BYTES
@@ -182,8 +185,8 @@ def hf_to_native(options: HfToNative) -> None:
     raised before anything is written.
     """
     check_transformers(options.verify)
-    raw = read_json(options.src / HF_CONFIG)
-    config = whole_config(from_hugging_face(raw, options.family))
+    raw = read_object(options.src / HF_CONFIG)
+    config = whole_config(from_hugging_face(raw, options.family, options.accept_fields))
     for line in warnings_of(raw, options.family):
         print(f"warning: {line}", file=sys.stderr)
     names = names_of(config.model)
@@ -213,6 +216,7 @@ def hf_to_native(options: HfToNative) -> None:
                 lambda name: advance(native_tensor(weights, sources[name])),
                 shard_bytes=options.shard_bytes,
                 buffers=buffers,
+                accepted=options.accept_fields,
             )
         copy_files(options.src, folder, (HF_CONFIG, *TOKENIZER_FILES))
         write_options(folder, config, options.src)
@@ -339,16 +343,6 @@ def upcycle_dense(options: Upcycle) -> None:
 # Configurations
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(read_regular(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: not readable as JSON ({error})") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path}: not a JSON object")
-    return raw
-
-
 def whole_config(model: ModelConfig) -> Config:
     """The options of a run with this model, derived values filled in. Raises ConfigError for an invalid model."""
     config = Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings)))
@@ -385,13 +379,22 @@ def _describes(path: Path, model: ModelConfig) -> bool:
 def described_model(path: Path, model: ModelConfig) -> ModelConfig:
     """The model of a config.json, read by the family of `model` if that is outside of this repository."""
     family = model.family if package_of(model.family) else ""
-    return whole_config(from_hugging_face(read_json(path), family)).model
+    raw, accepted = read_object(path), accepted_fields(path.parent)
+    return whole_config(from_hugging_face(raw, family, [name for name in accepted if name in raw])).model
+
+
+def accepted_fields(folder: Path) -> list[str]:
+    """The fields of the config.json in `folder` that its conversion was told to accept."""
+    if not (folder / MANIFEST).is_file():
+        return []
+    names = read_manifest(folder).trainer.get(ACCEPTED, [])
+    return names if NAMES.fits(names) else []
 
 
 def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """The config.json of the folder `origin`, or a new one with the end token of the training's tokenizer."""
     if origin is not None:
-        raw = read_json(origin / HF_CONFIG)
+        raw = read_object(origin / HF_CONFIG)
     # Of a multimodal model the language model alone is written, so its file is made anew.
     if origin is not None and not is_multimodal(raw):
         raw.pop("dtype", None)  # transformers 5's name of torch_dtype

@@ -112,23 +112,48 @@ def read_stated_rope(raw: Raw, default: Raw) -> tuple[dict[str, Any], list[str]]
     return read_rope(overlaid(raw, {"rope_parameters": default}), default["rope_theta"])
 
 
+def stated_rope(raw: Raw) -> Raw:
+    """The rotary parameters that transformers reads: all of `rope_scaling` if it has any, else `rope_parameters`."""
+    parameters, scaling = raw.get("rope_parameters"), raw.get("rope_scaling")
+    return scaling or parameters or {}
+
+
+def with_rope(raw: Raw, rope: Raw) -> Raw:
+    """The config.json with these rotary parameters."""
+    if raw.get("rope_scaling"):
+        return overlaid(raw, {"rope_scaling": rope, "rope_parameters": None})
+    return overlaid(raw, {"rope_parameters": rope})
+
+
 def split_rope(raw: Raw, *names: str) -> tuple[Raw, dict[str, Any]]:
     """The config.json without these fields of its rotary parameters, and their values."""
-    for field in ("rope_parameters", "rope_scaling"):
-        rope = raw.get(field)
-        if rope and isinstance(rope, Mapping):
-            others = {name: value for name, value in rope.items() if name not in names}
-            beside = {name: rope[name] for name in names if name in rope}
-            return overlaid(raw, {field: others}), beside
-    return raw, {}
+    rope = stated_rope(raw)
+    if not rope:
+        return raw, {}
+    others = {name: value for name, value in rope.items() if name not in names}
+    return with_rope(raw, others), {name: rope[name] for name in names if name in rope}
+
+
+def contradictory_ropes(file: Raw) -> Iterator[str]:
+    """Yield a problem for what only `rope_parameters` has, beside a `rope_scaling` that transformers reads instead."""
+    parameters, scaling = file.get("rope_parameters"), file.get("rope_scaling")
+    if not parameters or not scaling:
+        return
+    for name in ("rope_theta", "partial_rotary_factor"):
+        value = parameters.get(name)
+        if value is not None and scaling.get(name) is None and file.get(name) != value:
+            yield (
+                f"rope_parameters has {name}={value!r}, and rope_scaling, which transformers reads in its place, has "
+                f"none: add it to rope_scaling, or leave one of the two fields out"
+            )
 
 
 def _rope(raw: Raw, default_theta: float) -> dict[str, Any]:
     """The base and the scaling of the rotary embedding, under the names of transformers 5."""
-    # transformers 5 has both in `rope_parameters`. Version 4 has `rope_theta` and `rope_scaling`, whose field
+    # transformers 5 writes both in `rope_parameters`. Version 4 has `rope_theta` and `rope_scaling`, whose field
     # `rope_type` was once called `type`.
     rope = {"rope_theta": raw.get("rope_theta", default_theta), "rope_type": "default"}
-    rope |= raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope |= stated_rope(raw)
     old_type = rope.pop("type", "default")
     if rope["rope_type"] == "default":
         rope["rope_type"] = old_type
@@ -145,9 +170,10 @@ def _with_lengths(rope: dict[str, Any], raw: Raw) -> dict[str, Any]:
     # transformers 5 prefers the field beside `rope_parameters`, as Phi-3 has it.
     original = raw.get("original_max_position_embeddings", rope.get("original_max_position_embeddings", longest))
     rope = rope | {"original_max_position_embeddings": original}
-    # A field with the value null is one that is left out. `truncate` is the exception: transformers takes null for
-    # false there, and the check of types refuses it.
-    rope = {name: value for name, value in rope.items() if value is not None or name == "truncate"}
+    # A field with the value null is one that is left out. The check of types refuses two exceptions: transformers takes
+    # null for false in `truncate`, and fails without a base.
+    exceptions = ("truncate", "rope_theta")
+    rope = {name: value for name, value in rope.items() if value is not None or name in exceptions}
     # DeepSeek may leave the factor out, and Phi-3 does.
     if isinstance(longest, int) and isinstance(original, int) and original > 0:
         rope.setdefault("factor", longest / original)

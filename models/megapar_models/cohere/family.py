@@ -1,5 +1,6 @@
 """Cohere's Command models: their options, and their names at Hugging Face (cohere and cohere2)."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from megapar.errors import ConfigError
@@ -16,6 +17,9 @@ _DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "tie_
 _DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": None, "head_dim": None, "attention_bias": False}
 _DEFAULTS |= {"logit_scale": 0.0625}
 _FIXED = {"attention_dropout": 0.0}
+# What the published files of cohere2 say of the model that transformers computes.
+_FIXED2: dict[str, Any] = {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_qk_norm": False}
+_FIXED2 |= {"order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True, "use_gated_activation": True}
 _ROTATED = tuple(f"layers.*.attention.{name}" for name in ("q", "k", "q_norm", "k_norm"))
 _LAYOUTS = {
     "model.layers.*.self_attn.q_norm": Layout("num_attention_heads", by_group=True),
@@ -23,7 +27,7 @@ _LAYOUTS = {
 }
 _MODEL_TYPES = {
     "cohere": ModelType(_DEFAULTS, _FIXED),
-    "cohere2": ModelType(_DEFAULTS, _FIXED),
+    "cohere2": ModelType(_DEFAULTS, _FIXED | _FIXED2),
 }
 
 
@@ -45,6 +49,20 @@ def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
     if not windows and not wrong:
         wrong = ["sliding_window=None is not supported; a number of keys is"]
     return values | windows, [*problems, *wrong]
+
+
+def _judge(raw: Raw, model_type: str) -> Iterator[str]:
+    """Yield what other names of the fields of cohere2 say that the fields themselves do not."""
+    if model_type != "cohere2":
+        return
+    tied = raw.get("tie_word_embeddings", True)
+    if raw.get("use_embedding_sharing", tied) != tied:
+        yield f"use_embedding_sharing={raw['use_embedding_sharing']} is not supported beside tie_word_embeddings={tied}"
+    layers = raw["num_hidden_layers"]
+    types = raw.get("layer_types") or full_every(raw.get("sliding_window_pattern", 4), layers)
+    switch = raw.get("layer_switch")
+    if switch is not None and (switch < 1 or list(types) != full_every(switch, layers)):
+        yield f"layer_switch={switch} is not supported unless each layer of that number has no window"
 
 
 def _write(model: CohereModel, fields: dict[str, Any]) -> dict[str, Any]:
@@ -73,8 +91,12 @@ COHERE = Family(
         fields=_FIELDS,
         activations=ACTIVATIONS,
         tied=TIED,
-        without_effect=("_sliding_window_pattern", "cache_implementation", "model_max_length"),
+        # The last one is of how it was trained.
+        without_effect=(
+            *("_sliding_window_pattern", "cache_implementation", "model_max_length", "use_parallel_embedding"),
+        ),
         read=_read,
+        judge=_judge,
         write=_write,
         warnings=factor_warnings,
     ),

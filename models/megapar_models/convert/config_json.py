@@ -5,16 +5,18 @@ refused by name if it would change the result and our models do not have it.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
 from megapar.config.model_options import ModelConfig
 from megapar.errors import ConfigError
+from megapar_models.convert.config_fields import wrong_kinds
 from megapar_models.convert.multimodal import MULTIMODAL, OTHER_PARTS, language_model
 from megapar_models.convert.quantized import BLOCK
 from megapar_models.family import HuggingFace, typed, wrong_types
 from megapar_models.registry import FAMILIES, find
+from megapar_models.rope import contradictory_ropes
 
 # Tensors that old versions of transformers stored among the weights: causal masks and rotary wavelengths.
 _DERIVED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
@@ -72,6 +74,8 @@ WITHOUT_EFFECT = frozenset(
         *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "num_return_sequences"),
         *("exponential_decay_length_penalty", "remove_invalid_values", "gradient_checkpointing"),
         *("_attn_implementation", "_attn_implementation_autoset", "attn_implementation", "pretraining_tp"),
+        # Written by other programs: of where a file comes from, and of JavaScript.
+        *("_commit_hash", "unsloth_fixed", "unsloth_version", "transformers.js_config"),
     )
 )
 
@@ -102,17 +106,21 @@ class _Read(Mapping[str, Any]):
         return len(self._raw)
 
 
-def from_hugging_face(file: Mapping[str, Any], family: str = "") -> ModelConfig:
+def from_hugging_face(file: Mapping[str, Any], family: str = "", accepted: Collection[str] = ()) -> ModelConfig:
     """The model of a config.json, read by `family`: a name, or MODULE:NAME. Without it the model_type decides.
 
-    Raises ConfigError with every unsupported field, and with every field that nobody reads, unless it is listed as
-    without effect.
+    Raises ConfigError with every field of a wrong type, with every unsupported one, and with every one that nobody
+    reads, unless it is listed as without effect, or `accepted` by the user.
     """
-    file = language_model(file)
+    file = understood(file)
     family, names = _of_type(file.get("model_type"), family)
     values, problems, unread = _examined(file, family, names)
-    if problems or unread:
-        raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems or _lines(file, unread)))
+    if not problems:
+        known = [name for name in accepted if name not in unread]
+        problems = [f"--accept_fields {name}: the file has no such field, or it is known" for name in known]
+    unknown = [name for name in unread if name not in accepted]
+    if problems or unknown:
+        raise ConfigError("\n".join(f"config.json: {problem}" for problem in problems or _lines(file, unknown)))
     options = find(family).options
     return options(family=family, **typed(values, options))
 
@@ -127,7 +135,22 @@ def differences(file: Mapping[str, Any], family: str, model_type: str) -> list[s
 
 
 def _lines(file: Mapping[str, Any], unread: Iterable[str]) -> list[str]:
-    return [f"{field}={file[field]!r} is not known, and may change the model" for field in unread]
+    return [
+        f"{field}={file[field]!r} is not known, and may change the model; hf-to-native takes it with --accept_fields "
+        f"{field}"
+        for field in unread
+    ]
+
+
+def understood(file: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The config.json of the language model in a file. Raises ConfigError with every field of a wrong type."""
+    wrong = [*wrong_kinds(file)]
+    if not wrong:
+        file = language_model(file)
+        wrong = [*wrong_kinds(file)]
+    if wrong:
+        raise ConfigError("\n".join(f"config.json: {line}" for line in wrong))
+    return file
 
 
 def _examined(file: Mapping[str, Any], family: str, names: HuggingFace) -> tuple[dict[str, Any], list[str], list[str]]:
@@ -135,7 +158,7 @@ def _examined(file: Mapping[str, Any], family: str, names: HuggingFace) -> tuple
     type_name = str(file["model_type"])
     model_type = names.model_types[type_name]
     raw = _Read(file)
-    problems = list(_unsupported(raw, model_type.fixed))
+    problems = [*contradictory_ropes(file), *_unsupported(raw, model_type.fixed)]
     values: dict[str, Any] = {}
     for theirs, ours in names.fields.items():
         value = raw.get(theirs, model_type.defaults.get(theirs))
@@ -145,6 +168,8 @@ def _examined(file: Mapping[str, Any], family: str, names: HuggingFace) -> tuple
             problems.append(f"{theirs}={value!r} is not supported; {', '.join(names.activations)} are")
         elif value is not None:
             values[ours] = names.activations[value] if ours == "hidden_act" else value
+    if problems:
+        return values, problems, []
     more, wrong = names.read(raw, type_name)
     values |= more
     if is_of_sequences(file):
@@ -184,7 +209,7 @@ def _sequence_classes(names: HuggingFace | None) -> Iterable[str]:
 
 def warnings_of(raw: Mapping[str, Any], family: str = "") -> list[str]:
     """Lines about fields of a supported config.json without an option of ours and without effect on the result."""
-    raw = language_model(raw)
+    raw = understood(raw)
     return _of_type(raw.get("model_type"), family)[1].warnings(raw)
 
 
@@ -195,7 +220,7 @@ def is_multimodal(raw: Mapping[str, Any]) -> bool:
 
 def left_out(raw: Mapping[str, Any], family: str = "") -> tuple[str, ...]:
     """Beginnings of the names of tensors of other parts than the language model."""
-    text = language_model(raw)
+    text = understood(raw)
     ignored = tuple(_of_type(text.get("model_type"), family)[1].ignored(text))
     return (*ignored, *OTHER_PARTS) if is_multimodal(raw) else ignored
 

@@ -41,6 +41,7 @@ from megapar_models.convert.recipes import starred
 from megapar_models.family import Raw, wrong_types
 from megapar_models.partial_rotary import read_partial_rope
 from megapar_models.registry import FAMILIES
+from megapar_models.rope import stated_rope
 from megapar_models.windows import FULL, SLIDING
 
 
@@ -189,7 +190,7 @@ def _read_rotary(found: Sketch) -> None:
     if not given:
         return
     found.rotary = True
-    rope = found.raw.get("rope_parameters") or found.raw.get("rope_scaling") or {}
+    rope = stated_rope(found.raw)
     if any(isinstance(value, dict) for value in rope.values()):
         found.decide.append("rope_parameters: a rotary table for each kind of layer; family gemma2 has that")
     else:

@@ -5,7 +5,7 @@ import math
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,6 +31,8 @@ from megapar.errors import CheckpointError, ConfigError, StorageError
 from megapar.params import MAIN
 from megapar_models.registry import weight_options
 
+ACCEPTED = "accepted_fields"
+"""Of `Manifest.trainer`: the unknown fields of config.json that the user has taken for harmless."""
 SHARD_BYTES = 5_000_000_000  # largest file of weights, unless a single tensor is larger
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 
@@ -137,13 +139,14 @@ def write_weights(
     buffers: Container[str] = (),
     base: Mapping[str, Any] | None = None,
     texts: Mapping[str, Any] | None = None,
+    accepted: Sequence[str] = (),
 ) -> None:
     """Write a native checkpoint of step 0 to `folder`: fp32 main weights of a validated `config`, without moments.
 
     `make` returns the logical tensor of a name in `shapes`, fp32. Those in `buffers` are no parameters. `base` is that
-    of adapters (`Manifest.base`), and `texts` the record of the training's texts (`saved.text_record`).
-    With `trainer.weights_only` in the manifest it has
-    no moments, so no run can be resumed from it.
+    of adapters (`Manifest.base`), and `texts` the record of the training's texts (`saved.text_record`). `accepted` are
+    unknown fields of the config.json beside it (`ACCEPTED`).
+    With `trainer.weights_only` in the manifest it has no moments, so no run can be resumed from it.
     """
     plan = {}
     for name, shape in shapes.items():
@@ -166,9 +169,11 @@ def write_weights(
 
         write_file(folder / file, shard, stored)
         files[file] = (folder / file).stat().st_size
-    trainer = {"updates": 0, "loss_scale": None, "weights_only": True, "config": flatten(config)}
+    trainer: dict[str, Any] = {"updates": 0, "loss_scale": None, "weights_only": True, "config": flatten(config)}
     if base is not None:
         trainer[BASE] = dict(base)
+    if accepted:
+        trainer[ACCEPTED] = sorted(accepted)
     data: dict[str, Any] = {TEXTS: dict(texts)} if texts else {}
     total = sum_of_contents(contents)
     write_manifest(folder, Manifest(0, 0, {}, weight_options(config), trainer, data, files, tensors, content=total))

@@ -54,6 +54,11 @@ NUMBERS = Kind("a list of whole numbers", lambda value: isinstance(value, list) 
 OBJECT = Kind("an object of fields", _object)
 
 
+def whole_up_to(most: int) -> Kind:
+    """Whole numbers from 0 to `most`."""
+    return Kind(f"a whole number from 0 to {most:,}", lambda value: _whole(value) and 0 <= value <= most)
+
+
 def either(*kinds: Kind) -> Kind:
     """The values of any of these kinds."""
     return Kind(" or ".join(kind.words for kind in kinds), lambda value: any(kind.fits(value) for kind in kinds))

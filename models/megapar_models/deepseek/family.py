@@ -14,7 +14,7 @@ from megapar_models.deepseek.model import DeepseekExperts, DeepseekModel, Deepse
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.moe_fields import mixture_warnings, read_moe
-from megapar_models.rope import read_rope, scaling_problems, write_rope
+from megapar_models.rope import read_rope, scaling_problems, stated_rope, write_rope
 from megapar_models.tensor_layouts import Pairs
 
 _MODULES = {
@@ -132,7 +132,7 @@ def judge(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
     """Yield what latent attention does not compute."""
     if raw.get("num_key_value_heads") not in (None, raw["num_attention_heads"]):
         yield "num_key_value_heads is not supported unless it is num_attention_heads: each head has a key of its own"
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope = stated_rope(raw)
     if rope.get("mscale_all_dim") and not rope.get("mscale"):
         yield "mscale_all_dim without mscale is not supported; DeepSeek's files have both"
     if rope.get("mscale_all_dim") and rope.get("attention_factor"):

@@ -58,6 +58,13 @@ def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
     return values | windows, [*problems, *wrong, *bidirectional(raw)]
 
 
+def _judge(raw: Raw, _: str) -> Iterator[str]:
+    """Yield a problem for another window under the name that Gemma 2's first files have beside the right one."""
+    window = raw.get("sliding_window", 4096)
+    if raw.get("sliding_window_size", window) != window:
+        yield f"sliding_window_size={raw['sliding_window_size']} is not supported unless it is sliding_window, {window}"
+
+
 def _problems(config: Config, model: Gemma2Model) -> Iterator[str]:
     yield from rotary_problems(config, model)
     for name in _SCALARS:
@@ -96,6 +103,7 @@ GEMMA2 = Family(
         # transformers reads hidden_activation, and writes the pattern that gave its layer_types.
         without_effect=("hidden_act", "_sliding_window_pattern", "cache_implementation"),
         read=_read,
+        judge=_judge,
         write=_write,
         warnings=factor_warnings,
     ),

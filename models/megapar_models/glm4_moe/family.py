@@ -76,7 +76,8 @@ def _judge(raw: Mapping[str, Any], model_type: str) -> Iterator[str]:
     # The published files give the scores the name of DeepSeek's method.
     if raw.get("scoring_func", "sigmoid") not in ("sigmoid", "noaux_tc"):
         yield f"scoring_func={raw['scoring_func']!r} is not supported; 'sigmoid' and 'noaux_tc' are"
-    first = raw.get("max_window_layers", 62)
+    stated = raw.get("max_window_layers")
+    first = 62 if stated is None else stated
     types = raw.get("layer_types") or ["sliding_attention"] * (raw["num_hidden_layers"] > first)
     if raw.get("sliding_window", 4096) is not None and "sliding_attention" in types:
         yield "sliding_window, layer_types, max_window_layers: windows of dots1 are not supported; full_attention is"

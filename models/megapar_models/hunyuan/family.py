@@ -1,12 +1,12 @@
 """Dense HunYuan: its rules, and its names at Hugging Face (hunyuan_v1_dense)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from megapar_models.family import Family, HuggingFace, ModelType, Raw, dropout_warnings, overlaid
+from megapar_models.family import Family, HuggingFace, ModelType, Raw, dropout_warnings
 from megapar_models.hunyuan.model import HunYuanModel, HunYuanStage
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
+from megapar_models.rope import factor_warnings, read_rope, scaling_problems, stated_rope, with_rope, write_rope
 
 # Hugging Face
 
@@ -34,11 +34,11 @@ def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
 
     Their type "dynamic" with a field alpha is not dynamic: it is a larger base, and so it becomes one here.
     """
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
-    if not isinstance(rope, Mapping) or rope.get("rope_type", rope.get("type")) != "dynamic" or not rope.get("alpha"):
+    rope = stated_rope(raw)
+    if rope.get("rope_type", rope.get("type")) != "dynamic" or not rope.get("alpha"):
         return read_rope(raw, default_theta=10000.0)
     plain = {"rope_type": "default", "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0))}
-    values, problems = read_rope(overlaid(raw, {"rope_parameters": plain}), default_theta=10000.0)
+    values, problems = read_rope(with_rope(raw, plain), default_theta=10000.0)
     alpha, width = rope["alpha"], _width(raw)
     if not isinstance(alpha, (int, float)):
         problems.append(f"alpha={alpha!r} should be a number")

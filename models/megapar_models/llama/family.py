@@ -50,13 +50,16 @@ _FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0}
 # Fields that transformers does not read for this model_type: with another value somebody expects something else.
 _NO_BIAS = {**_FIXED, "attention_bias": False, "mlp_bias": False}
 _MODEL_TYPES = {
-    "llama": ModelType({**_DEFAULTS, "num_key_value_heads": None, "head_dim": None}, _FIXED),
+    "llama": ModelType(
+        {**_DEFAULTS, "num_key_value_heads": None, "head_dim": None},
+        {**_FIXED, "is_llama_config": True, "rope_interleaved": False},  # in SmolLM2's files
+    ),
     "mistral": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": None}, _NO_BIAS),
     "ministral": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": None}, _NO_BIAS),
     # Its q, k and v have biases, though its config.json has no field for them.
     "qwen2": ModelType(
         {**_DEFAULTS, "num_key_value_heads": 32, "head_dim": None},
-        {**_FIXED, "attention_bias": True, "mlp_bias": False},
+        {**_FIXED, "attention_bias": True, "mlp_bias": False, "use_mrope": False},
     ),
     "qwen3": ModelType({**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128}, {**_FIXED, "mlp_bias": False}),
     # Its files have dropouts of 0.1 (see _warnings).
@@ -93,7 +96,8 @@ def _read_windows(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, An
     window = raw.get("sliding_window", 4096)
     first = 0  # layer with the window
     if model_type in ("qwen2", "qwen3"):
-        first = raw.get("max_window_layers", 28)
+        stated = raw.get("max_window_layers")
+        first = 28 if stated is None else stated
         if not raw.get("use_sliding_window", False):
             window = None
     if window is None:
@@ -152,7 +156,11 @@ def _write(model: LlamaModel, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _warnings(raw: Mapping[str, Any]) -> list[str]:
-    return [*factor_warnings(raw), *dropout_warnings(raw, "llama", "attention_dropout", "residual_dropout")]
+    lines = [*factor_warnings(raw), *dropout_warnings(raw, "llama", "attention_dropout", "residual_dropout")]
+    if raw.get("dual_chunk_attention_config"):
+        # Of Qwen2.5 with a million tokens. Another program cuts long texts by it.
+        lines.append("config.json: dual_chunk_attention_config is not read: as in transformers, chunks are not used")
+    return lines
 
 
 LLAMA = Family(
@@ -173,8 +181,8 @@ LLAMA = Family(
         write=_write,
         warnings=_warnings,
         sequence_classes=_SEQUENCE_CLASSES,
-        # Some of its model types have windows. The others do not read them.
-        without_effect=("sliding_window", "use_sliding_window", "max_window_layers"),
+        # Some of its model types have windows. The others do not read them. The last one is of the first Llama's files.
+        without_effect=("sliding_window", "use_sliding_window", "max_window_layers", "max_sequence_length"),
     ),
     megatron=Megatron(swiglu=True, normalization="RMSNorm", position_embedding_type="rope", add_bias_linear=False),
 )

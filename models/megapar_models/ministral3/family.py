@@ -8,7 +8,7 @@ from megapar.config.options import Config
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.ministral3.model import Ministral3Model, Ministral3Stage
-from megapar_models.rope import read_stated_rope, split_rope, write_rope
+from megapar_models.rope import read_stated_rope, split_rope, stated_rope, write_rope
 from megapar_models.windows import read_one_window, rotary_problems, write_one_window
 
 
@@ -35,7 +35,7 @@ _ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 
 
 def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
     """Rotary embedding, temperature and window from a config.json; returns option values and problems."""
-    stated = raw.get("rope_parameters") or raw.get("rope_scaling")
+    stated = stated_rope(raw)
     # The length there is that of the file, which transformers reads beside them.
     raw, beside = split_rope(raw, _BETA, "max_position_embeddings")
     values, problems = read_stated_rope(raw, _ROPE)

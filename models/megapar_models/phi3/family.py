@@ -9,6 +9,7 @@ from megapar_models.family import Family, HuggingFace, ModelType, overlaid
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope
 from megapar_models.phi3.model import Phi3Model, Phi3Stage
+from megapar_models.rope import stated_rope, with_rope
 from megapar_models.windows import read_one_window, window_problems, write_one_window
 
 # Hugging Face
@@ -20,16 +21,17 @@ _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": 
 _DEFAULTS |= {"num_key_value_heads": None, "head_dim": None}
 _FIXED = dict.fromkeys(("attention_dropout", "embd_pdrop", "resid_pdrop"), 0.0)
 _FIXED |= {"attention_bias": False, "mlp_bias": False}
+_FIXED |= {"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False}  # in Phi-4 mini's file
 
 
 def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
     """Rotary embedding and window from a config.json; returns option values and problems."""
     # transformers reads this length beside the rotary parameters, whatever they say of it.
-    changes: dict[str, Any] = {name: raw.get(name, 4096) for name in ("original_max_position_embeddings",)}
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling")
-    if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
-        changes["rope_parameters"] = {**rope, "rope_type": "longrope"}  # their older names
-    values, problems = read_partial_rope(overlaid(raw, changes), 10000.0, 1.0)
+    length = {name: raw.get(name, 4096) for name in ("original_max_position_embeddings",)}
+    rope, file = stated_rope(raw), overlaid(raw, length)
+    if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+        file = with_rope(file, {**rope, "rope_type": "longrope"})  # their older names
+    values, problems = read_partial_rope(file, 10000.0, 1.0)
     windows, wrong = read_one_window(raw)
     return values | windows, [*problems, *wrong]
 

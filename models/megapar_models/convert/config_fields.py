@@ -1,0 +1,100 @@
+"""The kinds of the fields of a config.json that families read. All are checked before a family reads one."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megapar_models.convert.typed_fields import (
+    COUNT,
+    FLAG,
+    NAMES,
+    NUMBER,
+    NUMBERS,
+    OBJECT,
+    TEXT,
+    WHOLE,
+    Kind,
+    either,
+    problems,
+    whole_up_to,
+)
+from megapar_models.windows import FULL, SLIDING
+
+# A list of as many layers or experts must end.
+_COUNTED = whole_up_to(10_000)
+
+_TEXTS = (
+    *("model_type", "hidden_act", "hidden_activation", "activation", "activation_function", "scoring_func"),
+    *("topk_method", "norm_type", "qk_norm_type", "position_embedding_type", "order_of_interleaved_layers"),
+)
+_COUNTS = (
+    *("num_hidden_layers", "n_layer", "num_nextn_predict_layers", "num_mtp_layers"),
+    *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts"),
+    *("moe_num_shared_experts", "n_group", "topk_group", "num_experts_per_tok", "moe_k", "first_k_dense_replace"),
+)
+# Others are divided by these.
+_SIZES = (
+    *("hidden_size", "n_embd", "vocab_size", "num_attention_heads", "n_head", "max_position_embeddings"),
+    *("n_positions", "original_max_position_embeddings"),
+)
+_WHOLES = (
+    *("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
+    *("num_key_value_heads", "num_kv_heads", "head_dim", "kv_channels"),
+    *("attention_head_dim", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "word_embed_proj_dim"),
+    *("kv_lora_rank", "q_lora_rank", "rotary_dim", "sliding_window", "sliding_window_size", "max_window_layers"),
+    *("decoder_sparse_step", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
+    *("moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index", "no_rope_layer_interval", "layer_switch"),
+    *("num_ln_in_parallel_attn",),
+)
+_NUMBERS = (
+    *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "layerdrop"),
+    *("resid_pdrop", "residual_dropout", "attention_multiplier", "embedding_multiplier", "residual_multiplier"),
+    *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "init_std", "initializer_range"),
+    *("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps", "logit_scale"),
+    *("logits_scaling", "moe_norm_min", "partial_rotary_factor", "query_pre_attn_scalar", "rope_local_base_freq"),
+    *("rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor", "router_aux_loss_coef"),
+    *("router_jitter_noise", "swiglu_alpha", "swiglu_limit"),
+)
+_FLAGS = (
+    *("add_cross_attention", "alibi", "attention_bias", "attention_out_bias", "bias", "do_layer_norm_before"),
+    *("enable_bias", "is_decoder", "is_encoder_decoder", "layer_norm_elementwise_affine", "mlp_bias", "multi_query"),
+    *("new_decoder_architecture", "norm_topk_prob", "output_router_logits", "parallel_attn", "qk_layernorm"),
+    *("qkv_bias", "rope_interleave", "scale_attn_by_inverse_layer_idx", "scale_attn_weights"),
+    *("tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm"),
+    *("use_embedding_sharing", "use_qkv_bias", "use_rotary_pos_emb", "use_routing_bias", "use_sliding_window"),
+)
+
+KINDS: Mapping[str, Kind] = {
+    **dict.fromkeys(_TEXTS, TEXT),
+    **dict.fromkeys(_COUNTS, _COUNTED),
+    **dict.fromkeys(_SIZES, COUNT),
+    **dict.fromkeys(_WHOLES, WHOLE),
+    **dict.fromkeys(_NUMBERS, NUMBER),
+    **dict.fromkeys(_FLAGS, FLAG),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "architectures"), NAMES),
+    **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), NUMBERS),
+    **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config"), OBJECT),
+    "dual_chunk_attention_config": OBJECT,
+    "sliding_window_pattern": either(WHOLE, TEXT),
+    "moe_layer_freq": either(WHOLE, NUMBERS),
+}
+_OF_ROPE: Mapping[str, Kind] = {
+    **dict.fromkeys(("rope_type", "type"), TEXT),
+    **dict.fromkeys(("rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow"), NUMBER),
+    **dict.fromkeys(("attention_factor", "mscale", "mscale_all_dim", "partial_rotary_factor", "alpha"), NUMBER),
+    **dict.fromkeys(("original_max_position_embeddings", "max_position_embeddings"), COUNT),
+    **dict.fromkeys((FULL, SLIDING), OBJECT),
+    "llama_4_scaling_beta": NUMBER,
+}
+
+
+def wrong_kinds(file: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each field of a config.json with a value of another kind, also of its rotary parameters."""
+    yield from problems(file, KINDS)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = file.get(name)
+        if not isinstance(rope, Mapping):
+            continue
+        # Gemma 3 has an object for each kind of layer.
+        nested = {kind: of_kind for kind, of_kind in rope.items() if isinstance(of_kind, Mapping)}
+        for where, fields in {name: rope, **{f"{name}.{kind}": of_kind for kind, of_kind in nested.items()}}.items():
+            yield from (f"{where}: {line}" for line in problems(fields, _OF_ROPE))
