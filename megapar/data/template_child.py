@@ -71,7 +71,7 @@ class Renderer:
                 return {"fails": f"writes {len(text):,} letters, more than {request['letters']:,}"}
             text.encode()
         except UnicodeEncodeError:
-            return {"fails": "writes half of a surrogate pair, which is no letter"}
+            return {"fails": "writes half of a surrogate pair, its own or of a message, which is no letter"}
         except jinja2.TemplateError as error:
             return {"refused": str(error) or type(error).__name__}
         except MemoryError:
