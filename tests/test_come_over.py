@@ -250,7 +250,8 @@ def test_two_options_that_contradict_each_other_are_told():
 
 def test_the_arithmetic_of_ranks_is_shown_and_a_layout_that_does_not_fit_is_told():
     account = moved("Megatron-LM", f"{LLAMA} --tensor-model-parallel-size 2 --global-batch-size 24", 6)
-    ranks, batch, run = account.arithmetic
+    ranks, batch, run, vocabulary = account.arithmetic
+    assert vocabulary.startswith("the vocabulary is not known")
     assert ranks == "6 ranks = tp 2 x cp 1 x pp 1 x dp 3"
     assert batch == "global batch 24 = micro-batch 2 x dp 3 x 4 micro-batches of a replica (gradient accumulation)"
     assert run.startswith("1,536 tokens a step x 10 steps")
@@ -258,6 +259,34 @@ def test_the_arithmetic_of_ranks_is_shown_and_a_layout_that_does_not_fit_is_told
     assert account.arithmetic[0] == "6 ranks are no multiple of tp 4 x cp 1 x pp 1"
     assert "does not divide world size 6" in account.refusal
     assert "give --world_size" in moved("Megatron-LM", LLAMA).arithmetic[0]
+
+
+def test_what_megapar_would_refuse_is_settled_as_the_job_computes_it_and_named():
+    flags = f"{LLAMA} --lr-warmup-iters 40 --min-lr 1e-4 --eval-interval 5 --train-data-path a --micro-batch-size 16"
+    account = moved("Megatron-LM", f"{flags} --use-torch-fsdp2 --overlap-param-gather --save-retain-interval 4", 1)
+    assert not account.refusal
+    optimizer, train = account.config.optimizer, account.config.train
+    # Ten steps of a warm-up of 40 steps have the rates of a whole one to a quarter of the peak.
+    rates = [learning_rate(step, 0, optimizer, train) for step in range(10)]
+    assert rates == pytest.approx([1e-3 * n / 40 for n in range(1, 11)])
+    assert (train.micro_batch_size, train.eval_every) == (8, 0)
+    assert not optimizer.overlap_param_gather
+    said = report(account)
+    assert "optimizer.warmup_steps = 10 in place of 40: the run ends at step 10 of 40 of warm-up" in said
+    assert "train.micro_batch_size = 8 in place of 16: a step has 8 samples" in said
+    assert "no data are known that would be evaluated" in left(account)["eval-interval"]
+
+
+@pytest.mark.parametrize("flags", ["--var A=2 --var B=64", "--var A=2 B=64", "--var=A=2 --var B=64"])
+def test_variables_are_given_one_by_one_or_together(tmp_path, monkeypatch, capsys, flags):
+    file = tmp_path / "v.sh"
+    file.write_text("python pretrain_gpt.py --num-layers $A --hidden-size $B --num-attention-heads 4 --lr 1\n")
+    monkeypatch.setattr(sys, "argv", ["x", *flags.split(), str(file), "--gpus", "2"])
+    from_megatron.main()
+    printed = capsys.readouterr()
+    assert tomllib.loads(printed.out)["model"]["hidden_size"] == 64
+    assert "2 ranks" in printed.err
+    assert "cannot be resolved" not in printed.err
 
 
 # Conversions: options of ours for flags of a job, beside others that they depend on.
@@ -325,6 +354,16 @@ CONVERSIONS = [
     ("Megatron-LM", f"--moe-router-pre-softmax --moe-router-score-function sigmoid --moe-router-topk 1 {MIX}", 8,
      {"model.moe.norm_topk_prob": "false"}),
     ("Megatron-LM", f"--moe-router-pre-softmax {MIX}", 8, {"model.moe.norm_topk_prob": "false"}),
+    ("Megatron-LM", f"--moe-router-enable-expert-bias {MIX}", 8, {"model.moe.balance": "bias"}),
+    ("Megatron-LM", f"--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss "
+     f"--moe-aux-loss-coeff 1e-4 {MIX}", 8, {"model.moe.balance": "bias+sequence",
+     "model.moe.router_aux_loss_coef": "1e-4"}),
+    ("Megatron-LM", f"--moe-router-load-balancing-type global_aux_loss --moe-router-enable-expert-bias "
+     f"--moe-aux-loss-coeff 1e-4 {MIX}", 8, None),
+    ("Megatron-LM", "--overlap-param-gather --use-megatron-fsdp", 8, {}),
+    ("Megatron-LM", "--overlap-param-gather --use-distributed-optimizer", 8,
+     {"optimizer.overlap_param_gather": "true"}),
+    ("Megatron-LM", "--save-retain-interval 50", 8, {"checkpoint.keep_every": "50", "checkpoint.keep_last": "1"}),
     ("Megatron-LM", f"--kv-channels 32 --qk-pos-emb-head-dim 16 {LATENT}", 8, {"model.head_dim": "16"}),
     ("Megatron-LM", f"--qk-pos-emb-head-dim 16 --kv-channels 32 {LATENT}", 8, {"model.head_dim": "16"}),
     ("Megatron-LM", "--kv-channels 32", 8, {"model.head_dim": "32"}),
@@ -463,6 +502,12 @@ CONVERSIONS = [
     ("Hugging Face", "--ddp_bucket_cap_mb 25", 8, {"optimizer.bucket_mb": "25"}),
     ("Hugging Face", "--resume_from_checkpoint out/checkpoint-5", 8, None),
     ("Hugging Face", "--data_path a.json", 8, None),
+    ("Hugging Face", "--per_device_train_batch_size 4", 8, {"train.micro_batch_size": "4"}),
+    ("torchtitan", "--training.num_tokens_per_microbatch_per_dp_rank 8192 --training.max_context_length 4096", 8,
+     {"train.micro_batch_size": "2", "train.global_batch_size": "16"}),
+    ("torchtitan", "--training.num_tokens_per_microbatch_per_dp_rank 100 --training.max_context_length 64", 8, None),
+    ("torchtitan", "--training.num_tokens_per_train_step 65536 --training.max_context_length 4096", 8,
+     {"train.global_batch_size": "16"}),
     ("torchtitan", "--training.local_batch_size 2", 8,
      {"train.micro_batch_size": "2", "train.global_batch_size": "16"}),
     ("torchtitan", "--training.local_batch_size 8 --parallelism.pipeline_parallel_degree 2", 8,
@@ -800,6 +845,36 @@ def test_auto_is_what_the_trainer_puts_there(tmp_path):
     (tmp_path / "run.sh").write_text("deepspeed train.py --deepspeed missing.json --learning_rate 3e-5\n")
     with pytest.raises(ConfigError, match=r"missing.json: no such file"):
         from_deepspeed.account(args, [])
+
+
+def test_a_default_of_somebody_else_does_not_replace_what_the_job_says(tmp_path):
+    pytest.importorskip("yaml")
+    (tmp_path / "ds.json").write_text(json.dumps({"train_batch_size": 4, "gradient_accumulation_steps": 1}))
+
+    def values(flags: str, *, model: str = "llama-3m", **args):
+        args = from_deepspeed.Arguments(ds_config=tmp_path / "ds.json", model=model, world_size=1, **args)
+        account, _ = from_deepspeed.account(args, flags.split())
+        assert not account.refusal, account.refusal
+        return flatten(account.config), {line.theirs: line for line in account.moved.carried}, account.moved
+
+    # The Trainer's micro-batch of 8 would not fit into the batch of 4.
+    assert values("--learning_rate 1e-5 --max_steps 3")[0]["train.micro_batch_size"] == 4
+    flags = "--lr 1e-5 --max_seq_len 64 --lora_dim 8 --num_warmup_steps 2 --max_steps 5"
+    own, carried, moved_ = values(f"{flags} --batch_size 2")
+    assert (own["optimizer.lr"], own["train.seq_length"], own["adapter.rank"]) == (1e-5, 64, 8)
+    assert own["optimizer.warmup_steps"] == 2
+    assert {"--lr", "--lora_dim", "--num_warmup_steps"} <= {*carried}
+    assert "Hugging Face" not in " ".join(moved_.sources.values())
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}}))
+    (tmp_path / "a.yaml").write_text("base_model: x\nnum_epochs: 1\nmicro_batch_size: 2\nsequence_len: 64\n"
+                                     "lr_scheduler: cosine\nlearning_rate: 2e-4\n")  # fmt: skip
+    axolotl, _, moved_ = values("", source=tmp_path / "a.yaml", samples=100)
+    assert (axolotl["train.micro_batch_size"], axolotl["train.steps"], axolotl["train.seq_length"]) == (2, 50, 64)
+    assert axolotl["optimizer.schedule"] == "cosine"
+    # Of torchtitan's later versions: tokens of a micro-batch, without a default of the earlier ones.
+    flags = "--training.num_tokens_per_microbatch_per_dp_rank 8192 --training.max_context_length 8192"
+    titan, _ = from_torchtitan.account(from_torchtitan.Arguments(model="llama3-8b", world_size=8), flags.split())
+    assert (titan.config.train.micro_batch_size, titan.config.train.global_batch_size) == (1, 8)
 
 
 def test_flags_of_torchtitan_win_over_its_file(tmp_path):

@@ -11,7 +11,7 @@ over, and 2 otherwise.
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +22,9 @@ from megapar.config.other_frameworks import sources
 from megapar.config.other_frameworks.account import Account, account_of
 from megapar.config.other_frameworks.carry import Option, move
 from megapar.config.other_frameworks.finish import behind_dashes, read_command, settings, show, with_model
+from megapar.config.other_frameworks.hugging_face import TRAINING_ARGUMENTS
+from megapar.config.other_frameworks.job import plain
+from megapar.config.other_frameworks.scripts import AXOLOTL, OWN_LOOPS
 from megapar.errors import ConfigError
 from megapar.launch.reporting import open_streams, reported
 
@@ -65,6 +68,20 @@ def arguments_of(args: Arguments, words: list[str]) -> tuple[list[Option], dict[
     return given, inner if isinstance(inner, dict) else {}, 0, []
 
 
+def as_the_trainer_calls_them(given: list[Option]) -> tuple[list[Option], bool]:
+    """The options by names of the table, and whether they are those of a Trainer, whose defaults then hold."""
+    names = {plain(option.name) for option in given}
+    renamed = AXOLOTL if names & {"base_model", "num_epochs", "sequence_len"} else OWN_LOOPS
+    # A name that the Trainer has too stays what it is, such as --batch_size beside per_device_train_batch_size.
+    other = {name: theirs for name, theirs in renamed.items() if name in names and theirs not in names}
+    ours = {row.name for row in TRAINING_ARGUMENTS}
+    has_trainer = bool(names & ours) and not (renamed is OWN_LOOPS and other)
+    return [
+        replace(option, name=other[plain(option.name)], spelled=option.name) if plain(option.name) in other else option
+        for option in given
+    ], has_trainer or renamed is AXOLOTL
+
+
 def ds_config_of(args: Arguments, given: list[Option]) -> Path | None:
     """The file of the ds_config, if the job names one that is there."""
     if args.ds_config is not None:
@@ -85,6 +102,7 @@ def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
     if file is not None:
         table = sources.read_table(file)
         notes = [*notes, f"ds_config: {file}"]
+    given, has_trainer = as_the_trainer_calls_them(given)
     options = [*sources.options_of_table(table, DEEPSPEED), *given]
     if not options:
         raise ConfigError(f"{args.source or 'the command'}: has no options")
@@ -94,8 +112,8 @@ def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
         FOR_OPTIONS,
         world=world,
         samples=args.samples,
-        # The Trainer hands its own values to DeepSpeed.
-        without_defaults=(DEEPSPEED,) if given else (),
+        # The Trainer hands its own values to DeepSpeed. A loop of somebody's own has defaults that nobody knows.
+        without_defaults=((DEEPSPEED,) if given else ()) + (() if has_trainer else (HUGGING_FACE,)),
         dashes=lambda framework: "--" if framework == HUGGING_FACE else "",
     )
     with_model(moved, args.model, "model_name_or_path")

@@ -9,6 +9,7 @@ from megapar.config.files import load, part_toml
 from megapar.config.model_rules import Families
 from megapar.config.options import Config, flatten, option_types, unflatten
 from megapar.config.other_frameworks.carry import BASE, Line, Moved, typed
+from megapar.config.other_frameworks.settle import settle
 from megapar.errors import ConfigError
 
 
@@ -21,6 +22,7 @@ class Account:
     config: Config
     refusal: str
     arithmetic: tuple[str, ...]
+    ranks: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -49,7 +51,7 @@ def account_of(
         validate(config, ranks)
     except ConfigError as error:
         refusal = str(error)
-    return Account(moved, _toml(moved, config), config, refusal, tuple(_arithmetic(config, ranks, bool(world))))
+    return Account(moved, _toml(moved, config), config, refusal, tuple(_arithmetic(config, ranks, bool(world))), world)
 
 
 def _config(moved: Moved, families: Families, presets: Mapping[str, Path]) -> Config:
@@ -73,6 +75,7 @@ def _config(moved: Moved, families: Families, presets: Mapping[str, Path]) -> Co
         moved.ours[longest], moved.sources[longest] = (length,), "the samples are longer than the model's"
         moved.defaults.append(Line("the longest sequence", "", here, is_default=True))
         values[longest] = values["train.seq_length"]
+    settle(moved, values)
     return unflatten(values, options)
 
 
@@ -125,7 +128,10 @@ def _arithmetic(config: Config, ranks: int, is_known: bool) -> list[str]:
     tokens = train.global_batch_size * train.seq_length
     total = train.samples() * train.seq_length if len(train.batch_ramp) in (0, 3) else 0
     run = f"{tokens:,} tokens a step x {train.steps:,} steps: {total / 1e9:,.2f} billion tokens"
-    return [world, batch, f"{run}, with a batch that grows" if train.batch_ramp else run]
+    lines = [world, batch, f"{run}, with a batch that grows" if train.batch_ramp else run]
+    if not config.model.vocab_size and config.data.tokenizer == "bytes":
+        lines.append("the vocabulary is not known: set model.vocab_size or data.tokenizer; bytes has 257 ids")
+    return lines
 
 
 def report(account: Account, notes: Sequence[str] = ()) -> str:

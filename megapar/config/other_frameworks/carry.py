@@ -27,12 +27,16 @@ _DECIDE = (
 
 @dataclass(frozen=True)
 class Option:
-    """An option of a running job: its framework, name and values. `unresolved` says what keeps them from being read."""
+    """An option of a running job: its framework, name and values. `unresolved` says what keeps them from being read.
+
+    `spelled` is what the job calls it, where the table has another name.
+    """
 
     framework: str
     name: str
     words: Words
     unresolved: str = ""
+    spelled: str = ""
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class _Mover:
             return
         if said and row.relation == "choice" and row.note:
             said = f"{said} ({row.note})"
-        self.moved.carried.append(Line(name, value, said or f"nothing to set: {row.note or 'the default here'}"))
+        self.moved.carried.append(Line(name, value, said or _nothing(row)))
 
     def default(self, framework: str, row: OtherFlag, name: str) -> None:
         """Account for a default of theirs, unless a given option has decided ours."""
@@ -216,12 +220,18 @@ def move(
     unread = frozenset(plain(option.name) for option in options if option.unresolved)
     mover = _Mover(moved, rows, Job(given, defaults, world, samples, unread), types, own)
     for option in options:
-        mover.give(option, f"{dashes(option.framework)}{option.name}")
+        mover.give(option, f"{dashes(option.framework)}{option.spelled or option.name}")
     named = {plain(option.name) for option in options}
     for (framework, name), row in rows.items():
         if framework in with_defaults and row.default and name not in named:
             mover.default(framework, row, f"{dashes(framework)}{row.name}")
     return moved
+
+
+def _nothing(row: OtherFlag) -> str:
+    """That nothing is to be set, and why, if the note of a row says so: that of an option says what its value is."""
+    reason = row.note if row.relation in ("always", "lacking") or row.convert is nothing else ""
+    return f"nothing to set: {reason}" if reason else "nothing to set"
 
 
 def _needs_no_value(row: OtherFlag) -> bool:

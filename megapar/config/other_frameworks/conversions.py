@@ -234,6 +234,20 @@ def sharded_optimizer(job: Job, words: Words) -> Ours:
     return {"optimizer.zero_stage": ("1" if words else "0",)}
 
 
+def gathers_overlap(job: Job, words: Words) -> Ours:
+    """--overlap-param-gather: a stage 3 of ZeRO overlaps by itself, and without ZeRO nothing is gathered."""
+    fsdp = job.is_on("use-megatron-fsdp") and job.text("data-parallel-sharding-strategy", "optim_grads_params")
+    if fsdp in ("optim_grads_params", "no_shard") or job.is_on("use-torch-fsdp2"):
+        return {}
+    sharded = fsdp or job.is_on("use-distributed-optimizer") or job.whole("zero-stage") in (1, 2)
+    return {"optimizer.overlap_param_gather": ("true",)} if sharded else {}
+
+
+def kept_every(job: Job, words: Words) -> Ours:
+    """--save-retain-interval: all checkpoints between those kept are removed but for the last."""
+    return {"checkpoint.keep_every": words, "checkpoint.keep_last": ("1",)}
+
+
 def megatron_fsdp(job: Job, words: Words) -> Ours:
     """--use-megatron-fsdp, whose strategy is another flag."""
     return {} if job.has("data-parallel-sharding-strategy") else {"optimizer.zero_stage": ("3",)}

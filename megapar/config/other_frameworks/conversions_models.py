@@ -254,7 +254,7 @@ def _balances(job: Job) -> str:
     loss = named.get(theirs, theirs) if any(map(number, job.words("moe-aux-loss-coeff"))) else "none"
     if not job.is_on("moe-router-enable-expert-bias"):
         return loss
-    return "bias" if loss == "none" else f"bias and {loss}"
+    return "bias" if loss == "none" else f"bias+{loss}"
 
 
 def balance(job: Job, words: Words) -> Ours:
@@ -266,14 +266,19 @@ def balance(job: Job, words: Words) -> Ours:
         raise NoCounterpart(
             "aux_loss, the loss of a micro-batch, has no counterpart: it depends on the layout. global is taken"
         )
-    if ours not in ("none", "bias", "sequence", "global"):
-        raise NoCounterpart(f"{ours} at once have no counterpart; the bias is taken")
+    if ours not in ("none", "bias", "sequence", "global", "bias+sequence"):
+        raise NoCounterpart(f"{ours} at once has no counterpart, only bias+sequence; the bias is taken")
     return {"model.moe.balance": (ours,)}
+
+
+def selection_bias(job: Job, words: Words) -> Ours:
+    """--moe-router-enable-expert-bias, alone or beside a loss."""
+    return {"model.moe.balance": ("bias+sequence" if _balances(job) == "bias+sequence" else "bias",)}
 
 
 def loss_weight(job: Job, words: Words) -> Ours:
     """--moe-aux-loss-coeff, of a loss that there is."""
-    has_loss = _balances(job) in ("sequence", "global", "micro_batch")
+    has_loss = _balances(job) in ("sequence", "global", "micro_batch", "bias+sequence")
     return {"model.moe.router_aux_loss_coef": words} if has_loss else {}
 
 

@@ -24,6 +24,13 @@ def hf_micro_batch(job: Job) -> int:
     return job.whole("per_device_train_batch_size", 1)
 
 
+def per_device_batch(job: Job, words: Words) -> Ours:
+    """per_device_train_batch_size. Where the job does not set it, a ds_config's train_batch_size decides."""
+    if not job.has("per_device_train_batch_size") and job.has("train_batch_size"):
+        return {"train.micro_batch_size": (str(hf_micro_batch(job)),)}
+    return {"train.micro_batch_size": words}
+
+
 def hf_batch(job: Job) -> int:
     """Samples of a step."""
     if job.has("train_batch_size"):
@@ -254,8 +261,36 @@ def titan_micro_batch(job: Job) -> int:
     return job.whole("training.local_batch_size", 1)
 
 
+def _samples_of_tokens(job: Job, words: Words) -> int:
+    """Whole samples of so many tokens. Raises NoCounterpart if they are no whole samples."""
+    length = job.whole("training.max_context_length") or job.whole("training.seq_len", 2048)
+    tokens = whole(words[0])
+    if length < 1 or tokens % length:
+        raise NoCounterpart(f"is no multiple of the {length:,} tokens of a sample")
+    return tokens // length
+
+
+def micro_tokens(job: Job, words: Words) -> Ours:
+    """training.num_tokens_per_microbatch_per_dp_rank, which decides the batch too, where that is not given."""
+    micro = _samples_of_tokens(job, words)
+    if job.whole("training.num_tokens_per_train_step", -1) > 0:
+        return {"train.micro_batch_size": (str(micro),)}
+    has_pipeline = job.product("parallelism.pipeline_parallel_degree") > 1
+    batch = micro * titan_replicas(job) * (job.product("parallelism.num_pp_microbatches") if has_pipeline else 1)
+    return {"train.micro_batch_size": (str(micro),), "train.global_batch_size": (str(batch),)}
+
+
+def step_tokens(job: Job, words: Words) -> Ours:
+    """training.num_tokens_per_train_step: -1 is a micro-batch of every replica."""
+    if whole(words[0]) < 0:
+        return {}
+    return {"train.global_batch_size": (str(_samples_of_tokens(job, words)),)}
+
+
 def local_batch(job: Job, words: Words) -> Ours:
-    """training.local_batch_size."""
+    """training.local_batch_size. Of later versions num_tokens_per_microbatch_per_dp_rank stands in its place."""
+    if job.has("training.num_tokens_per_microbatch_per_dp_rank") and not job.has("training.local_batch_size"):
+        return {}
     size = job.whole("training.global_batch_size", -1)
     if size < 1:
         size = whole(words[0]) * titan_replicas(job)

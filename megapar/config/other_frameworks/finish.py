@@ -15,10 +15,31 @@ from megapar.system.atomic_files import replacing
 
 def behind_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The program's own flags, and the words behind the first --."""
-    if "--" not in argv:
-        return [*argv], []
-    place = argv.index("--")
-    return [*argv[:place]], [*argv[place + 1 :]]
+    place = argv.index("--") if "--" in argv else len(argv)
+    return _one_var([_ranks_by_one_name(word) for word in argv[:place]]), [*argv[place + 1 :]]
+
+
+def _ranks_by_one_name(word: str) -> str:
+    """--world and --gpus of other programs as --world_size."""
+    name, equals, value = word.partition("=")
+    return f"--world_size{equals}{value}" if name in ("--world", "--gpus", "--world-size") else word
+
+
+def _one_var(words: Sequence[str]) -> list[str]:
+    """The values of every --var behind one, so that it may be given several times, with a value or more."""
+    kept: list[str] = []
+    values: list[str] = []
+    is_var = False
+    for word in words:
+        if word == "--var" or word.startswith("--var="):
+            values += word.split("=", 1)[1:]
+            is_var = True
+        elif is_var and "=" in word and not word.startswith("--"):
+            values.append(word)
+        else:
+            kept.append(word)
+            is_var = False
+    return [*kept, *(["--var", *values] if values else [])]
 
 
 def settings(texts: Sequence[str]) -> dict[str, str]:
@@ -58,8 +79,16 @@ def show(account: Account, notes: Sequence[str], output: Path | None) -> int:
         with storing(output), replacing(output) as file:
             file.write(account.toml.encode())
         print(text)
-        print(f"wrote {output}")
+        print(f"wrote {output}; see its memory with: {_dry_run(account, output)}")
     return 0 if account.is_whole else ConfigError.exit_code
+
+
+def _dry_run(account: Account, output: Path) -> str:
+    """The command that plans the job: --parallel.dp stands for the ranks that are not here."""
+    parallel = account.config.parallel
+    replica = parallel.tp * parallel.cp * parallel.pp
+    dp = f" --parallel.dp {account.ranks // replica}" if account.ranks >= replica else ""
+    return f"megapar pretrain --config {shlex.quote(str(output))} --dry_run{dp}"
 
 
 def with_model(moved: Moved, model: str, *names: str) -> None:

@@ -13,6 +13,7 @@ from megapar.config.other_frameworks.rows import (
     ONE_COMPILER,
     PLANS,
     RESUMES,
+    WORKERS_OF_TEXTS,
     always,
     choice,
     computed,
@@ -26,7 +27,7 @@ TRAINING_ARGUMENTS = (
     always("do_train", "a run trains"),
     always("do_eval", "data.validation is evaluated, if there is one"),
     # Batches and length
-    same("per_device_train_batch_size", "train.micro_batch_size", default="8"),
+    same("per_device_train_batch_size", "train.micro_batch_size", convert=c.per_device_batch, default="8"),
     computed(
         "gradient_accumulation_steps", "train.global_batch_size", COUNTS_BATCH, convert=c.accumulated, default="1"
     ),
@@ -117,7 +118,7 @@ TRAINING_ARGUMENTS = (
     computed(
         "dataloader_num_workers",
         "data.workers",
-        "of use for hf: sources; a thread is enough for token files",
+        WORKERS_OF_TEXTS,
         convert=nothing,
     ),
     lacking("dataloader_drop_last", "samples come by number of steps, not by epochs"),

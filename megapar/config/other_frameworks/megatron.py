@@ -20,6 +20,7 @@ from megapar.config.other_frameworks.rows import (
     RESUMES,
     SCALES_ITSELF,
     WARMUP_FROM_0,
+    WORKERS_OF_TEXTS,
     always,
     choice,
     computed,
@@ -88,7 +89,13 @@ FLAGS = (
     ),
     computed("num-distributed-optimizer-instances", "optimizer.shard_ranks", "dp x cp / this number", convert=c.shards),
     sets("overlap-grad-reduce", "optimizer.overlap_grad_reduce", "true", "the default"),
-    sets("overlap-param-gather", "optimizer.overlap_param_gather", "true", "with optimizer.zero_stage 1 and 2"),
+    sets(
+        "overlap-param-gather",
+        "optimizer.overlap_param_gather",
+        "true",
+        "with optimizer.zero_stage 1 and 2; 3 always overlaps",
+        convert=c.gathers_overlap,
+    ),
     sets("grad-reduce-in-bf16", "optimizer.grad_reduce_dtype", "bf16", "micro-batches are still added in fp32"),
     always("accumulate-allreduce-grads-in-fp32", "gradients are added in fp32"),
     computed("ddp-bucket-size", "optimizer.bucket_mb", "elements x 4 / 2^20", convert=c.bucket),
@@ -314,7 +321,13 @@ FLAGS = (
     ),
     same("moe-aux-loss-coeff", "model.moe.router_aux_loss_coef", convert=m.loss_weight),
     same("moe-z-loss-coeff", "model.moe.router_z_loss_coef"),
-    sets("moe-router-enable-expert-bias", "model.moe.balance", "bias"),
+    sets(
+        "moe-router-enable-expert-bias",
+        "model.moe.balance",
+        "bias",
+        "with seq_aux_loss and its weight bias+sequence",
+        convert=m.selection_bias,
+    ),
     same("moe-router-bias-update-rate", "model.moe.router_bias_update_rate"),
     choice("moe-router-score-function", "model.moe.scoring_func", {"softmax": "softmax", "sigmoid": "sigmoid"}),
     sets(
@@ -443,7 +456,10 @@ FLAGS = (
     sets("mock-data", "data.train", "synthetic"),
     always("data-cache-path", "the order of samples is computed, and needs no files"),
     computed(
-        "num-workers", "data.workers", "of use for hf: sources; a thread is enough for token files", convert=c.nothing
+        "num-workers",
+        "data.workers",
+        WORKERS_OF_TEXTS,
+        convert=c.nothing,
     ),
     sets("reset-position-ids", "data.documents", "apart", "stands for all three of Megatron-LM's"),
     sets("reset-attention-mask", "data.documents", "apart", "stands for all three of Megatron-LM's"),
@@ -469,7 +485,7 @@ FLAGS = (
     ),
     computed("load", "checkpoint.resume", f"auto, none or a folder; {RESUMES}", convert=c.load),
     same("save-interval", "checkpoint.every"),
-    same("save-retain-interval", "checkpoint.keep_every", "with checkpoint.keep_last 1"),
+    same("save-retain-interval", "checkpoint.keep_every", "with checkpoint.keep_last 1", convert=c.kept_every),
     same("non-persistent-save-interval", "checkpoint.local_every", "with checkpoint.local_dir"),
     same("non-persistent-local-ckpt-dir", "checkpoint.local_dir"),
     lacking(

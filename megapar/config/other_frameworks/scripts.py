@@ -40,7 +40,7 @@ FLAGS = (
     same("lora_alpha", "adapter.alpha"),
     same("lora_dropout", "adapter.dropout"),
     same("lora_target_modules", "adapter.targets", "the last words of names, such as q k v o gate up down"),
-    always("use_peft", "adapter.rank decides", "false", "False"),
+    always("use_peft", "adapter.rank decides"),
     always("load_in_4bit", "weights have the dtype of train.precision", "false", "False"),
     # Texts
     same("max_seq_length", "train.seq_length"),
@@ -65,3 +65,24 @@ FLAGS = (
     always("dataset_kwargs", OF_PREPARATION),
     same("wandb_project", "log.wandb"),
 )
+
+# Names of programs with a loop of their own, and those of axolotl, by the names of the Trainer and its scripts. They
+# are no rows: as a hint each would answer a name that nobody means.
+OWN_LOOPS = {
+    "lr": "learning_rate",
+    "batch_size": "per_device_train_batch_size",
+    "max_seq_len": "max_seq_length",
+    "lora_dim": "lora_r",
+    "num_warmup_steps": "warmup_steps",
+    "model_name": "model_name_or_path",
+}
+AXOLOTL = {
+    "base_model": "model_name_or_path",
+    "num_epochs": "num_train_epochs",
+    "micro_batch_size": "per_device_train_batch_size",
+    "sequence_len": "max_seq_length",
+    "lr_scheduler": "lr_scheduler_type",
+    "sample_packing": "packing",
+    "saves_per_epoch": "save_strategy",
+    "flash_attention": "use_flash_attn",
+}

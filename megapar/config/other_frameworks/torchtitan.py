@@ -26,8 +26,13 @@ FLAGS = (
     same("dump_folder", "run_dir"),
     # Training
     same("training.steps", "train.steps", default="10000"),
-    computed("training.num_tokens_per_train_step", "train.global_batch_size", COUNTS_TOKENS),
-    computed("training.num_tokens_per_microbatch_per_dp_rank", "train.micro_batch_size", COUNTS_TOKENS),
+    computed("training.num_tokens_per_train_step", "train.global_batch_size", COUNTS_TOKENS, convert=c.step_tokens),
+    computed(
+        "training.num_tokens_per_microbatch_per_dp_rank",
+        "train.micro_batch_size",
+        COUNTS_TOKENS,
+        convert=c.micro_tokens,
+    ),
     same("training.max_context_length", "train.seq_length"),
     same("training.max_norm", "optimizer.clip_grad"),
     choice(
