@@ -70,9 +70,13 @@ class StorageError(MegaparError):
 
 
 class OutOfMemoryError(MegaparError):
-    """A device or process has too little memory, or may start no more threads or processes, or open no more files."""
+    """A device or process has too little memory, or may start no more threads or processes, or open no more files.
+
+    `unplanned` says what was used, if the message lacks a plan that the launcher can make.
+    """
 
     exit_code = 8
+    unplanned: Mapping[str, Any] | None = None
 
 
 class Rewind(MegaparError):  # noqa: N818 (no error)

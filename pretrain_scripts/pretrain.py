@@ -3,6 +3,7 @@
 Under torchrun or Slurm, or with local ranks of its own by --launch.nproc N."""
 
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -42,8 +43,8 @@ def check(resolved: Resolved, world_size: int) -> Config:
 def run(resolved: Resolved, config: Config, env: Environment, board: Board | None = None) -> None:
     """Train on one rank. Ranks of the local launcher log what they do on `board`."""
     parts = Parts(StageBuilder())
-    valid = partial(validate, world_size=env.world_size)
-    explained = out_of_memory.Explanation(config, resolved.config, valid, parts, env.rank)
+    base = explanation(resolved, config, env.world_size)
+    explained = replace(base, rank=env.rank, parts=parts, launcher_plans=board is not None)
     with explained.around(), rank_process(config, env, board) as process, explained.around():  # the outer: its threads
         ctx = join(config, env, process)
         resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, parts)
@@ -66,6 +67,12 @@ def run(resolved: Resolved, config: Config, env: Environment, board: Board | Non
         leave(ctx)
         if stopped:
             raise Preempted(stopped)
+
+
+def explanation(resolved: Resolved, config: Config, world_size: int) -> out_of_memory.Explanation:
+    """What explains errors of `world_size` ranks for want of memory."""
+    valid = partial(validate, world_size=world_size)
+    return out_of_memory.Explanation(config, resolved.config, valid, Parts(StageBuilder()), rank=0)
 
 
 def prepare(resolved: Resolved, world_size: int) -> partial[None]:
@@ -100,7 +107,8 @@ def main() -> int:
         config = main_of_rank.args[1]
         report.run_dir = Path(config.run_dir) if env.rank == 0 else None
         if not env.launched and (world > 1 or config.launch.max_restarts):
-            return keep_running(main_of_rank, partial(prepare, resolved), config)
+            advise = partial(out_of_memory.advise, explanation(main_of_rank.args[0], config, world))
+            return keep_running(main_of_rank, partial(prepare, resolved), config, advise)
         main_of_rank(env)
     return 0
 

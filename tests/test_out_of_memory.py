@@ -2,9 +2,12 @@
 
 import errno
 import json
+import os
 import re
 import resource
+import signal
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,12 +20,14 @@ from megapar_models.registry import validate
 from megapar import context, device
 from megapar.errors import OutOfMemoryError
 from megapar.grid import Grid
+from megapar.plan import out_of_memory
 from megapar.plan.memory import report_rank, reports
 from megapar.plan.out_of_memory import Explanation
 from megapar.train import trainer
 from tests.support import program
 from tests.support.options import load
 from tests.support.plans import PARTS
+from tests.support.sweeps import slow_but
 
 GPU_WORDS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 139.81 GiB of which 1.00 GiB is "
@@ -46,6 +51,52 @@ def test_a_model_that_the_host_cannot_hold(tmp_path: Path) -> None:
         r"GiB were in use\); ",
         line,
     )
+
+
+@pytest.mark.parametrize("stage", slow_but([1], ["import", "end"]))
+def test_a_plan_that_cannot_be_made_hides_nothing(stage: str, tmp_path: Path) -> None:
+    """Fault plan-hides-cause: memory has run out in a rank, and the process that plans fails in any way."""
+
+    def plant() -> None:
+        def empty(*_: Any, **__: Any) -> Any:
+            raise MemoryError
+
+        trainer.queue_step = empty
+
+        def fail(*_: Any) -> Any:
+            raise SystemError
+
+        out_of_memory.report_rank = fail if stage == "import" else lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+
+    ended = program.run("--launch.nproc", "2", "--launch.max_restarts", "2", cwd=tmp_path, plant=plant)
+    assert ended.code == 8
+    first, last = ended.err.splitlines()
+    assert re.search(
+        r"^OutOfMemoryError: (rank 1: )?out of memory \(the host refused more memory; at most .*; try ", first
+    )
+    assert last == "not started again: this error would come again"
+    facts = json.loads((tmp_path / "run/error.json").read_text())
+    assert (facts["class"], facts["exit_code"], "unplanned" in facts) == ("OutOfMemoryError", 8, False)
+
+
+def test_a_launcher_adds_the_plan_of_a_rank_without_memory(tmp_path: Path) -> None:
+    """Fault out-of-memory: no rank plans, and none waits for the plan."""
+
+    def plant() -> None:
+        def empty(state: Any, *_: Any, **__: Any) -> Any:
+            if state.ctx.pp.last:
+                raise MemoryError
+            time.sleep(60)
+
+        trainer.queue_step = empty
+
+    layout = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.micro_batch_size", "1")
+    ended = program.run(*layout, cwd=tmp_path, plant=plant)
+    assert ended.code == 8
+    (line,) = ended.err.splitlines()
+    needs = report_rank(validate(load([*program.TINY, *layout]).config, 2), PARTS, 1)
+    assert f"rank 1: out of memory: this rank needs {needs.total / 2**30:,.3f} GiB by plan (" in line
+    assert "by plan this would do with less: " in line
 
 
 def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:

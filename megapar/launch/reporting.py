@@ -214,6 +214,8 @@ def error_record(error: BaseException, rank: int, flight: Flight) -> dict[str, A
         record |= {**error.culprit, "ranks": list(error.ranks)}
         # The message names the missing rank, so it needs no "rank N:" in front.
         record |= {"everywhere": bool(error.culprit), "told_by_another": error.told_by_another}
+    if isinstance(error, OutOfMemoryError) and error.unplanned is not None:
+        record["unplanned"] = dict(error.unplanned)
     return record
 
 
@@ -251,8 +253,9 @@ def write_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
     `ours`: this job holds the lock of the folder. Nothing is written without a folder, or into that of another running
     job.
     """
-    # These keys only say who reports the error.
-    shown = {key: value for key, value in record.items() if key not in ("everywhere", "told_by_another", "told")}
+    # These keys only say who reports the error, and what is left to plan.
+    hidden = ("everywhere", "told_by_another", "told", "unplanned")
+    shown = {key: value for key, value in record.items() if key not in hidden}
     if run_dir is None or not os.path.isdir(run_dir) or not (ours or _is_free(run_dir)):
         return
     path = Path(run_dir) / "error.json"

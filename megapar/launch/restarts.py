@@ -9,11 +9,11 @@ fewer, and come back when a checkpoint has been made.
 
 import socket
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megapar import device
 from megapar.config.messages import counted
@@ -89,16 +89,21 @@ def judge(faults: Sequence[Fault], smaller: Callable[[int], int], most: int) -> 
     return Verdict(last.world, pause_seconds=float(len(stuck) - 1))
 
 
-def keep_running(main: Main, prepare: Callable[[int], Main], config: Config) -> int:
+Record = Mapping[str, Any]
+"""The fields of error.json."""
+
+
+def keep_running(main: Main, prepare: Callable[[int], Main], config: Config, advise: Callable[[Record], Record]) -> int:
     """Run `main` on ranks until the run is over, with restarts after faults; returns the exit code of the last start.
 
     `prepare` makes the program for fewer ranks. It raises ConfigError if they cannot run. Raises what `run_ranks`
     raises, and StorageError if snapshots are asked for and there is no folder in memory for them. Calls
-    log.alert_command for each fault, and at the end.
+    log.alert_command for each fault, and at the end. `advise` adds to an error what its rank could not say.
     """
+    # Before the run: its working folder may be gone at its end.
+    where = {"run_dir": str(Path(config.run_dir).resolve()), "from": socket.gethostname()}
 
     def alert(event: str, text: str, **fields: object) -> None:
-        where = {"run_dir": str(Path(config.run_dir).resolve()), "from": socket.gethostname()}
         call_now(config.log.alert_command, {"event": event, "message": text, **where, **fields}, tell)
 
     def failed(end: End) -> None:
@@ -107,13 +112,21 @@ def keep_running(main: Main, prepare: Callable[[int], Main], config: Config) -> 
         if end.error["class"] not in (Preempted.__name__, Interrupted.__name__):
             alert(failure(str(end.error["class"])), str(end.error["message"]), code=end.code, **of_rank)
 
-    code, step = _keep_running(main, prepare, config, failed)
+    def run(program: Main, world: int, signals: Signals, start: Start) -> End:
+        end = run_ranks(program, world, signals, start)
+        return end if end.error is None else end._replace(error=advise(end.error))
+
+    code, step = _keep_running(main, prepare, config, run, failed)
     alert("end", "all steps are done" if code == 0 else "the run has stopped", code=code, step=step)
     return code
 
 
 def _keep_running(
-    main: Main, prepare: Callable[[int], Main], config: Config, failed: Callable[[End], None]
+    main: Main,
+    prepare: Callable[[int], Main],
+    config: Config,
+    run: Callable[[Main, int, Signals, Start], End],
+    failed: Callable[[End], None],
 ) -> tuple[int, int]:
     """Do as `keep_running` says; returns the exit code and the newest step. `failed` gets each end with an error."""
     options = config.launch
@@ -129,7 +142,7 @@ def _keep_running(
             # A replica comes back when a checkpoint has been made since: another fault then costs little.
             stop_at = faults[-1].step + _interval(config) if world < full else 0
             program = main if world == full else prepare(world)
-            end = run_ranks(program, world, signals, Start(job, starts, snapshots, stop_at))
+            end = run(program, world, signals, Start(job, starts, snapshots, stop_at))
             starts += 1
             if end.error is not None:
                 report_error(end.error, config.run_dir, ours=False)

@@ -1,8 +1,18 @@
-"""Explains in a run where memory went when it runs out, and what would need less."""
+"""Explains in a run where memory went when it runs out, and what would need less.
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+The plan behind it takes memory, and imports modules. A process whose own memory has run out has none for that: there an
+import fails in any way, or ends the process. So a fork plans: that of the local launcher, which has memory left, after
+the ranks have ended; without a launcher, a fork of the rank, which may fail as it likes.
+"""
+
+import json
+import multiprocessing
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from typing import Any
 
 import torch
 
@@ -17,6 +27,7 @@ from megapar.system import limits
 from megapar.train import memory_report
 
 _SAVES = 0.1  # less would hardly be felt: fragments and workspaces vary by more
+_PATIENCE_SECONDS = 30.0  # for a fork that plans
 
 
 @dataclass(frozen=True)
@@ -24,7 +35,7 @@ class Explanation:
     """Explains errors of a run on `rank`.
 
     `given` has the options as the user gave them. `validated` makes `config` of it, and raises ConfigError for what
-    cannot run.
+    cannot run. `launcher_plans`: the launcher calls `advise` for an error of this rank.
     """
 
     config: Config
@@ -32,6 +43,7 @@ class Explanation:
     validated: Callable[[Config], Config]
     parts: Parts
     rank: int
+    launcher_plans: bool = False
 
     @contextmanager
     def around(self) -> Iterator[None]:
@@ -48,28 +60,84 @@ class Explanation:
             reason = device.out_of_memory(error)
             if not reason:
                 raise
-            raise OutOfMemoryError(self._in_words(reason)) from error
+            raise self._explained(reason, is_device=isinstance(error, torch.OutOfMemoryError)) from error
 
-    def _in_words(self, reason: str) -> str:
+    def _explained(self, reason: str, *, is_device: bool) -> OutOfMemoryError:
+        """The error to raise. If a device's memory has run out, this process has memory to plan with."""
         in_use = device.peak_memory_bytes(_device_in_use())
-        needs = None
-        smaller: list[str] = []
-        # The plan fails too if the sizes are too large for torch, or if no memory is left to plan with. The error is
-        # then raised without the bytes.
-        with suppress(MemoryError, RuntimeError, OSError):
+        used = {"reason": reason, "in_use": in_use}
+        if is_device or not self.launcher_plans:
+            text, table = (self.planned if is_device else self._planned_apart)(used)
+            if table:
+                tell(table)
+            return OutOfMemoryError(text)
+        error = OutOfMemoryError(self._without_plan(used))
+        error.unplanned = used
+        return error
+
+    def planned(self, used: Mapping[str, Any]) -> tuple[str, str]:
+        """The error's message, and a table of the rank's memory for train.memory_report, else "".
+
+        `used` has the `reason` and the bytes that were `in_use`.
+        """
+        try:
             needs = report_rank(self.config, self.parts, self.rank)
             smaller = what_fits(self.config, self.given, self.validated, self.parts, self._limit(needs))
-        if needs and self.config.train.memory_report:
-            sizes = {"planned": needs.rows, "in use": {memory_report.ALL: in_use}}
-            tell(memory_report.in_words(f"memory of rank {self.rank}", sizes))
+        except Exception:  # of sizes too large for torch, or anything: the run's error must be told, and not the plan's
+            return self._without_plan(used), ""
+        table = ""
+        if self.config.train.memory_report:
+            sizes = {"planned": needs.rows, "in use": {memory_report.ALL: int(used["in_use"])}}
+            table = memory_report.in_words(f"memory of rank {self.rank}", sizes)
         advice = _what_would_help(self.config)
         if smaller:
             advice = f"by plan this would do with less: {'; or '.join(smaller)}"
-        return f"{_needs_in_words(needs)} ({reason}; at most {_gib(in_use)} were in use); {advice}"
+        return f"{_needs_in_words(needs)} {_used_in_words(used)}; {advice}", table
+
+    def _without_plan(self, used: Mapping[str, Any]) -> str:
+        return f"out of memory {_used_in_words(used)}; {_what_would_help(self.config)}"
+
+    def _planned_apart(self, used: Mapping[str, Any]) -> tuple[str, str]:
+        """Do as `planned`, in a fork of this process. Whatever fails there or on the way costs the plan alone."""
+        fork = multiprocessing.get_context("fork")
+        seconds = min(_PATIENCE_SECONDS, self.config.launch.timeout_seconds / 3)  # other ranks may wait for this one
+        try:
+            receiver, sender = fork.Pipe(duplex=False)
+            process = fork.Process(target=_answer, args=(self, used, sender))
+            process.start()
+            sender.close()
+            try:
+                text, table = json.loads(receiver.recv_bytes()) if receiver.poll(seconds) else ("", "")
+            finally:
+                process.kill()
+                process.join()
+        except Exception:
+            text, table = "", ""
+        return text or self._without_plan(used), table
 
     def _limit(self, needs: RankReport) -> int:
         """What a plan must stay below to be of help."""
         return int(needs.total * (1 - _SAVES))
+
+
+def advise(explanation: Explanation, record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The `record` of a rank's error (`reporting.error_record`), with the plan in its message if its rank made none.
+
+    For the launcher, after the ranks have ended. `explanation` is that of any rank.
+    """
+    if "unplanned" not in record:
+        return record
+    text, table = replace(explanation, rank=int(record["rank"]))._planned_apart(record["unplanned"])
+    if table:
+        tell(table)
+    return {**record, "message": text}
+
+
+def _answer(explanation: Explanation, used: Mapping[str, Any], sender: Connection) -> None:
+    """Send what is `planned`, as JSON: the main function of a fork."""
+    # What ends the fork, such as bad_alloc in native code, says so here. The error itself is told elsewhere.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    sender.send_bytes(json.dumps(explanation.planned(used)).encode())
 
 
 def _device_in_use() -> torch.device:
@@ -81,10 +149,12 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.3f} GiB"
 
 
-def _needs_in_words(needs: RankReport | None) -> str:
-    """The memory a rank needs by plan, in words. `needs` is None if it could not be planned."""
-    if needs is None:
-        return "out of memory"
+def _used_in_words(used: Mapping[str, Any]) -> str:
+    return f"({used['reason']}; at most {_gib(used['in_use'])} were in use)"
+
+
+def _needs_in_words(needs: RankReport) -> str:
+    """The memory a rank needs by plan, in words."""
     sizes = {
         "weights": needs.weights,
         "gradients": needs.gradients,
