@@ -3,7 +3,6 @@
 Under torchrun or Slurm, or with local ranks of its own by --launch.nproc N."""
 
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -42,9 +41,8 @@ def check(resolved: Resolved, world_size: int) -> Config:
 
 def run(resolved: Resolved, config: Config, env: Environment, board: Board | None = None) -> None:
     """Train on one rank. Ranks of the local launcher log what they do on `board`."""
-    parts = Parts(StageBuilder())
-    base = explanation(resolved, config, env.world_size)
-    explained = replace(base, rank=env.rank, parts=parts, launcher_plans=board is not None)
+    valid, parts = partial(validate, world_size=env.world_size), Parts(StageBuilder())
+    explained = out_of_memory.Explanation(config, resolved.config, valid, parts, env.rank, board is not None)
     with explained.around(), rank_process(config, env, board) as process, explained.around():  # the outer: its threads
         ctx = join(config, env, process)
         resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, parts)
@@ -67,12 +65,6 @@ def run(resolved: Resolved, config: Config, env: Environment, board: Board | Non
         leave(ctx)
         if stopped:
             raise Preempted(stopped)
-
-
-def explanation(resolved: Resolved, config: Config, world_size: int) -> out_of_memory.Explanation:
-    """What explains errors of `world_size` ranks for want of memory."""
-    valid = partial(validate, world_size=world_size)
-    return out_of_memory.Explanation(config, resolved.config, valid, Parts(StageBuilder()), rank=0)
 
 
 def prepare(resolved: Resolved, world_size: int) -> partial[None]:
@@ -103,11 +95,11 @@ def main() -> int:
         env = environment.read()
         refuse_start(resolved.config)
         world = env.world_size if env.launched else max(resolved.config.launch.nproc, 1)
-        main_of_rank = prepare(resolved, world)
-        config = main_of_rank.args[1]
+        config = (main_of_rank := prepare(resolved, world)).args[1]
         report.run_dir = Path(config.run_dir) if env.rank == 0 else None
         if not env.launched and (world > 1 or config.launch.max_restarts):
-            advise = partial(out_of_memory.advise, explanation(main_of_rank.args[0], config, world))
+            valid, parts = partial(validate, world_size=world), Parts(StageBuilder())
+            advise = out_of_memory.Explanation(config, resolved.config, valid, parts).advise
             return keep_running(main_of_rank, partial(prepare, resolved), config, advise)
         main_of_rank(env)
     return 0

@@ -143,6 +143,7 @@ def test_events_come_in_order_and_one_at_a_time(tmp_path: Path) -> None:
         ("false", "exit code 1"),
         ("/nowhere/to/be/found", "not started (No such file or directory)"),
         ("sh -c 'kill -9 $$'", "exit code -9"),
+        ("  ", "failed (IndexError: list index out of range)"),
         ("sh -c 'head -c 100000000 /dev/zero; exit 3'", "exit code 3"),  # what it prints goes nowhere
     ],
 )

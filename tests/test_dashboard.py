@@ -6,10 +6,13 @@ import json
 import os
 import re
 import shutil
+import socket
+import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -17,12 +20,16 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapar.dashboard import server
 from megapar.dashboard.curves import Curve, Curves
 from megapar.dashboard.page import ReportAtEnd, write_report
 from megapar.dashboard.record import RunFolder
 from megapar.dashboard.server import Dashboard
 from megapar.errors import ConfigError, DataError
+from megapar.system.atomic_files import as_json
 from tests.support import program
+from tools import report as report_tool
+from tools import status
 
 NOW = 1_000_000.0
 
@@ -127,10 +134,10 @@ def test_a_hostile_folder_stays_data(tmp_path: Path) -> None:
     run_dir = tmp_path / "<b>run&{{data}}"
     run_dir.mkdir()
     append(run_dir / "metrics.jsonl", {"step": 1, "loss": 3.0, HOSTILE: 1.0, "grad_norm": float("nan")})
-    append(run_dir / "events.jsonl", {"time": NOW, "event": "fault", "message": HOSTILE, "step": HOSTILE})
+    append(run_dir / "events.jsonl", {"time": NOW, "event": "fault", "message": HOSTILE, "host": HOSTILE})
     (run_dir / "config.toml").write_bytes(HOSTILE.encode() + b"\xff")
     (run_dir / "environment.json").write_text("[" * 100_000)
-    (run_dir / "ranks.json").write_text(json.dumps({"ranks": [3, {"host": HOSTILE}]}))
+    (run_dir / "ranks.json").write_text(json.dumps({"ranks": [{"host": HOSTILE}]}))
     page = write_report(run_dir).read_text()
     assert page.count("</script>") == 3
     assert "<img src=x" not in page
@@ -138,7 +145,8 @@ def test_a_hostile_folder_stays_data(tmp_path: Path) -> None:
     (shown,), (details,) = data_of(page)["runs"], data_of(page)["details"]
     assert shown["curves"][HOSTILE] == [[1], [1.0]]
     assert shown["curves"]["grad_norm"] == [[1], [None]]
-    assert details["ranks"] == [{}, {"host": HOSTILE}]
+    assert details["ranks"] == [{"host": HOSTILE}]
+    assert f"{run_dir}/environment.json is no JSON: " in shown["error"]
     assert "default-src 'none'" in page
 
 
@@ -187,6 +195,90 @@ def test_an_unreadable_folder_says_so_on_the_page(tmp_path: Path) -> None:
     record = RunFolder(tmp_path).record(NOW, 100)
     assert (record["status"]["state"], "is a FIFO" in record["error"]) == ("no run", True)
     assert RunFolder(tmp_path / "nowhere").record(NOW, 100)["error"] == ""
+
+
+LONG = "1" * 400
+ODD = {
+    "memory.json": [
+        '{"bytes_by_rank": [{}, 3]}',
+        '{"bytes_by_rank": 5}',
+        f'{{"bytes_by_rank": [{{"measured": {{"all": {LONG}}}}}]}}',
+    ],
+    "ranks.json": ['{"ranks": 5}', "[]", "{"],
+    "environment.json": ["3", f"[{LONG}0{LONG}]", "[" * 900 + "]" * 900],
+    "config.toml": ["x" * 300_000],
+    "profile/rank_00000.jsonl": [
+        '{"meetings": 1, "start": {}}\n',
+        '{"meetings": [], "start": 1, "world": "x"}\n',
+        "[3]\n",
+    ],
+}
+
+
+def fill(folder: Path) -> None:
+    """A run folder whose lines have odd values beside good ones."""
+    odd = f'"a": {LONG}, "mfu": 1e400, "step_seconds": 1e300'
+    lines = [f'{{"step": {LONG}, "loss": 1}}', f'{{"step": 4, "loss": 2.5, {odd}}}', '{"step": 5, "loss": null}']
+    start = '"event": "start"'
+    times = [f'{{"time": {LONG}, {start}}}', f'{{"time": 1e300, {start}}}', f'{{"time": "x", {start}}}']
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "events.jsonl").write_text("\n".join(times) + "\n")
+
+
+def test_odd_files_cost_their_own_part_of_a_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fault odd-file-hides-runs: types, numbers beyond 64 bits, sizes, FIFOs. The other run of the page is shown."""
+    odd, good = tmp_path / "odd", tmp_path / "good"
+    good.mkdir()
+    append(good / "metrics.jsonl", {"step": 1, "loss": 0.5})
+    fill(odd)
+    (odd / "profile").mkdir()
+    with served(odd, good) as dashboard:
+        for name, contents in ODD.items():
+            for content in contents:
+                (odd / name).write_text(content)
+                for run in dashboard._runs:
+                    run.details()
+                first, second = json.loads(get(dashboard, f"/{dashboard.secret}/data")[1])["runs"]
+                assert first["curves"]["loss"] == [[4, 5], [2.5, None]], (name, content)
+                assert name.partition("/")[0] in first["error"] or "profile" in name, (name, content)
+                assert (second["error"], second["status"]["step"]) == ("", 1)
+            (odd / name).unlink()
+        os.mkfifo(odd / "memory.json")
+        assert "memory.json: is a FIFO" in data_of(write_report(odd).read_text())["runs"][0]["error"]
+        (odd / "events.jsonl").unlink()
+        (odd / "events.jsonl").mkdir()
+        assert "events.jsonl: Is a directory" in RunFolder(odd).record(NOW, 10)["error"]
+    nameless = tmp_path / ("x" * 300)
+    with ReportAtEnd() as report:
+        report.run_dir = nameless
+    assert "File name too long" in capfd.readouterr().err
+    for tool, folder in ((status, odd), (report_tool, nameless), (status, nameless)):
+        monkeypatch.setattr(sys, "argv", [tool.__name__, str(folder)])
+        with pytest.raises(SystemExit) as ended:
+            tool.main()
+        assert (ended.value.code, capfd.readouterr().err.count("\n")) == (3, 1)
+
+
+def test_odd_numbers_are_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fault odd-file-hides-runs: and JSON of a run that failed with NaN is read by every reader of JSON."""
+    fill(tmp_path / "odd")
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    for flags in ([], ["--json"]):
+        monkeypatch.setattr(sys, "argv", ["status.py", str(tmp_path / "odd"), *flags])
+        assert status.main() == 1
+    *text, line = capfd.readouterr().out.splitlines()
+    assert "gone | step 5" in text[0]
+    assert json.loads(line, parse_constant=refuse)["loss"] is None
+    written = as_json({"a": [float("nan"), (float("inf"), 1)]})
+    assert json.loads(written, parse_constant=refuse) == {"a": [None, [None, 1]]}
 
 
 def test_a_report_is_written_at_the_end_of_a_failed_run_and_not_into_the_folder_of_another(tmp_path: Path) -> None:
@@ -264,6 +356,30 @@ def test_the_dashboard_follows_runs_and_zooms(tmp_path: Path) -> None:
         assert len(thin["runs"][0]["curves"]["loss"][0]) <= 50
         shutil.rmtree(tmp_path / "two")
         assert json.loads(get(dashboard, f"{root}data")[1])["runs"][1]["status"]["state"] == "no run"
+
+
+def test_connections_without_a_request_are_cut_and_browsers_that_leave_are_no_news(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Fault held-dashboard: a letter now and then does not count as a request, and only so many may be waited for."""
+    append(tmp_path / "metrics.jsonl", *({"step": step, "loss": 0.5, "text": "x" * 1000} for step in range(100)))
+    monkeypatch.setattr(server, "_PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(server, "_MOST_WAITING", 3)
+    with served(tmp_path) as dashboard:
+        held = [socket.create_connection(dashboard.server_address[:2]) for _ in range(5)]
+        with suppress(ConnectionError):
+            for _ in range(1000):
+                held[-1].sendall(b"G")
+                time.sleep(0.02)
+            raise AssertionError("a letter every 20 ms holds a connection for ever")
+        for one in held:
+            one.close()
+        gone = socket.create_connection(dashboard.server_address[:2])
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset in place of an end
+        gone.sendall(f"GET /{dashboard.secret}/ HTTP/1.1\r\n\r\n".encode())
+        gone.close()
+        assert get(dashboard, f"/{dashboard.secret}/data")[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_another_user_of_the_host_does_not_see_runs(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 It needs neither a GPU nor the layout of the run behind the checkpoint.
 """
 
-import json
 import math
 import os
 import sys
@@ -21,6 +20,7 @@ from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import Reader, flatten
 from megapar.errors import CheckpointError
 from megapar.launch.reporting import reported
+from megapar.system.atomic_files import as_json
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def inspect(options: Options) -> int:
         report["compared"] = str(options.compare)
         report["differences"] = compare(options.path, manifest, options.compare, progress)
     if options.json:
-        options.json.write_text(json.dumps(report, indent=1))
+        options.json.write_text(as_json(report, indent=1))
     try:
         show(report, console)
         sys.stdout.flush()

@@ -3,7 +3,6 @@
 It takes pretrain.py's flags too, such as --config C.toml --launch.nproc 4, and changes no run: nothing is saved.
 """
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
@@ -42,6 +41,7 @@ from megapar.launch.reporting import reported
 from megapar.optimizer.schedule import learning_rate
 from megapar.random import initialize
 from megapar.recorder import Recorder
+from megapar.system.atomic_files import as_json
 from megapar.train.data import go_on, open_loaders, with_vocabulary_of_tokenizer
 from megapar.train.state import TrainState
 from megapar.train.step import Divisors
@@ -384,7 +384,7 @@ def write(
         "drift": {name: asdict(result) for name, result in found.items()},
     }
     with storing(path):
-        path.write_text(json.dumps(content, indent=1))
+        path.write_text(as_json(content, indent=1))
 
 
 def config_of(flags: Sequence[str], env: Environment) -> Config:

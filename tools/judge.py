@@ -35,7 +35,7 @@ from megapar.errors import ConfigError, DataError
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import open_streams, reported, say
-from megapar.system.atomic_files import replacing
+from megapar.system.atomic_files import finite, replacing
 
 HARNESS = "lm_eval==0.4.13"  # whose interface the tests compare with
 
@@ -140,7 +140,7 @@ def run(args: Arguments, config: Config, env: Environment, board: Board | None =
             found["tasks"] = tasks(args, judge, ctx)
         if args.output and ctx.world.first:
             with replacing(args.output) as file:
-                file.write((json.dumps(found, indent=1, default=str) + "\n").encode())
+                file.write((json.dumps(finite(found), indent=1, default=str, allow_nan=False) + "\n").encode())
         leave(ctx)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import tyro
 
 from megapar.dashboard.page import write_report
-from megapar.errors import DataError
+from megapar.errors import DataError, reason_of
 from megapar.launch.reporting import open_streams, reported, say
 
 
@@ -24,8 +24,13 @@ def main() -> None:
     open_streams()
     with reported():
         for run_dir in tyro.cli(Arguments, description=__doc__, use_underscores=True).run_dirs:
-            if not (run_dir / "metrics.jsonl").is_file():
-                raise DataError(f"{run_dir / 'metrics.jsonl'} is not there: give the folder of a run that has trained")
+            path = run_dir / "metrics.jsonl"
+            try:
+                has_trained = path.is_file()
+            except OSError as error:  # such as a folder of another user
+                raise DataError(f"{path}: {reason_of(error)}") from error
+            if not has_trained:
+                raise DataError(f"{path} is not there: give the folder of a run that has trained")
             say(str(write_report(run_dir)))
 
 

@@ -13,7 +13,6 @@ A reward model (model.head=score) writes a line for each text or prepared docume
 token. It is null for a text without tokens.
 """
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -43,7 +42,7 @@ from megapar.errors import storing
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import open_streams, reported
-from megapar.system.atomic_files import replacing
+from megapar.system.atomic_files import as_json, replacing
 
 
 @dataclass(frozen=True)
@@ -87,12 +86,12 @@ def writer(args: Arguments, config: Config) -> Iterator[Write]:
 def _line(scores: NDArray[np.float32]) -> bytes:
     each = [float(score) for score in scores[1:]]
     line = {"log_prob": float(np.sum(scores, dtype=np.float64)), "tokens": len(each), "log_probs": each}
-    return (json.dumps(line) + "\n").encode()
+    return (as_json(line) + "\n").encode()
 
 
 def _line_of_reward(scores: NDArray[np.float32]) -> bytes:
     line = {"reward": float(scores[-1]) if len(scores) else None, "tokens": len(scores)}
-    return (json.dumps(line) + "\n").encode()
+    return (as_json(line) + "\n").encode()
 
 
 def _write(path: Path, file: object, data: bytes) -> None:

@@ -3,7 +3,6 @@
 Exit code 0: each run is at work or has done all its steps. 1: one of them failed, was stopped or stands still.
 """
 
-import json
 import sys
 import time
 from dataclasses import asdict, dataclass
@@ -13,7 +12,11 @@ from pathlib import Path
 import tyro
 
 from megapar.dashboard.status import HEALTHY, Status, look, shown
+from megapar.errors import DataError
 from megapar.launch.reporting import open_streams, reported, say
+from megapar.system.atomic_files import as_json
+
+_LONGEST = 1e11  # seconds; a timedelta ends at 8.6e13
 
 
 @dataclass
@@ -62,20 +65,29 @@ def in_words(status: Status) -> list[str]:
 
 
 def _span(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    return str(timedelta(seconds=round(seconds))) if seconds < _LONGEST else f"{seconds:.3g} s"
 
 
 def main() -> int:
     open_streams()
     with reported():
         args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
-        found = [look(run_dir, time.time()) for run_dir in args.run_dirs]
+        found, unread = [], []
+        for run_dir in args.run_dirs:
+            try:
+                found.append(look(run_dir, time.time()))
+            except DataError as error:
+                unread.append(error)
         for status in found:
             if args.json:
-                say(json.dumps({**asdict(status), "goodput": status.goodput}))
+                say(as_json({**asdict(status), "goodput": status.goodput}))
             else:
                 for line in in_words(status):
                     say(line)
+        if unread:
+            raise DataError("; ".join(map(shown, unread)))
     return 0 if all(status.state in HEALTHY for status in found) else 1
 
 

@@ -488,7 +488,8 @@ def _log(config: Config) -> Iterator[str]:
     if 0 < config.log.straggler_every < _LEAST_WINDOW:
         yield problem(config, "log.straggler_every", f"use at least {_LEAST_WINDOW}, or 0")
     try:
-        shlex.split(config.log.alert_command)
+        if not shlex.split(config.log.alert_command):
+            yield problem(config, "log.alert_command", "has no word; name a program, or none")
     except ValueError as error:
         yield problem(config, "log.alert_command", f"is no command ({error}); quote it as in a shell")
     try:

@@ -1,6 +1,7 @@
 """The numbers of metrics.jsonl by name, read further as the file grows."""
 
 import json
+import math
 import os
 from array import array
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import numpy as np
 
 from megapar.errors import DataError, reason_of
 from megapar.system.regular_files import open_regular
+from megapar.system.typed import is_of
 from megapar.train.sinks.base import scalars
 
 _AT_ONCE = 1 << 24  # bytes of a read
@@ -19,6 +21,7 @@ _AT_ONCE = 1 << 24  # bytes of a read
 _MOST_BYTES = 1 << 30
 _LONGEST_LINE = 1 << 22  # a longer line is passed over: the one with a number of each of 100,000 ranks is half as long
 _MOST_NAMES = 1000
+_NOT_FINITE = ("loss", "grad_norm")
 
 
 class Curve:
@@ -111,7 +114,7 @@ class Curves:
                     continue
                 with suppress(ValueError, RecursionError):
                     line = json.loads(text)
-                    if isinstance(line, dict) and type(line.get("step")) is int:
+                    if isinstance(line, dict) and is_of(line.get("step"), int):
                         yield line
             if len(left) > _LONGEST_LINE:
                 self._read += len(left)
@@ -120,10 +123,15 @@ class Curves:
     def _add(self, line: dict[str, Any]) -> None:
         step = line["step"]
         self.newest |= line
-        numbers = dict(scalars(line))
+        # A number that JSON has not, as of a loss that is not finite, is null in the file.
+        line = line | {name: math.nan for name in _NOT_FINITE if line.get(name, 0) is None}
+        # Python reads numbers of any length.
+        numbers = {name: value for name, value in scalars(line) if isinstance(value, float) or is_of(value, int)}
         if "loss" in numbers:
-            self.step_seconds += numbers.get("step_seconds", 0.0)
-            self.data_seconds += numbers.get("data_seconds", 0.0)
+            seconds = [numbers.get(name, 0.0) for name in ("step_seconds", "data_seconds")]
+            if all(map(math.isfinite, seconds)):
+                self.step_seconds += seconds[0]
+                self.data_seconds += seconds[1]
         for name, value in numbers.items():
             if name not in self.by_name and len(self.by_name) == _MOST_NAMES:
                 continue

@@ -15,7 +15,7 @@ from typing import Any
 
 from megapar.dashboard.record import RunFolder
 from megapar.dashboard.status import is_locked
-from megapar.errors import MegaparError, reason_of
+from megapar.errors import reason_of, storing
 from megapar.launch.reporting import tell
 from megapar.system.atomic_files import replace_file
 
@@ -41,10 +41,12 @@ def html(title: str, runs: Sequence[dict[str, Any]], details: Sequence[dict[str,
 def write_report(run_dir: Path) -> Path:
     """Write report.html into a run folder, and return its path. Raises StorageError if it cannot be written."""
     run = RunFolder(run_dir)
+    details = run.details()
     record = run.record(time.time(), POINTS)
     path = run_dir / FILE
-    text = html(f"{record['name']}: report", [record], [run.details()], live=False)
-    replace_file(path, text.encode())
+    text = html(f"{record['name']}: report", [record], [details], live=False)
+    with storing(path):
+        replace_file(path, text.encode())
     return path
 
 
@@ -68,10 +70,9 @@ class ReportAtEnd:
         # Ranks that the launcher has forked leave it too.
         if self.run_dir is None or os.getpid() != self._process:
             return
-        if not (self.run_dir / "metrics.jsonl").exists() or is_locked(self.run_dir):
-            return
         try:
-            write_report(self.run_dir)
-        except (MegaparError, OSError) as failure:
+            if (self.run_dir / "metrics.jsonl").exists() and not is_locked(self.run_dir):
+                write_report(self.run_dir)
+        except Exception as failure:  # the run's exit code stays what it is
             with suppress(OSError):
                 tell(f"{self.run_dir / FILE} not written: {reason_of(failure)}")

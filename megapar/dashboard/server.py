@@ -6,8 +6,11 @@ The address has a secret, because every user of the host reaches its ports.
 import json
 import re
 import secrets
+import socket
+import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Lock
@@ -17,10 +20,12 @@ from urllib.parse import parse_qs, urlsplit
 from megapar.dashboard.page import POINTS, html
 from megapar.dashboard.record import RunFolder
 from megapar.errors import ConfigError, reason_of
+from megapar.launch.reporting import tell
 
 HOST = "127.0.0.1"
 _MOST_POINTS = 20_000
-_PATIENCE_SECONDS = 10.0  # for a browser that connects and says nothing
+_PATIENCE_SECONDS = 10.0  # for a request, and for an answer to be taken
+_MOST_WAITING = 64  # connections without a request
 _DETAIL_SECONDS = 10.0  # how old details may be
 
 
@@ -34,8 +39,8 @@ class Dashboard(ThreadingHTTPServer):
 
     def __init__(self, run_dirs: Sequence[Path], port: int):
         self._runs = [RunFolder(path) for path in run_dirs]
-        self._lock = Lock()  # curves are read further by one request at a time
-        self._details: tuple[float, list[dict[str, Any]]] = (-_DETAIL_SECONDS, [])
+        self._lock = Lock()
+        self._waiting: dict[socket.socket, float] = {}  # connections whose request is not there yet, and until when
         self.secret = secrets.token_urlsafe(16)
         try:
             super().__init__((HOST, port), _Handler)
@@ -48,10 +53,39 @@ class Dashboard(ThreadingHTTPServer):
 
     def data(self, points: int, steps: tuple[int, int] | None) -> dict[str, Any]:
         """What the page shows. Details are made anew every few seconds."""
+        details = [run.details(_DETAIL_SECONDS) for run in self._runs]
+        return {"runs": [run.record(time.time(), points, steps) for run in self._runs], "details": details}
+
+    def wait_for(self, connection: socket.socket) -> None:
+        """Note that a connection owes a request from now on. Of too many, the one that has waited longest is cut."""
         with self._lock:
-            if time.monotonic() - self._details[0] > _DETAIL_SECONDS:
-                self._details = time.monotonic(), [run.details() for run in self._runs]
-            return {"runs": [run.record(time.time(), points, steps) for run in self._runs], "details": self._details[1]}
+            if len(self._waiting) >= _MOST_WAITING:
+                _cut(self._waiting, min(self._waiting, key=self._waiting.__getitem__))
+            self._waiting[connection] = time.monotonic() + _PATIENCE_SECONDS
+
+    def came(self, connection: socket.socket) -> None:
+        """Note that the request is there, or that the connection has ended."""
+        with self._lock:
+            self._waiting.pop(connection, None)
+
+    def service_actions(self) -> None:
+        """Cut connections whose requests are not there in time; the server's loop calls this twice a second."""
+        with self._lock:
+            for connection in [one for one, end in self._waiting.items() if time.monotonic() > end]:
+                _cut(self._waiting, connection)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Tell an error of ours in one line. A browser that has left is none."""
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            tell(f"a request has failed: {type(error).__name__}: {error}")
+
+
+def _cut(waiting: dict[socket.socket, float], connection: socket.socket) -> None:
+    """End a connection. Its thread reads the end of the request, and ends."""
+    del waiting[connection]
+    with suppress(OSError):  # it has ended meanwhile
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -59,7 +93,16 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = _PATIENCE_SECONDS
     protocol_version = "HTTP/1.1"
 
+    def handle_one_request(self) -> None:
+        # The time-out above is for each letter of a request; this one is for all of it.
+        self.server.wait_for(self.connection)
+        try:
+            super().handle_one_request()
+        finally:
+            self.server.came(self.connection)
+
     def do_GET(self) -> None:
+        self.server.came(self.connection)
         address = urlsplit(self.path)
         root = f"/{self.server.secret}/"
         if address.path == root:

@@ -10,9 +10,12 @@ from statistics import median
 from typing import Any
 
 from megapar.dashboard.curves import Curves
+from megapar.errors import DataError, reason_of
 from megapar.system import events
 from megapar.system.regular_files import read_regular
+from megapar.system.typed import is_of
 
+MOST_OPTIONS = 1 << 18  # bytes of config.toml, ten times as many as of all options
 LOCK = ".lock"  # a run holds the kernel's lock on it
 _NEWEST = 20  # steps whose median is the speed
 _STILL_SECONDS = 60.0
@@ -65,11 +68,28 @@ def is_locked(run_dir: Path) -> bool:
     return False
 
 
-def options_of(run_dir: Path) -> dict[str, Any]:
-    """The tables of config.toml; empty if there is none that can be read."""
-    with suppress(OSError, ValueError, RecursionError):
-        return tomllib.loads(read_regular(run_dir / "config.toml").decode())
-    return {}
+class Options:
+    """The number of steps in a config.toml, which is parsed when the file has changed."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._seen: tuple[int, ...] = ()
+        self._steps: int | None = None
+
+    def steps(self) -> int | None:
+        """train.steps; None if there is no file, or none that can be read."""
+        try:
+            found = os.stat(self.path)
+        except OSError:
+            return None
+        seen = found.st_ino, found.st_size, found.st_mtime_ns
+        if seen != self._seen:
+            self._seen, self._steps = seen, None
+            with suppress(OSError, ValueError, RecursionError):
+                train = tomllib.loads(read_regular(self.path, MOST_OPTIONS).decode()).get("train")
+                steps = train.get("steps") if isinstance(train, dict) else None
+                self._steps = steps if is_of(steps, int) else None
+        return self._steps
 
 
 def shown(text: object) -> str:
@@ -78,20 +98,23 @@ def shown(text: object) -> str:
 
 
 def timed_events(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of events.jsonl that have a time, oldest first."""
-    return [event for event in events.read(run_dir) if isinstance(event.get("time"), int | float)]
+    """The lines of events.jsonl that have a time, oldest first. Raises DataError if the file cannot be read."""
+    try:
+        return [event for event in events.read(run_dir) if "time" in event]
+    except OSError as error:
+        raise DataError(f"{run_dir / events.FILE}: {reason_of(error)}") from error
 
 
-def look(run_dir: Path, now: float, curves: Curves | None = None) -> Status:
-    """How the run of a folder is. `now` is in seconds since 1970. `curves` are those of an earlier look at this folder.
+def look(run_dir: Path, now: float, curves: Curves | None = None, options: Options | None = None) -> Status:
+    """How the run of a folder is. `now` is in seconds since 1970.
 
-    Raises DataError or OSError if files of the folder cannot be read.
+    `curves` and `options` are those of an earlier look at this folder. Raises DataError if files of the folder cannot
+    be read.
     """
     curves = curves or Curves(run_dir / "metrics.jsonl")
     curves.update()
-    train = options_of(run_dir).get("train")
-    steps = train.get("steps") if isinstance(train, dict) else None
-    status = Status(str(run_dir), "no run", steps=steps if type(steps) is int else None)
+    options = options or Options(run_dir / "config.toml")
+    status = Status(str(run_dir), "no run", steps=options.steps())
     past = timed_events(run_dir)
     starts = [position for position, event in enumerate(past) if event["event"] == "start"]
     newest = max(curves.changed, past[starts[-1]]["time"] if starts else 0.0)
@@ -134,14 +157,14 @@ def _add_events(status: Status, past: Sequence[Mapping[str, Any]]) -> None:
         elif name == "fault":
             where = f"rank {event.get('rank')} on {event.get('host')}, step {event.get('step')}"
             status.fault = shown(f"{where}: {event.get('class')}: {event.get('message')}")
-        elif name == "straggler" and type(event.get("rank")) is int and event["rank"] not in status.slow_ranks:
+        elif name == "straggler" and "rank" in event and event["rank"] not in status.slow_ranks:
             status.slow_ranks.append(event["rank"])
 
 
 def _seconds(
     curves: Curves, past: Sequence[Mapping[str, Any]], starts: Sequence[int], wall_seconds: float
 ) -> dict[str, float]:
-    saving = [event["seconds"] for event in past if event["event"] == "saved" and _is_number(event.get("seconds"))]
+    saving = [event["seconds"] for event in past if event["event"] == "saved" and "seconds" in event]
     found = {
         "steps": curves.step_seconds - curves.data_seconds,
         "data": curves.data_seconds,
@@ -149,10 +172,6 @@ def _seconds(
         "between starts": sum(max(0.0, past[start]["time"] - past[start - 1]["time"]) for start in starts if start),
     }
     return {**found, "other": max(0.0, wall_seconds - sum(found.values()))}
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float)
 
 
 def _state(status: Status, since: Sequence[Mapping[str, Any]], *, running: bool) -> str:

@@ -2,7 +2,6 @@
 
 import errno
 import fcntl
-import json
 import os
 import signal
 import socket
@@ -18,7 +17,7 @@ from typing import Any
 from megapar.comm.flight import Flight
 from megapar.errors import CommunicationError, MegaparError, OutOfMemoryError, Preempted, StorageError
 from megapar.system import events
-from megapar.system.atomic_files import replace_file
+from megapar.system.atomic_files import as_json, replace_file
 from megapar.system.regular_files import open_regular
 
 _OF_FAULT = ("class", "message", "exit_code", "rank", "host", "step", "phase")  # what events.jsonl has of an error
@@ -260,7 +259,7 @@ def write_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
         return
     path = Path(run_dir) / "error.json"
     try:
-        replace_file(path, json.dumps(shown).encode())
+        replace_file(path, as_json(shown).encode())
         if not record.get("told_by_another"):
             events.append(Path(run_dir), "fault", **{key: record.get(key) for key in _OF_FAULT})
     except OSError as error:

@@ -35,14 +35,14 @@ class Explanation:
     """Explains errors of a run on `rank`.
 
     `given` has the options as the user gave them. `validated` makes `config` of it, and raises ConfigError for what
-    cannot run. `launcher_plans`: the launcher calls `advise` for an error of this rank.
+    cannot run. `launcher_plans`: the launcher calls its own `advise` for an error of this rank.
     """
 
     config: Config
     given: Config
     validated: Callable[[Config], Config]
     parts: Parts
-    rank: int
+    rank: int = 0
     launcher_plans: bool = False
 
     @contextmanager
@@ -74,6 +74,18 @@ class Explanation:
         error = OutOfMemoryError(self._without_plan(used))
         error.unplanned = used
         return error
+
+    def advise(self, record: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The `record` of a rank's error (`reporting.error_record`), with the plan in its message if that has none.
+
+        For the launcher, after the ranks have ended.
+        """
+        if "unplanned" not in record:
+            return record
+        text, table = replace(self, rank=int(record["rank"]))._planned_apart(record["unplanned"])
+        if table:
+            tell(table)
+        return {**record, "message": text}
 
     def planned(self, used: Mapping[str, Any]) -> tuple[str, str]:
         """The error's message, and a table of the rank's memory for train.memory_report, else "".
@@ -118,19 +130,6 @@ class Explanation:
     def _limit(self, needs: RankReport) -> int:
         """What a plan must stay below to be of help."""
         return int(needs.total * (1 - _SAVES))
-
-
-def advise(explanation: Explanation, record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `record` of a rank's error (`reporting.error_record`), with the plan in its message if its rank made none.
-
-    For the launcher, after the ranks have ended. `explanation` is that of any rank.
-    """
-    if "unplanned" not in record:
-        return record
-    text, table = replace(explanation, rank=int(record["rank"]))._planned_apart(record["unplanned"])
-    if table:
-        tell(table)
-    return {**record, "message": text}
 
 
 def _answer(explanation: Explanation, used: Mapping[str, Any], sender: Connection) -> None:

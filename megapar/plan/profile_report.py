@@ -16,6 +16,7 @@ from megapar.errors import storing
 from megapar.launch.reporting import reported
 from megapar.plan.profile import PARTS, Account, RankRecord, account, chrome_trace, read, straggler
 from megapar.plan.profile_picture import draw
+from megapar.system import atomic_files
 
 _MOST_ROWS = 32  # of the table and of the picture; the JSON file has all ranks
 _NARROW = 120  # characters a line where the output is no terminal
@@ -155,10 +156,12 @@ def main() -> None:
             picture = folder / "profile.png"
             draw(records, accounts, ranks, picture, f"{args.run_dir.name}: where the time of a step went")
             trace = folder / "trace.json"
-            trace.write_text(json.dumps(chrome_trace(records)))
+            trace.write_text(atomic_files.as_json(chrome_trace(records)))
         for path in (picture, trace):
             print(path)
         if args.json:
             with storing(args.json):
-                args.json.write_text(json.dumps(as_json(records, accounts) | {"prediction": prediction}, indent=1))
+                args.json.write_text(
+                    atomic_files.as_json(as_json(records, accounts) | {"prediction": prediction}, indent=1)
+                )
             print(args.json)

@@ -1,6 +1,5 @@
 """Draws timelines of pipeline steps, simulated or measured, as pictures or as a trace for chrome://tracing."""
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megapar.pipeline.actions import Action, Event
+from megapar.system.atomic_files import as_json
 
 # Colors of each kind of action, from dark to light for the chunks of a rank. Text on the first two is white, on the
 # others black.
@@ -75,7 +75,7 @@ def write_chrome_trace(timelines: Mapping[str, Sequence[Event]], path: str | Pat
                     "args": {"stage": event.action.stage, "microbatch": event.action.microbatch},
                 }
             )
-    Path(path).write_text(json.dumps({"traceEvents": rows}))
+    Path(path).write_text(as_json({"traceEvents": rows}))
 
 
 def _span(events: Sequence[Event]) -> float:

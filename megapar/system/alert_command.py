@@ -4,7 +4,6 @@ No shell is involved. The command has a session and a process group of its own, 
 nowhere. docs/watching.md lists the events.
 """
 
-import json
 import os
 import shlex
 import signal
@@ -17,6 +16,7 @@ from threading import Thread
 from typing import Any
 
 from megapar.errors import NumericError, Rewind, reason_of
+from megapar.system.atomic_files import as_json
 
 _LIMIT_SECONDS = 60.0  # for one call
 CLOSING_SECONDS = 5.0  # how long the end of a run, and a restart, wait for the command
@@ -25,11 +25,18 @@ _QUEUED = 16
 
 
 def call(command: str, event: Mapping[str, Any], end: Callable[[], float]) -> str:
-    """Call the command, and wait for its end. Returns what went wrong, in words, or "".
+    """Call the command, and wait for its end. Returns what went wrong, in words, or "". Raises nothing.
 
     `end` returns the moment on time.monotonic's clock at which the command is killed. It may come closer.
     """
-    text = json.dumps({"time": time.time(), **event})
+    try:
+        return _call(command, event, end)
+    except Exception as error:  # an alert of any kind neither ends a run nor changes its exit code
+        return f"failed ({type(error).__name__}: {reason_of(error)})"
+
+
+def _call(command: str, event: Mapping[str, Any], end: Callable[[], float]) -> str:
+    text = as_json({"time": time.time(), **event})
     quiet = subprocess.DEVNULL
     try:
         process = subprocess.Popen(

@@ -1,6 +1,7 @@
 """Replaces files so that a reader finds the whole old text or the whole new text, also after a kill."""
 
 import json
+import math
 import os
 import socket
 from collections.abc import Iterator, Mapping
@@ -64,7 +65,21 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         raise
 
 
+def finite(value: Any) -> Any:
+    """The value with None for numbers that JSON has not: NaN and infinities."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): finite(part) for key, part in value.items()}
+    return [finite(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """The value as JSON for any reader: Python alone reads NaN and infinities, so these become null."""
+    return json.dumps(finite(value), indent=indent, allow_nan=False)
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace the file at `path` by `value` as JSON. Raises StorageError if it cannot be written."""
+    """Replace the file at `path` by `value` as JSON (`as_json`). Raises StorageError if it cannot be written."""
     with storing(path):
-        replace_file(path, (json.dumps(value, indent=1) + "\n").encode())
+        replace_file(path, (as_json(value, indent=1) + "\n").encode())

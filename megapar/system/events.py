@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.errors import reason_of
+from megapar.system.atomic_files import as_json
 from megapar.system.regular_files import SMALL, open_regular
 from megapar.system.typed import Shape, mismatch
 
@@ -31,7 +32,7 @@ _FIELDS: dict[str, Shape] = {
 def append(run_dir: Path, event: str, **fields: Any) -> None:
     """Append an event. A full disk loses the line, with a message, and not the run."""
     path = run_dir / FILE
-    line = json.dumps({"time": time.time(), "event": event, **fields})
+    line = as_json({"time": time.time(), "event": event, **fields})
     try:
         descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.errors import DataError, reason_of
-from megapar.system.regular_files import read_regular
+from megapar.system.regular_files import SMALL, read_regular
 
 Shape = type | list["Shape"] | dict[str, "Shape"]
 """int, float (whole numbers too), str or dict. [shape] is a list of such values, {key: shape} an object whose keys of
@@ -37,25 +37,40 @@ def mismatch(value: Any, shape: Shape, where: str = "") -> str:
             return f"{where or 'it'} is not an object"
         parts = ((key, value[key], of) for key, of in shape.items() if key in value)
         return next(filter(None, (mismatch(part, of, f"{where}.{key}".lstrip(".")) for key, part, of in parts)), "")
-    if _is_of(value, shape):
+    if is_of(value, shape):
         return ""
     return f"{where or 'it'} is {_short(value)}, not {_KINDS[shape]}"
 
 
-def _is_of(value: Any, kind: type) -> bool:
+def is_of(value: Any, kind: type) -> bool:
+    """Whether the value is an int of 64 bits, a float that is finite (or such an int), or an instance of `kind`."""
     if kind is int:
         return type(value) is int and -(1 << 63) <= value < 1 << 63
     if kind is float:
         # An integer above the largest double is larger than infinity to Python, and no float.
-        return _is_of(value, int) or (type(value) is float and math.isfinite(value))
+        return is_of(value, int) or (type(value) is float and math.isfinite(value))
     return isinstance(value, kind)
 
 
 def _short(value: Any) -> str:
-    if type(value) is int and not _is_of(value, int):
+    if type(value) is int and not is_of(value, int):
         return "a longer number"  # Python refuses to write one of more than 4,300 digits
     text = json.dumps(value)
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+
+
+def read_bytes(path: Path, max_bytes: int, flags: int = 0) -> bytes:
+    """The bytes of a file. `flags` are further ones of os.open.
+
+    Raises DataError with the file's name if it cannot be read, or has more bytes. A missing file raises
+    FileNotFoundError.
+    """
+    try:
+        return read_regular(path, max_bytes, flags)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise DataError(f"{path}: {reason_of(error)}") from error
 
 
 def read_json(path: Path, shape: Shape, *, flags: int = 0) -> Any:
@@ -65,11 +80,7 @@ def read_json(path: Path, shape: Shape, *, flags: int = 0) -> Any:
     FileNotFoundError.
     """
     try:
-        value = json.loads(read_regular(path, flags=flags))
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise DataError(f"{path}: {reason_of(error)}") from error
+        value = json.loads(read_bytes(path, SMALL, flags))
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is no JSON: {' '.join(str(error).split())}") from error
     if problem := mismatch(value, shape):

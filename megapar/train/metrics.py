@@ -29,7 +29,7 @@ from megapar.context import ParallelContext
 from megapar.context_parallel.deal import attended_pairs
 from megapar.errors import reason_of, storing
 from megapar.launch.reporting import say, tell
-from megapar.system.atomic_files import replace_file
+from megapar.system.atomic_files import as_json, replace_file
 from megapar.system.regular_files import open_regular, read_regular
 from megapar.train.sinks.base import CLOSING_SECONDS, RunInfo, Sender
 from megapar.train.sinks.chosen import chosen, tracks
@@ -308,7 +308,7 @@ class Reporter:
         """Append a line to metrics.jsonl, and hand it to the sinks. A full disk loses the line, not the run."""
         if not self._speaks:
             return
-        self._lines.write(line["step"], json.dumps(line))
+        self._lines.write(line["step"], as_json(line))
         for sender in self._senders:
             sender.put(line)
 

@@ -4,7 +4,6 @@ Each rank has a file of lines of JSON. The first line of a start describes the r
 compare. Then comes a line for each step (`megapar.recorder.RecordedStep`).
 """
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from megapar.comm.agreement import on_all_ranks
 from megapar.config.derive import profiled_steps
 from megapar.errors import StorageError, storing
 from megapar.recorder import RecordedStep, Recorder
+from megapar.system.atomic_files import as_json
 from megapar.train.metrics import PATIENCE_SECONDS, Lines
 from megapar.train.state import TrainState
 
@@ -80,7 +80,7 @@ class Profiler:
 
     def _write(self, step: int, line: dict[str, Any]) -> None:
         assert self._lines is not None
-        self._lines.write(step, json.dumps(line))
+        self._lines.write(step, as_json(line))
 
     def __enter__(self) -> "Profiler":
         return self
