@@ -28,6 +28,8 @@ from megapar.verify.faults_of_ranks import Patch
 
 
 def positions_from_zero(patch: Patch, rank: int) -> None:
+    """Count positions from 0 on each rank."""
+
     def wrap(original: Any) -> Callable[..., MicroBatch]:
         def columns(self: MicroBatch, positions_s: torch.Tensor) -> MicroBatch:
             return replace(original(self, positions_s), positions_s=torch.arange(len(positions_s)))
@@ -38,6 +40,8 @@ def positions_from_zero(patch: Patch, rank: int) -> None:
 
 
 def contiguous_chunks(patch: Patch, rank: int) -> None:
+    """Take the mask of a rank with one run of positions."""
+
     def chunks(length: int, cp: int, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
         size = length // (2 * cp)
         return (2 * rank * size, (2 * rank + 1) * size), ((2 * rank + 1) * size, (2 * rank + 2) * size)
@@ -46,6 +50,8 @@ def contiguous_chunks(patch: Patch, rank: int) -> None:
 
 
 def key_gradients_kept(patch: Patch, rank: int) -> None:
+    """Leave out the sum of keys' gradients over cp."""
+
     def first_part(parts: torch.Tensor, cp: Axis) -> torch.Tensor:
         return parts.view(cp.size, -1)[cp.rank].clone()
 
@@ -57,10 +63,13 @@ def key_gradients_kept(patch: Patch, rank: int) -> None:
 
 
 def other_direction(patch: Patch, rank: int) -> None:
+    """Take keys for those of the next rank."""
     patch(_Round, "source", lambda original: lambda self, step: (self.cp.rank + step) % self.cp.size)
 
 
 def heads_reversed(patch: Patch, rank: int) -> None:
+    """Send key/value heads in reverse."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def create(self: Ulysses, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
@@ -75,6 +84,8 @@ def heads_reversed(patch: Patch, rank: int) -> None:
 
 
 def window_forgotten(patch: Patch, rank: int) -> None:
+    """Let layers with a window read all keys if there are cp ranks."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def create(self: CoreAttention, cp: Axis, *args: Any, **kwargs: Any) -> None:
             original(self, cp, *args, **kwargs)
@@ -87,6 +98,8 @@ def window_forgotten(patch: Patch, rank: int) -> None:
 
 
 def window_longer(patch: Patch, rank: int) -> None:
+    """End a window one key too late."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def create(self: CoreAttention, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
@@ -99,6 +112,8 @@ def window_longer(patch: Patch, rank: int) -> None:
 
 
 def sinks_of_first_heads(patch: Patch, rank: int) -> None:
+    """Take the sinks of the first heads for those of each cp rank's own."""
+
     def wrap(original: Any) -> Callable[..., torch.Tensor]:
         def forward(self: Ulysses, *args: Any) -> torch.Tensor:
             *others, sinks_n = args
@@ -111,6 +126,7 @@ def sinks_of_first_heads(patch: Patch, rank: int) -> None:
 
 
 def copies_summed_nowhere(patch: Patch, rank: int) -> None:
+    """Leave out the sum over tp of the gradient of what all heads read."""
     patch(regions._Copy, "backward", lambda original: staticmethod(lambda ctx, grad: (grad, None)))
 
 
@@ -118,11 +134,14 @@ def copies_summed_nowhere(patch: Patch, rank: int) -> None:
 
 
 def not_sorted(patch: Patch, rank: int) -> None:
+    """Leave arrived rows unsorted."""
     patch(row_counts.Chunk, "arrives_sorted", lambda original: False)
     patch(row_counts.Chunk, "expert_order", lambda original: None)
 
 
 def norm_of_weights_forgotten(patch: Patch, rank: int) -> None:
+    """Divide the scores of experts by their sum where they are not to be, and the other way round."""
+
     def wrap(original: Any) -> Callable[..., torch.Tensor]:
         def weights(scores_te: torch.Tensor, indices_tk: torch.Tensor, rule: route.RouterRule) -> torch.Tensor:
             other = replace(rule, norm_topk_prob=not rule.norm_topk_prob)
@@ -135,6 +154,8 @@ def norm_of_weights_forgotten(patch: Patch, rank: int) -> None:
 
 
 def experts_scaled(patch: Patch, rank: int) -> None:
+    """Multiply gradients of experts by 2."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def finish(self: Gradients) -> None:
             original(self)
@@ -148,6 +169,8 @@ def experts_scaled(patch: Patch, rank: int) -> None:
 
 
 def slices_not_summed(patch: Patch, rank: int) -> None:
+    """Leave out the sum over etp of an expert's results."""
+
     def sum_rows(parts: torch.Tensor, brought_rows: Sequence[int], etp: Axis) -> torch.Tensor:
         return parts.split(list(brought_rows))[etp.rank]
 
@@ -158,14 +181,18 @@ def slices_not_summed(patch: Patch, rank: int) -> None:
 
 
 def copies_counted(patch: Patch, rank: int) -> None:
+    """Count copies of tp ranks twice in the norm."""
     patch(FlatLayout, "norm_ranges", lambda original: FlatLayout.shards)
 
 
 def all_decayed(patch: Patch, rank: int) -> None:
+    """Decay norms and biases too."""
     patch(Optimizer, "ranges_where_decayed", lambda original: lambda self, shard: [(0, shard.stop - shard.start)])
 
 
 def one_step_later(patch: Patch, rank: int) -> None:
+    """Take the bias correction of the next step."""
+
     def wrap(original: Any) -> Callable[..., None]:
         return lambda self, shard, grad, params, step: original(
             self, shard, grad, params, replace(step, number=step.number + 1)
@@ -175,10 +202,13 @@ def one_step_later(patch: Patch, rank: int) -> None:
 
 
 def nothing_frozen(patch: Patch, rank: int) -> None:
+    """Train what is to be frozen."""
     patch(trainer, "freeze_others", lambda original: lambda stages, patterns, ctx: [])
 
 
 def biases_by_next_counts(patch: Patch, rank: int) -> None:
+    """Move selection biases by the counts of the next expert."""
+
     def wrap(original: Any) -> Callable[..., torch.Tensor]:
         return lambda bias_e, counts_e, rate: original(bias_e, counts_e.roll(1), rate)
 
@@ -186,6 +216,8 @@ def biases_by_next_counts(patch: Patch, rank: int) -> None:
 
 
 def average_of_one_rank(patch: Patch, rank: int) -> None:
+    """Move the average of weights on the first rank alone."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def update(self: Average, found_inf: torch.Tensor | None) -> None:
             if rank == 0:

@@ -33,10 +33,12 @@ Patch = Callable[[Any, str, Wrap], None]
 
 
 def no_row_sum(patch: Patch, rank: int) -> None:
+    """Leave out the sum over tp after a row-parallel layer."""
     patch(layers, "reduce_from_tp", lambda original: lambda x, tp: x)
 
 
 def no_input_gradient_sum(patch: Patch, rank: int) -> None:
+    """Leave out the sum over tp of an input's gradient."""
     patch(regions.Copy, "leave_async", lambda original: lambda self, grad_x: (grad_x, Pending()))
 
 
@@ -57,14 +59,18 @@ def no_sum_over(name: str) -> Callable[[Patch, int], None]:
 
 
 def no_head_sum(patch: Patch, rank: int) -> None:
+    """Leave out the sum of gradients of heads that two ranks hold."""
     patch(_Overlapping, "sum", lambda original: lambda self, grads: None)
 
 
 def seed_by_rank(patch: Patch, rank: int) -> None:
+    """Draw initial weights with the rank's number."""
     patch(trainer, "initialize", lambda original: lambda modules, seed, **how: original(modules, seed + rank, **how))
 
 
 def heads_from_zero(patch: Patch, rank: int) -> None:
+    """Number the heads of each rank from 0 in dropout."""
+
     def wrap(original: Any) -> Callable[..., Any]:
         def of(self: AttentionDropout, *args: Any, **kwargs: Any) -> Any:
             return original(replace(self, heads=range(len(self.heads))), *args, **kwargs)
@@ -78,6 +84,8 @@ def heads_from_zero(patch: Patch, rank: int) -> None:
 
 
 def averaged(patch: Patch, rank: int) -> None:
+    """Divide gradients by the number of replicas once more."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def finish(self: Gradients) -> None:
             original(self)
@@ -90,6 +98,8 @@ def averaged(patch: Patch, rank: int) -> None:
 
 
 def last_bucket_kept(patch: Patch, rank: int) -> None:
+    """Never reduce the last bucket."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def reduce_next(self: Gradients) -> None:
             if len(self._started) < len(self.layout.buckets) - 1:
@@ -103,6 +113,8 @@ def last_bucket_kept(patch: Patch, rank: int) -> None:
 
 
 def local_divisor(patch: Patch, rank: int) -> None:
+    """Divide by the tokens of this replica alone."""
+
     def wrap(original: Any) -> Callable[..., torch.Tensor]:
         def count(batches: Sequence[MicroBatch], ctx: Any) -> torch.Tensor:
             original(batches, ctx)
@@ -114,6 +126,8 @@ def local_divisor(patch: Patch, rank: int) -> None:
 
 
 def same_samples(patch: Patch, rank: int) -> None:
+    """Train all replicas on the same samples."""
+
     def wrap(original: Any) -> Callable[..., Any]:
         return lambda consumed, batch, micro_batch, dp_rank, dp_size: original(consumed, batch, micro_batch, 0, dp_size)
 
@@ -136,10 +150,13 @@ def rounded_sums(patch: Patch, rank: int) -> None:
 
 
 def weights_not_gathered(patch: Patch, rank: int) -> None:
+    """Leave out the gather of updated weights."""
     patch(FlatWeights, "start_gather", lambda original: lambda self: None)
 
 
 def first_sum_twice(patch: Patch, rank: int) -> None:
+    """Add the first sum of a unit twice."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def add(self: UnitGradients, unit: int) -> None:
             first = unit in self._untouched
@@ -153,6 +170,7 @@ def first_sum_twice(patch: Patch, rank: int) -> None:
 
 
 def weights_before_update(patch: Patch, rank: int) -> None:
+    """Gather the weights of before the update."""
     kept: list[torch.Tensor] = []
 
     def wrap(original: Any) -> Callable[..., None]:
@@ -186,6 +204,7 @@ def weights_freed(patch: Patch, rank: int) -> None:
 
 
 def copies_not_summed(patch: Patch, rank: int) -> None:
+    """Leave out the sum over groups of shard_ranks."""
     patch(FlatLayout, "copies", lambda original: lambda self, bucket: Axis("copies"))
 
 
@@ -193,6 +212,8 @@ def copies_not_summed(patch: Patch, rank: int) -> None:
 
 
 def one_less(patch: Patch, rank: int) -> None:
+    """Leave out the last micro-batch."""
+
     def wrap(original: Any) -> Callable[..., Any]:
         return lambda self, batches, *args, **kwargs: original(self, batches[:-1], *args, **kwargs)
 
@@ -200,6 +221,8 @@ def one_less(patch: Patch, rank: int) -> None:
 
 
 def documents_lost(patch: Patch, rank: int) -> None:
+    """Forget in the stages in the middle where documents begin."""
+
     def wrap(original: Any) -> Callable[..., Any]:
         def step(self: PipelineRuntime, batches: Sequence[MicroBatch], *args: Any, **kwargs: Any) -> Any:
             if not self.axis.first and not self.axis.last:
@@ -212,6 +235,8 @@ def documents_lost(patch: Patch, rank: int) -> None:
 
 
 def one_twice(patch: Patch, rank: int) -> None:
+    """Run the first micro-batch again."""
+
     def wrap(original: Any) -> Callable[..., Any]:
         return lambda self, batches, *args, **kwargs: original(self, [*batches, batches[0]], *args, **kwargs)
 
@@ -219,6 +244,8 @@ def one_twice(patch: Patch, rank: int) -> None:
 
 
 def first_weight_gradient_lost(patch: Patch, rank: int) -> None:
+    """Leave out the first matrix in W."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def run(self: WeightGradientQueue) -> None:
             self._entries.popleft()
@@ -230,6 +257,8 @@ def first_weight_gradient_lost(patch: Patch, rank: int) -> None:
 
 
 def chunks_swapped(patch: Patch, rank: int) -> None:
+    """Swap two stages of a rank."""
+
     def wrap(original: Any) -> Callable[..., None]:
         def create(self: PipelineRuntime, stages: Mapping[int, Any], *args: Any, **kwargs: Any) -> None:
             swapped = dict(stages)
