@@ -16,7 +16,7 @@ import tyro
 from safetensors import safe_open
 from torch import Tensor
 
-from megapar.checkpoint.format import BUFFER, Manifest, Sizes, read_manifest
+from megapar.checkpoint.format import BUFFER, Manifest, Sizes, read_manifest, reading
 from megapar.checkpoint.load import Reader
 from megapar.config.compatible import saved_adapter
 from megapar.config.messages import counted, first_few
@@ -303,7 +303,8 @@ class PeftTensors:
                 raise CheckpointError(f"{self.options.src}: does not fit {self.options.base}: {text}")
 
     def _stored(self, name: str) -> Tensor:
-        with safe_open(self.options.src / PEFT_WEIGHTS, "pt") as file:
+        path = self.options.src / PEFT_WEIGHTS
+        with reading(str(path)), safe_open(path, "pt") as file:
             values: Tensor = file.get_tensor(name)
         return values
 

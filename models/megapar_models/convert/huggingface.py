@@ -69,12 +69,25 @@ def unstacked(name: str, stored: Stored, stacked: Mapping[str, Sequence[str]]) -
 
 def header_of(path: Path) -> dict[str, tuple[str, Sizes]]:
     """safetensors' dtype and the shape of each tensor in a file. No tensor is read. Raises CheckpointError."""
+    if _is_pointer(path):
+        raise CheckpointError(f"{path}: a pointer of Git LFS, and not the weights: fetch them with git lfs pull")
     infos = {}
     with reading(str(path)), safe_open(path, "pt") as opened:
         for key in opened.keys():  # noqa: SIM118
             part = opened.get_slice(key)
             infos[key] = (part.get_dtype(), tuple(part.get_shape()))
     return infos
+
+
+def _is_pointer(path: Path) -> bool:
+    """Whether a file has the text that Git LFS leaves in the place of a large file."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(_POINTER)) == _POINTER
+
+
+_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
 class Weights:
@@ -127,11 +140,17 @@ class Weights:
             return {}
         try:
             listed = dict(json.loads(read_regular(path))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise CheckpointError(f"{path}: not an index of safetensors files ({error!r})") from None
         for file in listed.values():
             if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
                 raise CheckpointError(f"{path}: names {file!r}, a path outside the folder")
+        single = self.folder / SINGLE
+        if single.exists() and SINGLE not in listed.values():
+            raise CheckpointError(
+                f"{single}: is there beside {INDEX}, which does not name it: transformers reads {SINGLE} alone; remove "
+                "the one that is left over"
+            )
         return listed
 
     def _header(self, file: str) -> dict[str, tuple[str, Sizes]]:
@@ -237,7 +256,10 @@ class Weights:
                 check_finite(copy, self.read(copy)),  # NaN would differ from itself
                 check_finite(tied[copy], self.read(tied[copy])),
             ):
-                raise CheckpointError(f"{self.folder}: tie_word_embeddings, but {copy} differs from {tied[copy]}")
+                raise CheckpointError(
+                    f"{self.folder}: tie_word_embeddings, but {copy} differs from {tied[copy]}: if the file is right, "
+                    "set tie_word_embeddings to false in config.json"
+                )
             del self.tensors[copy]
         missing = wanted.keys() - self.tensors.keys()
         unexpected = self.tensors.keys() - wanted.keys()
