@@ -446,7 +446,7 @@ CONVERSIONS = [
     ("Megatron-LM", "--split 99,1,0", 8, {"data.split": "99 1 0", "data.train": "PREFIX"}),
     ("Megatron-LM", "--split 99,1,0 --train-data-path a", 8, {}),
     ("Megatron-LM", "--split '99,1,0' --data-path a", 8, {"data.split": "99 1 0"}),
-    ("Megatron-LM", "--split 99,1,0 --data-path 1 a 2 b", 8, None),
+    ("Megatron-LM", "--split 99,1,0 --data-path 1 a 2 b", 8, {"data.split": "99 1 0"}),
     ("Megatron-LM", "--num-workers 4", 8, {}),
     ("Megatron-LM", "--tokenizer-type HuggingFaceTokenizer --tokenizer-model llama/", 8,
      {"data.tokenizer": "hf:llama/tokenizer.json"}),
@@ -550,6 +550,14 @@ CONVERSIONS = [
     ("torchtitan", "--validation.steps 10 --validation.enable true", 8, None),
     ("torchtitan", "--model.tokenizer_path a/tokenizer.model", 8, {"data.tokenizer": "tiktoken:a/tokenizer.model"}),
     ("torchtitan", "--model.flavor 8B --model.name llama3", 8, {"base": "llama3-8b"}),
+    ("torchtitan", "--model.flavor 70B --model.name llama3", 8,
+     {"base": "llama3-70b", "model.rope_scaling.rope_type": "llama3", "model.rope_scaling.factor": "8"}),
+    ("torchtitan", "--model.flavor 32B --model.name qwen3", 8,
+     {"base": "qwen3-8b", "model.num_hidden_layers": "64", "model.intermediate_size": "25600"}),
+    ("torchtitan", "--model.flavor 16B --model.name deepseek_v3 --training.seq_len 4096", 8,
+     {"base": "deepseek-v2-lite", "model.moe.balance": "bias", "model.rope_scaling.rope_type": "default"}),
+    ("torchtitan", "--model.flavor 671B --model.name deepseek_v3 --training.seq_len 8192", 8,
+     {"base": "deepseek-v3", "model.moe.balance": "bias"}),
     ("torchtitan", "--model.flavor debugmodel --model.name llama3", 8, None),
 ]  # fmt: skip
 

@@ -319,8 +319,6 @@ def split(job: Job, words: Words) -> Ours:
     own_files = any(job.names(f"{part}-data-path") for part in ("train", "valid", "test"))
     if job.is_on("mock-data") or own_files or not (words or job.names("data-path")):
         return {}
-    if len(job.words("data-path")) > 1:
-        raise NoCounterpart("the documents of one prefix are split, not those of a blend; name data.validation")
     ours: dict[str, Words] = {"data.split": tuple(re.findall(r"[\d.]+", " ".join(words)) or ("969", "30", "1"))}
     # What is not known has a name that cannot be opened: nobody trains on data without their split.
     return ours if job.has("data-path") else {"data.train": (UNKNOWN_DATA,), **ours}

@@ -233,27 +233,6 @@ def titan_replicas(job: Job) -> int:
     return max(job.world // job.product(*names), 1)
 
 
-_FLAVORS = {
-    ("llama3", "8B"): "llama3-8b",
-    ("llama3", "70B"): "llama3-70b",
-    ("llama3", "405B"): "llama3.1-405b",
-    ("deepseek_v3", "671B"): "deepseek-v3",
-    ("qwen3", "8B"): "qwen3-8b",
-    ("qwen3", "30B-A3B"): "qwen3-30b-a3b",
-    ("qwen3", "235B-A22B"): "qwen3-235b-a22b",
-    ("gpt_oss", "20b"): "gpt-oss-20b",
-    ("gpt_oss", "120b"): "gpt-oss-120b",
-}
-
-
-def flavor(job: Job, words: Words) -> Ours:
-    """model.name and model.flavor: a preset has the options of the published model."""
-    preset = _FLAVORS.get((job.text("model.name"), job.text("model.flavor")))
-    if preset is None:
-        raise NoCounterpart("no preset is known to be this model; give one with --model")
-    return {"base": (preset,)}
-
-
 def titan_micro_batch(job: Job) -> int:
     """Samples of a micro-batch: a pipeline cuts the local batch into further ones."""
     if job.product("parallelism.pipeline_parallel_degree") > 1:

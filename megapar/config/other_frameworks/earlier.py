@@ -3,6 +3,7 @@
 from megapar.config.other_frameworks import conversions_others as c
 from megapar.config.other_frameworks.conversions import if_on, nothing, tokenizer
 from megapar.config.other_frameworks.conversions_models import dropout
+from megapar.config.other_frameworks.flavors import flavor
 from megapar.config.other_frameworks.rows import (
     COMPILES,
     NO_FP8,
@@ -57,8 +58,8 @@ TORCHTITAN = (
     always("job.print_config", "the run writes config.toml, with the source of each value"),
     always("job.config_file", "tools/from_torchtitan.py reads it"),
     lacking("job.custom_config_module", "options of your own are not read"),
-    computed("model.name", "model.family", "name and flavor are those of a preset", convert=c.flavor),
-    computed("model.flavor", "model.family", "name and flavor are those of a preset", convert=c.flavor),
+    computed("model.name", "model.family", "name and flavor are those of a preset", convert=flavor),
+    computed("model.flavor", "model.family", "name and flavor are those of a preset", convert=flavor),
     computed("model.tokenizer_path", "data.tokenizer", "tiktoken:FILE or hf:FILE", convert=c.titan_tokenizer),
     computed("model.hf_assets_path", "data.tokenizer", "hf:FOLDER/tokenizer.json", convert=c.titan_tokenizer),
     computed("model.converters", "train.precision", f"none; {NO_FP8}", convert=c.float8),
