@@ -93,6 +93,9 @@ class Piece:
     With optimizer.muon_per_head each block is a matrix of its own. Empty: the whole is one block.
     """
 
+    grows: bool = False
+    """Whether there is a row for each id of the vocabulary. A run may start from weights of fewer ids."""
+
     @property
     def local_shape(self) -> Sizes:
         return self.held.size

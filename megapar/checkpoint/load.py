@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megapar.checkpoint import vocabulary
 from megapar.checkpoint.format import (
     MANIFEST,
     WEIGHTS,
@@ -179,7 +180,8 @@ def load_weights(
     With the optimizer's slices, its main weights are filled and its moments stay. The caller refreshes the parameters
     as after `load`. With `weight_slices(parameters)`, the parameters themselves are filled, cast to their dtype, and
     nothing is left to do. An optimizer must then be made afterwards, or its old main weights would return.
-    The checkpoint may hold the weights `unused`, which the run does not have.
+    The checkpoint may hold the weights `unused`, which the run does not have. It may have fewer ids in its vocabulary:
+    old rows are kept, and new ones are the mean of these (`megapar.checkpoint.vocabulary`).
     """
     return _load(path, weights_of(slices), ctx, model_config, weights_alone=True, why=why, unused=unused)
 
@@ -200,9 +202,11 @@ def load_fitting(
     held = weights_of(slices)
     wanted = _wanted_kinds(held, ctx)
     manifest = verified_manifest(path, ctx)
+    rows = vocabulary.growth(manifest, held, wanted, ctx)
+    wanted, model_config = vocabulary.as_stored(manifest, rows, wanted, model_config)
     different = _differences(manifest, wanted, ctx, model_config, weights_alone=True)
     fitting = wanted.keys() - {line.partition(": ")[0] for line in different}  # a line begins with the tensor's name
-    on_all_ranks(lambda: fill(path, manifest, held, fitting), ctx, CheckpointError, _DOING)
+    on_all_ranks(lambda: fill(path, manifest, held, fitting, rows), ctx, CheckpointError, _DOING)
     return different
 
 
@@ -246,6 +250,8 @@ def _load(
     manifest = verified_manifest(path, ctx, whole=whole)
     if not has_average(manifest):
         slices = [without_average(item) for item in slices]
+    rows = vocabulary.growth(manifest, slices, wanted, ctx) if weights_alone else {}
+    wanted, model_config = vocabulary.as_stored(manifest, rows, wanted, model_config)
     allowed = [f"{MAIN}.{name}: " for name in unused]
     lines = _differences(manifest, wanted, ctx, model_config, weights_alone=weights_alone)
     if has_average(manifest) != any(name.startswith(f"{AVERAGE}.") for name in wanted):
@@ -264,7 +270,7 @@ def _load(
         head = f"{path} does not fit this run{hint} (checkpoint | run):"
         raise _everywhere(CheckpointError("\n  ".join([head, *_shortened(lines)])))
     try:
-        on_all_ranks(lambda: fill(path, manifest, slices), ctx, CheckpointError, _DOING)
+        on_all_ranks(lambda: fill(path, manifest, slices, rows=rows), ctx, CheckpointError, _DOING)
     except CheckpointError as error:
         option = "init_from" if weights_alone else "resume"
 
@@ -449,12 +455,16 @@ def fill(
     manifest: Manifest,
     slices: Iterable[StateSlice],
     names: Container[str] | None = None,
+    rows: Mapping[str, int] | None = None,
 ) -> None:
     """Fill `slices` from the checkpoint `path`, or only their elements of the tensors `names`.
 
+    `rows` are the stored rows of tensors that have fewer than the slices: the others are the mean of these.
     Elements outside every logical tensor get their initial value: zero, unless the optimizer declares another one of
     its state. Raises CheckpointError if a chunk cannot be read or is bad.
     """
+    rows = rows or {}
+    means: dict[str, Tensor] = {}
     with Reader(path, manifest) as reader:
         for item in slices:
             initial = {tensor.name: tensor.initial for tensor in item.states}
@@ -471,6 +481,10 @@ def fill(
                     if in_halves:
                         values = torch.empty_like(values, dtype=torch.float32)
                     reader.fill(name, box.offset, values.view(box.size))
+                    if name in rows and box.offset[0] + box.size[0] > rows[name]:
+                        if name not in means:
+                            means[name] = vocabulary.mean_row(reader, name)
+                        vocabulary.fill_new_rows(means[name], rows[name], box.offset, values.view(box.size))
                     if in_halves:
                         item.assign(state, begin - item.start, values)
                 padding = torch.full_like(flat[end - item.start :], initial.get(state, 0.0))

@@ -67,6 +67,7 @@ def with_vocabulary(config: Config, tokenizer_size: int) -> Config:
         return replace(config, model=replace(config.model, vocab_size=tokenizer_size))
     if config.model.vocab_size < tokenizer_size:
         text = f"the tokenizer has {tokenizer_size} ids; use 0 for its size, or at least {tokenizer_size}"
+        text += "; checkpoint.init_from keeps the rows of a smaller vocabulary"
         raise ConfigError(problem(config, "model.vocab_size data.tokenizer", text))
     return config
 

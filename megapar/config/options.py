@@ -354,10 +354,10 @@ class CheckpointConfig:
     of the checkpoint to resume."""
     init_from: str = "none"
     """Folder of a checkpoint of any run. If nothing is resumed, the run starts from its weights, at step 0 and with a
-    new optimizer state."""
+    new optimizer state. With a larger model.vocab_size, new rows begin as the mean of the old ones."""
     strict: bool = True
     """The checkpoint of init_from must hold this model's tensors and no others. With no_strict, tensors that fit are
-    loaded, and the others are listed."""
+    loaded, and the others are listed: those of the checkpoint are thrown away."""
     async_save: bool = False
     """Train on while a copy of the state is written. Host memory holds up to two copies, of 12 bytes a parameter
     each."""

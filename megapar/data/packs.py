@@ -130,7 +130,7 @@ class PackDataset:
                     raise DataError(
                         f"{self.file.bin_path}: conversation {self._first + number}, offset {offset}: token id "
                         f"{tokens[offset]} is outside the vocabulary of {self.vocab_size}: set data.tokenizer to the "
-                        "one that made this file"
+                        "one that made this file, or raise model.vocab_size"
                     )
                 sample[at : at + len(tokens)] = tokens
         return samples

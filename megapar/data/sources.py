@@ -107,7 +107,8 @@ class ChunkDataset:
             document, offset = self.file.locate(int(starts[row] + column))
             raise DataError(
                 f"{self.file.bin_path}: document {document}, offset {offset}: token id {samples[row, column]} is "
-                f"outside the vocabulary of {self.vocab_size}: set data.tokenizer to the one that made this file"
+                f"outside the vocabulary of {self.vocab_size}: set data.tokenizer to the one that made this file, or "
+                "raise model.vocab_size"
             )
         return samples
 
@@ -176,7 +177,7 @@ class StreamDataset:
     Sample i is the i-th piece of the stream. The order is the stream's, so shuffle the files.
     Every rank reads the whole stream. A reader that starts in the middle, as in a resumed run, tokenizes everything
     before. So this class is for trying out data and for small corpora. For larger ones use tools/preprocess_data.py.
-    Raises DataError if the tokenizer has more ids than the model.
+    Raises DataError for an id outside the vocabulary.
     """
 
     shuffled = False
@@ -186,8 +187,10 @@ class StreamDataset:
         self.seq_length = seq_length
         self.sample_tokens = seq_length + num_targets
         self.tokenizer = tokenizer
-        if tokenizer.vocab_size > vocab_size:
-            raise DataError(f"{spec}: data.tokenizer has {tokenizer.vocab_size} ids, the vocabulary {vocab_size}")
+        self.vocab_size = vocab_size
+        if tokenizer.eod >= vocab_size:
+            text = f"ends documents with id {tokenizer.eod}, outside the vocabulary of {vocab_size}"
+            raise DataError(f"{spec}: data.tokenizer {text}: raise model.vocab_size")
         self._rows = hugging_face_rows(spec)
         self._pieces = self._from_the_start()
         self._next = 0
@@ -223,7 +226,11 @@ class StreamDataset:
                 text = row.get("text")
                 if not isinstance(text, str):
                     raise DataError(f"{self.name}: row {number} has no text, but {', '.join(row)}")
-                tokens += [*self.tokenizer.encode(text).tolist(), self.tokenizer.eod]
+                ids = self.tokenizer.encode(text)
+                if len(ids) and ids.max() >= self.vocab_size:
+                    where = f"row {number}: token id {ids.max()} is outside the vocabulary of {self.vocab_size}"
+                    raise DataError(f"{self.name}: {where}: raise model.vocab_size")
+                tokens += [*ids.tolist(), self.tokenizer.eod]
                 start = 0
                 while len(tokens) - start >= self.sample_tokens:
                     yield tokens[start : start + self.sample_tokens]

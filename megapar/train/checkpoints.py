@@ -31,6 +31,7 @@ from megapar.checkpoint.load import (
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
 from megapar.checkpoint.tiers import FOLDER, Tier
 from megapar.checkpoint.values import rounding_problem
+from megapar.checkpoint.vocabulary import grown_note
 from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.compatible import adapter_changes, changes, function_changes
 from megapar.config.lengths import is_length
@@ -453,8 +454,18 @@ def _start_from_weights(state: TrainState) -> list[str]:
         different = load_fitting(path, slices=slices, ctx=state.ctx, model_config=model_config)
     _require_fitting_weights(state, path)
     state.optimizer.refresh_params_from_main()
-    lines = [f"does not fit (checkpoint | run): {line}" for line in different]
+    lines = [f"does not fit (checkpoint | run): {line}{_lost(line)}" for line in different]
+    notes += grown_note(verified_manifest(path, state.ctx), state.config.model.vocab_size)
     return [f"started from the weights of {path}, step 0", *notes, *lines, *_function_notes(path, state)]
+
+
+def _lost(line: str) -> str:
+    """What becomes of a tensor that does not fit, by its line of `load_fitting`."""
+    if line.startswith("model.") or ": missing | " in line:
+        return ""
+    if line.endswith(" | unknown"):
+        return ": the checkpoint's values are thrown away"
+    return ": the checkpoint's values are thrown away, and the run's are drawn"
 
 
 def _require_trained_head(path: Path, state: TrainState) -> None:

@@ -209,15 +209,16 @@ def _open(
     }
     opened = []
     problems = []
+    # Every id is compared with the vocabulary when it is read. If it may be too small, some are read now: then the run
+    # ends before its first step.
+    looks = not tokenizer_is_named(config) or config.model.vocab_size < load_tokenizer(config.data.tokenizer).vocab_size
     for source, part in sources:
         try:
             _check_tokenizer(source, config.data.tokenizer)
             dataset = open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part, kind=kind)
             if isinstance(dataset, PackDataset):
                 _check_conversations(config, source)
-            if not tokenizer_is_named(config):
-                # Every id is compared with the vocabulary when it is read. Some are read now: a vocabulary that is too
-                # small ends the run before its first step.
+            if looks and not source.startswith("hf:"):
                 dataset.read(np.linspace(0, len(dataset) - 1, _SAMPLED).astype(np.int64))
             opened.append(dataset)
         except DataError as error:
@@ -234,7 +235,11 @@ def with_vocabulary_of_tokenizer(config: Config) -> Config:
     """
     if not needs_tokenizer(config):
         return config
-    return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    # Ids that no data hold do no harm, such as that of an added padding token. Each id is compared when it is read.
+    if tokenizer.eod < config.model.vocab_size < tokenizer.vocab_size:
+        return config
+    return with_vocabulary(config, tokenizer.vocab_size)
 
 
 def needs_tokenizer(config: Config) -> bool:

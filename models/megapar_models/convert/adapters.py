@@ -16,6 +16,7 @@ import tyro
 from safetensors import safe_open
 from torch import Tensor
 
+from megapar.checkpoint import vocabulary
 from megapar.checkpoint.format import BUFFER, Manifest, Sizes, read_manifest, reading
 from megapar.checkpoint.load import Reader
 from megapar.config.compatible import saved_adapter
@@ -124,7 +125,7 @@ def merge(options: Merge) -> None:
             with Reader(options.base, base) as reader, Reader(options.src, manifest) as factors:
                 # What was trained beside the adapters is in their checkpoint.
                 has = factors if f"{state}.{name}" in manifest.tensors else reader
-                values = has.tensor(f"{state}.{name}")
+                values = vocabulary.whole(has, f"{state}.{name}", has.tensor(f"{state}.{name}"), shapes[name][0])
                 if matrix in adapted:
                     a, b, *magnitude = (factors.tensor(f"{MAIN}.{matrix}.{kind}") for kind in kinds_of(adapter))
                     values = merged(values, a, b, adapter.scale, *magnitude)
