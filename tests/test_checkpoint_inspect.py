@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from megapar import context
+from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.save import save
 from megapar.errors import CheckpointError
 from tests.support.checkpoints import MODEL, STATE, edit_bytes, edit_tensor, flip_bit, save_toy, toy_slices
-from tools.inspect_checkpoint import Options, inspect
+from tools.inspect_checkpoint import Options, describe, inspect, show
 
 TOOL = Path(__file__).parents[1] / "tools" / "inspect_checkpoint.py"
 
@@ -32,6 +34,25 @@ def test_the_report_says_what_is_in_it(tmp_path: Path, capsys: pytest.CaptureFix
     assert "6 x 5" in printed
     assert "exp_avg, exp_avg_sq, main" in printed
     assert "step 3, 24 samples" in printed
+
+
+def test_names_are_whole_and_what_all_tensors_have_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = save_toy(tmp_path, 3)
+    report = describe(path, read_manifest(path)) | {"verified": "size", "layout": {"tp": 2, "etp": 0}}
+    long = "layers.17.attention.a_projection_with_a_very_long_name_indeed_of_many_words.weight"
+    states = ["exp_avg", "exp_avg_sq", "main"]
+    report["tensors"] |= {f"{state}.{long}": report["tensors"]["main.p0"] for state in states}
+    report["tensors"]["buffer.bias"] = report["tensors"]["main.p1"]
+    show(report, Console(width=1000))
+    printed = capsys.readouterr().out
+    assert f" {long} " in printed
+    assert "\u2026" not in printed
+    assert printed.count("exp_avg, exp_avg_sq, main") == 1
+    assert "states of 3 of 4 tensors: exp_avg, exp_avg_sq, main" in printed
+    assert [line for line in printed.splitlines() if " buffer " in line]
+    assert "written by tp 2; verified by size" in printed
 
 
 def test_a_reader_that_stops_reading_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ It needs neither a GPU nor the layout of the run behind the checkpoint.
 import math
 import os
 import sys
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +22,8 @@ from megapar.checkpoint.load import Reader, flatten
 from megapar.errors import CheckpointError
 from megapar.launch.reporting import reported
 from megapar.system.atomic_files import as_json
+
+_WIDTH = 1000  # columns for a reader other than a terminal; the table takes what it needs
 
 
 @dataclass(frozen=True)
@@ -120,21 +123,30 @@ def _tensor_difference(name: str, left_reader: Reader, right_reader: Reader) -> 
 
 
 def show(report: dict[str, Any], console: Console) -> None:
-    """Print the report: a row for each logical tensor, with its states in the checkpoint."""
-    table = Table("tensor", "shape", "dtype", "states", "chunks")
+    """Print the report: a row for each logical tensor. What most tensors have of states is said once, below."""
     by_name: dict[str, list[str]] = {}
     for full in report["tensors"]:
         state, name = full.split(".", 1)
         by_name.setdefault(name, []).append(state)
+    counts = Counter(", ".join(states) for states in by_name.values())
+    usual = max(counts, key=lambda states: counts[states], default="")
+    table = Table("tensor", "shape", "dtype", "chunks", *(["other states"] if len(counts) > 1 else []))
+    for column in table.columns:
+        column.overflow = "fold"  # an ellipsis would hide what a reader looks for
     for name, states in by_name.items():
         entries = [report["tensors"][f"{state}.{name}"] for state in states]
         shape = " x ".join(map(str, entries[0]["shape"]))
-        table.add_row(name, shape, entries[0]["dtype"], ", ".join(states), str(sum(e["chunks"] for e in entries)))
+        own = ", ".join(states)
+        others = [own if own != usual else ""] if len(counts) > 1 else []
+        table.add_row(name, shape, entries[0]["dtype"], str(sum(e["chunks"] for e in entries)), *others)
     # As text, because rich would end the process if the reader is gone, and the exit code would be lost.
     with console.capture() as text:
         console.print(table)
     print(text.get(), end="")
-    layout = ", ".join(f"{key} {value}" for key, value in report["layout"].items())
+    if counts:
+        print(f"states of {counts[usual]:,} of {len(by_name):,} tensors: {usual}")
+    # An axis of 0 was left to be derived, and a dense model has no ranks of experts.
+    layout = ", ".join(f"{key} {value}" for key, value in report["layout"].items() if value)
     print(f"{report['path']}: step {report['step']}, {report['consumed_samples']:,} samples consumed")
     print(f"{report['parameters']:,} parameters; {report['bytes']:,} bytes in {report['files']} files")
     print(f"written by {layout or 'an unstated layout'}; verified by {report['verified']}")
@@ -146,6 +158,8 @@ def show(report: dict[str, Any], console: Console) -> None:
 def inspect(options: Options) -> int:
     """Inspect a checkpoint; returns the exit code. Raises CheckpointError if it is incomplete or damaged."""
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=_WIDTH)  # of 80 columns too few would be left for names that a program looks for
     progress = Console(stderr=True)
     manifest = read_manifest(options.path)
     report = {**describe(options.path, manifest), "verified": options.verify}
