@@ -11,6 +11,7 @@ import torch
 from megapar_models.convert.saved import text_record
 from megapar_models.judging.harness import NativeLM
 
+from megapar.config.options import DataConfig
 from megapar.data.chat import BUILT_IN
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import merge_prepared, read_sidecar
@@ -19,6 +20,7 @@ from megapar.data.texts import TextOptions, open_texts
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from megapar.errors import ConfigError, DataError
 from tests.support import program
+from tests.support.exports import make_checkpoint
 from tests.support.hugging_face import Case, save_model
 from tests.support.tokenizers import hugging_face
 from tools import generate, judge, preprocess_data, score
@@ -329,6 +331,26 @@ def test_documents_begin_as_the_tokenizer_says_and_their_description_tells_it(tm
     assert made("spm", f"spm:{tmp_path}/spm.model", start_token="always") == ([1, *pieces], [1])
     (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": true, "eos_token": "<|endoftext|>"}')
     assert made("spm", f"spm:{tmp_path}/spm.model") == ([1, *pieces], [1])
+
+
+@pytest.mark.parametrize("starts", [True, False])
+def test_an_export_begins_texts_as_the_training_did(
+    starts: bool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A sentencepiece model names a start token, and data say whether their documents began with it."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    train_sentencepiece(["one two " * 9], 270, tmp_path / "tokenizer.model")
+    spec = f"spm:{tmp_path}/tokenizer.model"
+    (tmp_path / "a.txt").write_text("one two")
+    options: Any = {"start_token": "always"} if starts else {}
+    preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer=spec, **options))
+    data = DataConfig(train=(str(tmp_path / "out"),), tokenizer=spec)
+    run = make_checkpoint(tmp_path / "run", vocab_size=270, data=data)
+    native_to_hf(NativeToHf(run, tmp_path / "export", verify=False))
+    auto = transformers.AutoTokenizer.from_pretrained(tmp_path / "export")
+    assert auto("one")["input_ids"][: 1 if starts else 0] == ([1] if starts else [])
+    assert auto.bos_token == ("<s>" if starts else None)
+    assert "in front of a text" not in capfd.readouterr().err
 
 
 def test_a_tokenizer_that_fails_at_a_text_is_told_in_one_line(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ from megapar.config.messages import first_few
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, TrainConfig, flatten
 from megapar.config.plugins import package_of
-from megapar.data.prepared import read_sidecar
+from megapar.data.prepared import START, read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError
 from megapar.launch.reporting import reported
@@ -510,8 +510,10 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
     Returns the fields of parity.json about it. Raises CheckpointError if the ids of a text or the end token differ.
     """
     lacks = ""
+    record = text_record(options.src)
     if training.tokenizer is not None:
-        lacks = write_missing(folder, training.tokenizer, training.file, model.max_position_embeddings)
+        start = record.get(START, training.tokenizer.start)
+        lacks = write_missing(folder, training.tokenizer, training.file, model.max_position_embeddings, start)
     readable = any((folder / name).exists() for name in TOKENIZERS.values())
     why = training.why
     if not why and not readable:
@@ -539,6 +541,9 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
             f"{options.dst}: the exported tokenizer is not that of the training, {training.spec}: "
             f"{'; '.join(problems)}; nothing was written; --no-verify_tokenizer writes the folder"
         )
+    if record.get(START, content["added_to_each_text"]) != content["added_to_each_text"]:
+        text = f"AutoTokenizer puts the ids {content['added_to_each_text']} in front of a text"
+        print(f"{text}, and the texts of the training began with {record[START]}", file=sys.stderr)
     return {"verified": True, "trained_with": training.spec, **content}
 
 

@@ -1,7 +1,7 @@
 """Hugging Face's tokenizer files for tokenizers without them. They encode a text as training did."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,17 +122,19 @@ def _ids_of_bytes(tokenizer: Tokenizer) -> list[int]:
     return []
 
 
-def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, context: int) -> str:
+def write_missing(
+    folder: Path, tokenizer: Tokenizer, model_file: Path | None, context: int, start: Sequence[int] = ()
+) -> str:
     """Write to `folder` the missing files of `tokenizer` for Hugging Face.
 
     They are tokenizer.json, unless `tokenizer` was read from one, and tokenizer_config.json, or its missing fields.
-    `model_file` is the file of a sentencepiece model. `context` is the model's number of positions. Returns what could
-    not be written, or "".
+    `model_file` is the file of a sentencepiece model. `context` is the model's number of positions, and `start` are the
+    ids in front of each text of the training. Returns what could not be written, or "".
     """
     names: dict[str, str] = {}
     if not (folder / JSON).exists():
         try:
-            made, names = _made(tokenizer, model_file)
+            made, names = _made(tokenizer, model_file, start)
         except InexpressibleError as error:
             return f"no {JSON} is known to encode as training did: {error}"
         (folder / JSON).write_text(made)
@@ -144,7 +146,7 @@ def write_missing(folder: Path, tokenizer: Tokenizer, model_file: Path | None, c
     return ""
 
 
-def _made(tokenizer: Tokenizer, model_file: Path | None) -> tuple[str, dict[str, str]]:
+def _made(tokenizer: Tokenizer, model_file: Path | None, start: Sequence[int]) -> tuple[str, dict[str, str]]:
     """Return tokenizer.json for `tokenizer`, and its special tokens by the names of tokenizer_config.json.
 
     Raises InexpressibleError if no tokenizer.json is known to equal it.
@@ -156,7 +158,11 @@ def _made(tokenizer: Tokenizer, model_file: Path | None) -> tuple[str, dict[str,
         _check_alike(tokenizer, made, tokenizer.special_tokens)
         return made, {"eos_token": tokenizer.end}
     if isinstance(tokenizer, SentencePieceTokenizer) and model_file is not None:
-        return sentencepiece_json(tokenizer, model_file), sentencepiece_names(model_file)
+        names = sentencepiece_names(model_file)
+        if not start:
+            # What no text of the training began with must not become the context of a first token elsewhere.
+            names.pop("bos_token", None)
+        return sentencepiece_json(tokenizer, model_file, start), names
     raise InexpressibleError("its file was not found")
 
 
@@ -294,8 +300,8 @@ def sentencepiece_names(model_file: Path) -> dict[str, str]:
     return {name: model.pieces[number].piece for name, number in ids.items() if number >= 0}
 
 
-def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path) -> str:
-    """The sentencepiece model in `model_file` as a tokenizer.json.
+def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path, start: Sequence[int] = ()) -> str:
+    """The sentencepiece model in `model_file` as a tokenizer.json, which puts the ids `start` in front of a text.
 
     Raises InexpressibleError if the model is neither unigram nor BPE, or if the tokenizer.json would encode any of the
     check texts differently from the sentencepiece library.
@@ -303,7 +309,14 @@ def sentencepiece_json(tokenizer: SentencePieceTokenizer, model_file: Path) -> s
     model = _proto(model_file)
     types = model.SentencePiece
     symbols = [piece.piece for piece in model.pieces if piece.type not in (types.NORMAL, types.UNUSED, types.BYTE)]
-    made: str = _converted(tokenizers_library(), model).to_str()
+    library = tokenizers_library()
+    converted = _converted(library, model)
+    if start:
+        pieces = [model.pieces[number].piece for number in start]
+        converted.post_processor = library.processors.TemplateProcessing(
+            single=[*pieces, "$A"], special_tokens=list(zip(pieces, start, strict=True))
+        )
+    made: str = converted.to_str()
     _check_alike(tokenizer, made, symbols)
     return made
 
