@@ -56,7 +56,7 @@ from megapar.config.messages import first_few
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, TrainConfig, flatten
 from megapar.config.plugins import package_of
-from megapar.data.prepared import START, read_sidecar
+from megapar.data.prepared import CHAT, START, read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.errors import CheckpointError, ConfigError, DataError
 from megapar.launch.reporting import reported
@@ -512,7 +512,7 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
     lacks = ""
     record = text_record(options.src)
     if training.tokenizer is not None:
-        start = record.get(START, training.tokenizer.start)
+        start = None if CHAT in record else record.get(START, training.tokenizer.start)
         lacks = write_missing(folder, training.tokenizer, training.file, model.max_position_embeddings, start)
     readable = any((folder / name).exists() for name in TOKENIZERS.values())
     why = training.why

@@ -46,7 +46,8 @@ def reading_of(args: Arguments, spec: str) -> TextOptions:
     if not args.chat:
         return args
     # A template writes special tokens, the start token among them, as in the training.
-    return TextOptions(special_tokens="parse" if spec.startswith("hf:") else "text", start_token="never")
+    parses = spec.startswith("hf:") or text_record(args.checkpoint).get("special_tokens") == "parse"
+    return TextOptions(special_tokens="parse" if parses else "text", start_token="never")
 
 
 def check(args: Arguments) -> None:

@@ -28,8 +28,8 @@ class TextOptions:
     """Options of a program that asks a model: how a text becomes tokens."""
 
     special_tokens: Literal["auto", "text", "parse"] = "auto"
-    """Special tokens in a text, such as <|im_start|>: text, or with parse (hf: only) their ids. auto: as in the
-    training, so ids if its data are conversations."""
+    """Special tokens in a text, such as <|im_start|>: text, or with parse (hf: and spm: only) their ids. auto: as in
+    the training, so ids if its data are conversations."""
     start_token: StartToken = "auto"
     """The start token in front of each text: auto adds what the tokenizer's files put there, as transformers does."""
 

@@ -23,6 +23,7 @@ SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:F
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
 
 _CONFIG = "tokenizer_config.json"
+_OLDER_CONFIG = "special_tokens_map.json"
 _MOST_IDS = 1 << 31  # ids are stored in 32 bits, with a sign
 
 # The pattern of cl100k_base (tiktoken, MIT license). It cuts text into words before bytes are merged.
@@ -197,7 +198,9 @@ class HuggingFaceTokenizer:
         if self.eod in self.encode(ends[0]):
             text = "text can hold it; mark it as special in added_tokens"
             raise DataError(f"tokenizer {spec}: {ends[0]} cannot end a document: {text}")
-        self.bos: int | None = vocabulary.get(_named_token(spec, beside, config, "bos_token"))
+        # As in transformers, which also wrote special_tokens_map.json before the config listed all added tokens.
+        further = {} if "added_tokens_decoder" in config else _read_config(spec, beside.with_name(_OLDER_CONFIG))
+        self.bos: int | None = vocabulary.get(_named_token(spec, beside, config | further, "bos_token"))
         self.start: tuple[int, ...] = self._added_in_front()
         self._tokenizer.encode_special_tokens = not parse_special
         added = self._tokenizer.get_added_tokens_decoder()

@@ -123,13 +123,14 @@ def _ids_of_bytes(tokenizer: Tokenizer) -> list[int]:
 
 
 def write_missing(
-    folder: Path, tokenizer: Tokenizer, model_file: Path | None, context: int, start: Sequence[int] = ()
+    folder: Path, tokenizer: Tokenizer, model_file: Path | None, context: int, start: Sequence[int] | None = ()
 ) -> str:
     """Write to `folder` the missing files of `tokenizer` for Hugging Face.
 
     They are tokenizer.json, unless `tokenizer` was read from one, and tokenizer_config.json, or its missing fields.
     `model_file` is the file of a sentencepiece model. `context` is the model's number of positions, and `start` are the
-    ids in front of each text of the training. Returns what could not be written, or "".
+    ids in front of each text of the training, or None if a chat template decides. Returns what could not be written,
+    or "".
     """
     names: dict[str, str] = {}
     if not (folder / JSON).exists():
@@ -146,7 +147,7 @@ def write_missing(
     return ""
 
 
-def _made(tokenizer: Tokenizer, model_file: Path | None, start: Sequence[int]) -> tuple[str, dict[str, str]]:
+def _made(tokenizer: Tokenizer, model_file: Path | None, start: Sequence[int] | None) -> tuple[str, dict[str, str]]:
     """Return tokenizer.json for `tokenizer`, and its special tokens by the names of tokenizer_config.json.
 
     Raises InexpressibleError if no tokenizer.json is known to equal it.
@@ -159,10 +160,10 @@ def _made(tokenizer: Tokenizer, model_file: Path | None, start: Sequence[int]) -
         return made, {"eos_token": tokenizer.end}
     if isinstance(tokenizer, SentencePieceTokenizer) and model_file is not None:
         names = sentencepiece_names(model_file)
-        if not start:
+        if start is not None and not start:
             # What no text of the training began with must not become the context of a first token elsewhere.
             names.pop("bos_token", None)
-        return sentencepiece_json(tokenizer, model_file, start), names
+        return sentencepiece_json(tokenizer, model_file, start or ()), names
     raise InexpressibleError("its file was not found")
 
 
