@@ -52,8 +52,8 @@ def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
     rotated, hidden_size, heads = raw.get("rotary_dim", 64), raw.get("n_embd"), raw.get("n_head")
     if not isinstance(rotated, int) or rotated < 1:
         return {}, [f"rotary_dim={rotated!r} is not supported; the number of rotated dimensions of a head is"]
-    if not isinstance(hidden_size, int) or not isinstance(heads, int) or heads < 1:
-        return {}, []  # told elsewhere
+    if not isinstance(hidden_size, int) or not isinstance(heads, int) or hidden_size < heads:
+        return {}, [f"n_embd={hidden_size!r} is not supported below n_head={heads!r}: a head has a dimension at least"]
     width = hidden_size // heads
     part = rotated / width
     if int(width * part) < rotated:  # the quotient was rounded down
