@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from megapar.device import to_device
 
-PADDING = -1
-"""The id of a sample that fills up a micro-batch of an evaluation: targets without weight, and counted in no loss."""
+PADDING = -1  # id of a sample that fills up a micro-batch of an evaluation: no weight, and counted in no loss
 
 
 class Targets(NamedTuple):
@@ -33,9 +32,9 @@ class MicroBatch:
     `targets_bs` are the next tokens. `weights_bs` scales the loss of each target; 0 drops the target. The sum of all
     weights of a step is its divisor. `later_targets` are the tokens 2, 3, ... positions ahead, as many as the model
     asks for (`megapar.stage_set.Declared.num_targets`). Their weights do not count in the divisor.
-    `sample_ids_b` are positions in the run's global sample order, or PADDING. Dropout masks are keyed by them, so no
-    layout changes a mask. `positions_s` are the positions of the columns inside their samples. Rotary tables, learned
-    positions and dropout keys read them. `sample_length` is the number of positions of a whole sample.
+    `sample_ids_b` are positions in the run's global sample order, or PADDING. They key dropout masks, so no layout
+    changes a mask. `positions_s` are the positions of the columns inside their samples, for rotary tables, learned
+    positions and dropout keys. `sample_length` is the number of positions of a whole sample.
     `grad_scale`, 0-d fp32, multiplies the gradient of every added loss (`add_loss`). It is None outside of training.
     `loss_sums`, 0-d fp64 by name, add up the losses besides the main one. `hits`, 0-d fp64, adds up the weights of the
     targets that the model gives the highest logit. Only an evaluation has it.

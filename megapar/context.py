@@ -215,17 +215,13 @@ def create(
         raise ValueError(f"{sizes} = {grid.world_size}, not {world_size} ranks")
     if world_size == 1:
         return single(device, flight, cores)
-    flight = flight or Flight()
-    device = device or torch.device("cpu")
-    rank = dist.get_rank()
-    host = None
+    flight, device = flight or Flight(), device or torch.device("cpu")
+    rank, host = dist.get_rank(), None
     if use_shared_memory and dist.get_backend() == "gloo":
         store = part_of(dist.distributed_c10d._get_default_store(), StoreUser.EXCHANGE)
         host = host_meeting.meet(rank, store, dist.barrier, timeout_seconds)
-    symmetric = ("tp",) if symmetric_tp else ()
-    transports = Transports(
-        rank, world_size, timedelta(seconds=timeout_seconds), device, host, symmetric, gradient_ctas
-    )
+    symmetric, timeout = ("tp",) * symmetric_tp, timedelta(seconds=timeout_seconds)
+    transports = Transports(rank, world_size, timeout, device, host, symmetric, gradient_ctas)
     maker = _AxisMaker(rank, flight, transports)
     axes = {name: maker.make(name, groups) for name, groups in grid.groups().items()}
     return ParallelContext(**_with_parts(axes), device=device, flight=flight, cores=cores, expert_load=EVEN)

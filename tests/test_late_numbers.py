@@ -171,8 +171,8 @@ def spoil(patch: pytest.MonkeyPatch, state: TrainState, bad: float) -> None:
 
 
 def spoil_loss(patch: pytest.MonkeyPatch) -> None:
-    mean_loss = step_module.mean_loss
-    patch.setattr(step_module, "mean_loss", lambda *args: mean_loss(*args) * math.nan)
+    total = step_module.sum_of_losses
+    patch.setattr(step_module, "sum_of_losses", lambda *args: total(*args) * math.nan)
 
 
 def judged(numbers: Sequence[int]) -> None:

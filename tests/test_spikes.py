@@ -99,7 +99,7 @@ def plant(
 
     def install() -> None:
         now = {"step": -1}
-        count, mean = step.count_targets, step.mean_loss
+        count, total = step.count_targets, step.sum_of_losses
         marks.mkdir(exist_ok=True)
 
         def count_targets(batches: Any, ctx: Any) -> Any:
@@ -114,11 +114,11 @@ def plant(
                 mark.touch()
             return count(batches, ctx)
 
-        def mean_loss(*args: Any) -> Any:
-            return mean(*args) * (loss if now["strikes"] else 1.0)
+        def sum_of_losses(*args: Any) -> Any:
+            return total(*args) * (loss if now["strikes"] else 1.0)
 
         step.count_targets = count_targets
-        step.mean_loss = mean_loss
+        step.sum_of_losses = sum_of_losses
         for owner in (Gradients, UnitGradients):
             finish = owner.finish
 

@@ -32,7 +32,7 @@ from megapar.train.data import open_loaders
 from megapar.train.metrics import Reporter
 from megapar.train.sinks.base import RunInfo
 from megapar.train.state import TrainState
-from megapar.train.step import count_targets, mean_loss, train_step
+from megapar.train.step import count_targets, sum_of_losses, train_step
 from megapar.train.trainer import Run, start, train
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients
@@ -302,7 +302,7 @@ def gradients(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[float, 
     losses = state.pipeline.step(batches, scale / tokens, state.grads.begin)
     state.grads.finish()
     state.grads.flat.div_(scale)
-    return mean_loss(losses, tokens, state.ctx).item(), held_gradients(state)
+    return (sum_of_losses(losses, state.ctx) / tokens).item(), held_gradients(state)
 
 
 def only_one_counts(cases: Sequence[Case], chosen: Sequence[int]) -> list[list[list[logical.Held]]]:

@@ -67,11 +67,6 @@ def sum_of_losses(main_losses: Sequence[Tensor], ctx: ParallelContext) -> Tensor
     return collectives.all_reduce(collectives.all_reduce(total, ctx.grad), ctx.pp)
 
 
-def mean_loss(main_losses: Sequence[Tensor], divisor: Tensor, ctx: ParallelContext) -> Tensor:
-    """The step's main loss, divided by `divisor`, 0-d, on every rank. `main_losses` are as in `sum_of_losses`."""
-    return sum_of_losses(main_losses, ctx) / divisor
-
-
 def start_losses(state: TrainState) -> dict[str, Tensor]:
     """A zero for each loss declared by the model, to add up over this rank's micro-batches (`MicroBatch.loss_sums`)."""
     declared = state.stages.declared.losses
@@ -121,7 +116,7 @@ def compute_gradients(
     votes = torch.full((1,), vote, dtype=torch.float64, device=ctx.device)
     with ctx.flight.span("optimizer"):
         norm, sums = reduce_norm(state.grads, ctx, torch.cat([votes, parts_of_losses(state, loss_sums)]))
-    return mean_loss(main_losses, divisors.main, ctx), norm / scale, list(sums), divisors
+    return sum_of_losses(main_losses, ctx) / divisors.main, norm / scale, list(sums), divisors
 
 
 def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_stop: bool = False) -> QueuedStep:
