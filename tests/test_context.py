@@ -198,7 +198,11 @@ def test_one_split_makes_the_groups_of_an_axis(
         made: list[list[list[int]]] = []
 
         def split(
-            split_ranks: list[list[int]], timeout: object, made: list[list[list[int]]] = made, rank: int = rank
+            split_ranks: list[list[int]],
+            timeout: object,
+            pg_options: object,
+            made: list[list[list[int]]] = made,
+            rank: int = rank,
         ) -> dist.ProcessGroup | None:
             members = [member for ranks in split_ranks for member in ranks]
             assert len(members) == len(set(members))
