@@ -77,7 +77,7 @@ def test_every_option_of_a_public_job_is_accounted_for_and_the_result_can_run(jo
 
 def test_the_page_has_the_figures_of_the_public_jobs():
     assert coming_over.PAGE.read_text() == coming_over.page(), "run python tools/coming_over.py"
-    assert len(JOBS) == 10
+    assert len(JOBS) == 14
 
 
 GPT_3 = {

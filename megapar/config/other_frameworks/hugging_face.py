@@ -150,7 +150,7 @@ TRAINING_ARGUMENTS = (
         "it counts steps; without data.validation nothing is evaluated",
         convert=c.eval_strategy,
     ),
-    lacking("per_device_eval_batch_size", "evaluation has the batches of training"),
+    always("per_device_eval_batch_size", "the loss of an evaluation is over all tokens, in the batches of training"),
     lacking("eval_on_start", "train.eval_every 1 evaluates after the first step"),
     same("logging_steps", "log.every", default="500"),
     always("logging_strategy", "log.every counts steps", "steps"),
@@ -159,7 +159,7 @@ TRAINING_ARGUMENTS = (
     computed("run_name", "run_dir", "the name of a run is that of its folder", convert=nothing),
     always("include_num_input_tokens_seen", "metrics.jsonl has tokens and consumed_samples"),
     sets("disable_tqdm", "log.view", "lines"),
-    lacking("log_level", "log.every says how often a line is printed"),
+    always("log_level", "log.every says how often a line is printed"),
 )
 
 # The values of model_type that each family reads.

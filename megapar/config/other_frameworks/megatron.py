@@ -195,7 +195,7 @@ FLAGS = (
         "disable-bias-linear",
         "model.family",
         "llama",
-        "gpt always has biases",
+        "gpt and gpt_oss always have biases",
         convert=m.no_linear_bias,
         default=FROM_OTHERS,
     ),
@@ -293,6 +293,10 @@ FLAGS = (
     always("use-flash-attn", "torch chooses the attention kernel"),
     always("no-masked-softmax-fusion", "torch chooses the attention kernel"),
     always("transformer-impl", "layers are megapar's own"),
+    always("export-force-local-attention", "layers are megapar's own"),
+    lacking(
+        "disable-bf16-reduced-precision-matmul", "products of bf16 are added in fp32, as far as torch's default does"
+    ),
     always("use-mcore-models", "layers are megapar's own"),
     always("cross-entropy-loss-fusion", "kernels.backend decides"),
     always("no-gradient-accumulation-fusion", "kernels.backend decides"),

@@ -42,6 +42,9 @@ FLAGS = (
     same("lora_target_modules", "adapter.targets", "the last words of names, such as q k v o gate up down"),
     always("use_peft", "adapter.rank decides"),
     always("load_in_4bit", "weights have the dtype of train.precision", "false", "False"),
+    # Preferences
+    same("beta", "train.beta", "with train.objective dpo"),
+    lacking("max_prompt_length", OF_PREPARATION),
     # Texts
     same("max_seq_length", "train.seq_length"),
     same("max_length", "train.seq_length"),
