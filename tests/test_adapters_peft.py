@@ -41,7 +41,7 @@ from tests.support.published import (
 from tests.support.sweeps import slow_but
 from tools.convert_checkpoint import HfToNative, hf_to_native
 
-peft = pytest.importorskip("peft", reason="not run: needs peft, pip install peft")
+peft = pytest.importorskip("peft", reason="not run: needs peft, pip install '.[judges]'")
 
 # From our words to the last words of their modules.
 THEIR_NAMES = {

@@ -319,7 +319,7 @@ def test_fine_tuning_is_the_same_as_that_of_the_trainer(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_packs_are_compared_with_those_of_trl() -> None:
     for package in ("trl", "datasets"):
-        pytest.importorskip(package, reason=f"not run: needs {package}, pip install trl")
+        pytest.importorskip(package, reason=f"not run: needs {package}, pip install '.[judges]'")
     ours, bfd, wrapped = packing.measure("three", [6, 5, 4, 3, 2], 8)
     assert [row["packs"] for row in (ours, bfd, wrapped)] == [3, 3, 3]
     assert ours["fullness"] == 20 / 24

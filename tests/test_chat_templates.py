@@ -239,7 +239,7 @@ def test_texts_tools_and_options_that_a_template_does_not_write_are_refused() ->
 @pytest.mark.slow
 def test_every_template_of_trl_renders_and_masks_as_transformers() -> None:
     """Text and marked spans of six conversations by each template; refusals are those of docs/conversations.md."""
-    trl = pytest.importorskip("trl", reason="not run: needs trl, pip install trl")
+    trl = pytest.importorskip("trl", reason="not run: needs trl, pip install '.[judges]'")
     tool = pytest.importorskip("transformers.utils.chat_template_utils", reason="not run: needs transformers")
     thought = answer("good", reasoning_content="I think")
     rows: list[dict[str, Any]] = [

@@ -168,7 +168,7 @@ def test_masks_by_prefixes_are_those_of_templates_for_training(theirs: str) -> N
 @pytest.mark.slow
 def test_templates_of_trl_are_masked_as_transformers_masks_them(tokenizer: HuggingFaceTokenizer) -> None:
     """Every template that TRL has for training, and the golden file is what it says."""
-    trl = pytest.importorskip("trl", reason="not run: needs trl, pip install trl")
+    trl = pytest.importorskip("trl", reason="not run: needs trl, pip install '.[judges]'")
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
     golden = json.loads((Path(__file__).parent / "golden/trl_masks.json").read_text())
     asked = golden["templates"]["gemma"]["messages"]  # without a system message, which Gemma refuses

@@ -200,7 +200,7 @@ def test_pairs_are_compared_by_all_marked_parts(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_prompts_are_those_of_trl() -> None:
     """The prompt and both answers of whole conversations, by TRL's maybe_extract_prompt."""
-    trl = pytest.importorskip("trl.data_utils", reason="not run: needs trl, pip install trl")
+    trl = pytest.importorskip("trl.data_utils", reason="not run: needs trl, pip install '.[judges]'")
     extract: Callable[[Any], Any] = trl.maybe_extract_prompt
     for row in ({"prompt": "hi", **both(TALK[:1])}, both(LONG[:3]), {"prompt": "hi", **both([*SYSTEM, *TALK[:1]])}):
         theirs = extract(row)

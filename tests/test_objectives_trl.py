@@ -21,7 +21,7 @@ from tests.support.model_types import TYPES
 from tests.support.published import VOCABULARY, converted, logits_of, random_model, weights_of
 
 pytestmark = pytest.mark.slow
-trl = pytest.importorskip("trl", reason="not run: needs trl, pip install trl")
+trl = pytest.importorskip("trl", reason="not run: needs trl, pip install '.[judges]'")
 
 BETA = 0.3
 # Tokens of the prompt, of the chosen and of the rejected answer. The longest pair leaves one token of padding.

@@ -120,7 +120,7 @@ def test_losses_and_gradients_are_those_of_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_losses_and_gradients_are_those_of_the_trainer_of_trl(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl", reason="not run: needs trl, pip install trl")
+    trl = pytest.importorskip("trl", reason="not run: needs trl, pip install '.[judges]'")
     datasets = pytest.importorskip("datasets")
     tokenizers = pytest.importorskip("tokenizers")
     folder = save_rewards(tmp_path / "hf", KINDS[0])
