@@ -108,6 +108,8 @@ class NativeToHf:
     """Folder of one checkpoint, such as RUN_DIR/checkpoints/step_00000300."""
     dst: Annotated[Path, tyro.conf.Positional]
     """Folder for config.json and safetensors; must not exist."""
+    family: str = ""
+    """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
     like: Path | None = None
     """Folder with the config.json and tokenizer files to take, of the same model; by default SRC, if it has them."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -221,7 +223,7 @@ def hf_to_native(options: HfToNative) -> None:
         copy_files(options.src, folder, (HF_CONFIG, *TOKENIZER_FILES))
         write_options(folder, config, options.src)
         if options.verify:
-            write_json(folder / PARITY, verify(folder, transformers_reference(options.src), dtype))
+            write_json(folder / PARITY, verify(folder, transformers_reference(options.src), dtype, options.family))
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 
 
@@ -233,7 +235,7 @@ def native_to_hf(options: NativeToHf) -> None:
     """
     check_transformers(options.verify)
     manifest = read_manifest(options.src)
-    config = saved_config(manifest)
+    config = saved_config(manifest, options.family)
     training = training_tokenizer(config, options)
     origin = described_by(config, options)
     raw = hf_config(config, origin, training.tokenizer)
@@ -266,7 +268,7 @@ def native_to_hf(options: NativeToHf) -> None:
             print(line, file=sys.stderr)
         logits: dict[str, Any] = {"prompts": []}
         if options.verify:
-            logits = verify(options.src, transformers_reference(folder), dtype)
+            logits = verify(options.src, transformers_reference(folder), dtype, options.family)
         write_json(folder / PARITY, {**logits, **compared})
     print(f"{options.dst}: {raw['model_type']}, {raw['torch_dtype']}, step {manifest.step} of {options.src}")
 
@@ -320,7 +322,7 @@ def upcycle_dense(options: Upcycle) -> None:
     """
     manifest = read_manifest(options.src)
     experts = (options.experts, options.experts_per_token)
-    config = upcycle.mixture_of(saved_config(manifest), options.family, *experts, options.seed)
+    config = upcycle.mixture_of(saved_config(manifest, flag=""), options.family, *experts, options.seed)
     tokenizer = copied_tokenizer(options.src, options.dst) or config.data.tokenizer
     config = replace(config, data=replace(config.data, tokenizer=tokenizer))
     make = upcycle.tensor_of(options.src, manifest, config)

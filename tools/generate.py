@@ -27,6 +27,8 @@ class Arguments(Sampling, TextOptions):
     """Tokens to add; generation stops earlier at the end of the document."""
     samples: int = 1
     """Continuations of each text."""
+    family: str = ""
+    """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
     stop: str = ""
     """Cut each continuation before this text, such as the end of a turn; with --chat by default what ends a turn."""
 
@@ -72,7 +74,7 @@ def main() -> None:
     with reported():
         args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
         check(args)
-        config, stage = load_model(args.checkpoint)
+        config, stage = load_model(args.checkpoint, args.family)
         if config.model.head != "vocabulary":
             text = f"model.head={config.model.head}: the model rates texts and writes none; use score.py"
             raise ConfigError(f"{args.checkpoint}: {text}")

@@ -62,6 +62,8 @@ class Arguments(TextOptions):
     """Look at the first so many questions of each task alone."""
     output: Path | None = None
     """File for the numbers as JSON. It appears when it is complete."""
+    family: str = ""
+    """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
     adapters_off: bool = False
     """Of a checkpoint of adapters: judge what it computes without them."""
 
@@ -152,7 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         check(args)
         env = environment.read()
-        config = config_of(args.checkpoint, flags, env, adapters_off=args.adapters_off, longest=True)
+        config = config_of(
+            args.checkpoint, flags, env, family=args.family, adapters_off=args.adapters_off, longest=True
+        )
         world = config.launch.nproc
         if env.launched or world <= 1:
             run(args, config, env)

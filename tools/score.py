@@ -57,6 +57,8 @@ class Arguments(TextOptions):
     """File to write. It appears when it is complete."""
     text_field: str = "text"
     """Key of the text in lines of .jsonl; meta.text is the key text within meta."""
+    family: str = ""
+    """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
     adapters_off: bool = False
     """Of a checkpoint of adapters: score what it computes without them, as the reference of DPO does."""
 
@@ -143,7 +145,7 @@ def main() -> int:
     with reported():
         args, flags = tyro.cli(Arguments, description=__doc__, use_underscores=True, return_unknown_args=True)
         env = environment.read()
-        config = config_of(args.checkpoint, flags, env, adapters_off=args.adapters_off)
+        config = config_of(args.checkpoint, flags, env, family=args.family, adapters_off=args.adapters_off)
         world = config.launch.nproc
         if env.launched or world <= 1:
             run(args, config, env)

@@ -16,10 +16,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from megapar.config.messages import shown
+from megapar.config.messages import first_few, shown
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import SELECTION_BIAS
-from megapar.config.options import AdapterConfig, Config, default_config, flatten
+from megapar.config.option_values import convert_all
+from megapar.config.options import AdapterConfig, Config, default_config, flatten, option_types
+from megapar.errors import CheckpointError
 
 
 def decided_by(what: str, model: ModelConfig) -> set[str]:
@@ -88,9 +90,12 @@ def adapter_changes(saved: Mapping[str, Any], config: Config) -> list[str]:
 
 
 def saved_adapter(saved: Mapping[str, Any]) -> AdapterConfig:
-    """The options of adapters in a flattened config, possibly from JSON."""
-    found = {f.name: saved[f"adapter.{f.name}"] for f in fields(AdapterConfig) if f"adapter.{f.name}" in saved}
-    return AdapterConfig(**{**found, "targets": tuple(found.get("targets", ()))})
+    """The options of adapters in the flattened config of a checkpoint. Raises CheckpointError for wrong types."""
+    types = {path: annotation for path, annotation in option_types().items() if path.startswith("adapter.")}
+    found, wrong = convert_all(saved, types)
+    if wrong:
+        raise CheckpointError(f"trainer.config: {first_few(wrong, separator='; ')}")
+    return AdapterConfig(**{path.removeprefix("adapter."): value for path, value in found.items()})
 
 
 def changes(saved: Mapping[str, Any], config: Config) -> list[str]:

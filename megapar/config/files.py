@@ -17,13 +17,13 @@ from dataclasses import dataclass, field, fields, make_dataclass, replace
 from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args, get_origin
+from typing import Any, NamedTuple
 
 import tyro
 
-from megapar.config.lengths import is_length
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import COMMON_OPTIONS, Families, ModelRules
+from megapar.config.option_values import convert, expected, fits, is_length_or_steps
 from megapar.config.options import Config, Length, default_config, flatten, option_types, unflatten
 from megapar.config.other_frameworks.hints import Given, hint
 from megapar.errors import ConfigError
@@ -82,7 +82,7 @@ class _Known:
         """Whether a value from TOML is the default of this option in each of the families with it."""
         for name, default in self.of_others(path).items():
             annotation = option_types(self.families.known[name].options)[path]
-            if _convert(raw, annotation) != default:
+            if convert(raw, annotation) != default:
                 return False
         return True
 
@@ -306,8 +306,8 @@ def _parse(flags: Sequence[_Flag], config: Config) -> Config:
     values = flatten(resolved)
     # Python's integers have no bound, but TOML's have: config.toml must be able to hold every value.
     types = option_types(type(config.model))
-    wrong = [flag for flag in flags if not _fits(values.get(flag.option))]
-    wrong += [flag for flag in flags if types.get(flag.option) == Length and not _is_length(values[flag.option])]
+    wrong = [flag for flag in flags if not fits(values.get(flag.option))]
+    wrong += [f for f in flags if types.get(f.option) == Length and not is_length_or_steps(values[f.option])]
     if wrong:
         raise ConfigError(_refused(wrong, config))
     return resolved
@@ -323,17 +323,6 @@ def _sections_of(flags: Sequence[_Flag], config: Config) -> type:
     return make_dataclass("_Flags", [(f.name, f.type, field(default=getattr(config, f.name, ""))) for f in kept])
 
 
-def _fits(value: Any) -> bool:
-    """Whether each integer of `value`, a number or a tuple, fits into 64 bits, as integers in TOML must."""
-    items = value if isinstance(value, tuple) else (value,)
-    # `type` rather than isinstance, because a bool is an int too.
-    return all(-(2**63) <= item < 2**63 for item in items if type(item) is int)
-
-
-def _is_length(value: Length) -> bool:
-    return isinstance(value, int) or is_length(value)
-
-
 def _refused(flags: Sequence[_Flag], config: Config) -> str:
     """A line for each flag with a wrong value. It says what kind of value the flag takes."""
     types = {**option_types(type(config.model)), "config": str}
@@ -345,7 +334,7 @@ def _expected_words(flag: _Flag, annotation: Any) -> str:
     if annotation is bool:
         section, dot, key = flag.option.rpartition(".")
         return f"no value (--{flag.option} is yes, --{section}{dot}no_{key} is no)"
-    return _expected(annotation)
+    return expected(annotation)
 
 
 # TOML
@@ -453,9 +442,9 @@ def _typed(file: str, text: str, table: Mapping[str, Any], known: _Known) -> dic
             given = Given(path, values, "toml", known.all_types())
             problems.append(f"{option_in_file}: no such option{hint(given)}")
             continue
-        value = _convert(raw, types[path])
+        value = convert(raw, types[path])
         if value is None:
-            problems.append(f"{option_in_file} = {json.dumps(raw, default=str)}: expected {_expected(types[path])}")
+            problems.append(f"{option_in_file} = {json.dumps(raw, default=str)}: expected {expected(types[path])}")
         else:
             options[path] = value
     if problems:
@@ -492,54 +481,6 @@ def _line(text: str, path: str) -> int:
         if key and (path + ".").startswith(f"{table}{key[1]}."):
             return number
     return nearest
-
-
-def _convert(raw: Any, annotation: Any) -> Any:
-    """Convert a TOML value to an option's type. Returns None if it has another type.
-
-    A whole number is accepted for a float. Nothing else is cast.
-    """
-    if get_origin(annotation) is Literal:
-        # Types are compared too: to Python True equals 1.
-        for choice in get_args(annotation):
-            if type(choice) is type(raw) and choice == raw:
-                return choice
-        return None
-    if get_origin(annotation) is tuple:
-        item_types = get_args(annotation)
-        any_length = item_types[-1] is Ellipsis
-        if not isinstance(raw, list) or (not any_length and len(raw) != len(item_types)):
-            return None
-        # All items of an option have the type of the first.
-        items = [_convert(item, item_types[0]) for item in raw]
-        if None in items:
-            return None
-        return tuple(items)
-    if annotation == Length:
-        return raw if (type(raw) is int and _fits(raw)) or (isinstance(raw, str) and is_length(raw)) else None
-    if not _fits(raw):
-        return None
-    if annotation is float and type(raw) is int:
-        return float(raw)
-    if type(raw) is annotation:
-        return raw
-    return None
-
-
-def _expected(annotation: Any) -> str:
-    """An option's type in words for messages, such as "a whole number"."""
-    if annotation == Length:
-        return "a whole number of steps, or a text such as '2000 samples'"
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "a string"}
-    if get_origin(annotation) is Literal:
-        return f"one of {', '.join(map(str, get_args(annotation)))}"
-    if get_origin(annotation) is tuple:
-        item_types = get_args(annotation)
-        plural = {int: "whole numbers", float: "numbers", str: "strings"}[item_types[0]]
-        if item_types[-1] is Ellipsis:
-            return plural
-        return f"{len(item_types)} {plural}"
-    return words[annotation]
 
 
 def _toml(value: Any) -> str:

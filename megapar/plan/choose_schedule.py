@@ -14,7 +14,7 @@ from megapar.config.options import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
 from megapar.launch.reporting import say
-from megapar.pipeline.schedules import make
+from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.choice import Choice, StageTimes, choose
 from megapar.plan.memory import memory_limit
@@ -167,8 +167,9 @@ def _earlier_choice(config: Config) -> _Found | None:
     if earlier is None:
         return None
     chosen = earlier.parallel
-    if not chosen.schedule_costs:
-        return None  # that schedule was given and not chosen
+    if not chosen.schedule_costs or chosen.schedule not in SCHEDULES:
+        # It was given and not chosen. A file, or a module to import, is taken from the user's options alone.
+        return None
     given = config.parallel
     same_layout = given == replace(
         chosen,

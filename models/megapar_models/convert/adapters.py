@@ -70,6 +70,8 @@ class Merge:
     """Folder of the checkpoint that they were trained on, as checkpoint.init_from named it."""
     dst: Annotated[Path, tyro.conf.Positional]
     """Folder of the checkpoint; must not exist."""
+    family: str = ""
+    """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
     shard_bytes: int = SHARD_BYTES
     """Largest file, unless one tensor is larger."""
 
@@ -86,6 +88,8 @@ class NativeToPeft:
     """The name or the folder of the base at Hugging Face, for PEFT's base_model_name_or_path."""
     base: Path | None = None
     """Folder of the checkpoint that they were trained on, as checkpoint.init_from named it. DoRA needs it."""
+    family: str = ""
+    """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
     stacked_experts: bool = False
     """Write adapters of experts as PEFT's target_parameters, for the stacks of transformers 5. Otherwise each expert
     has modules of its own, as in the files of published weights."""
@@ -101,6 +105,8 @@ class PeftToNative:
     """Folder of the native checkpoint of their base."""
     dst: Annotated[Path, tyro.conf.Positional]
     """Folder of the checkpoint; must not exist."""
+    family: str = ""
+    """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
 
 
 def merge(options: Merge) -> None:
@@ -110,7 +116,7 @@ def merge(options: Merge) -> None:
     if manifest.base != {"weights": base.weights_digest()}:
         raise CheckpointError(f"{options.src}: its adapters were not trained on {options.base}")
     # The run's model, because it may have a head that its base lacks.
-    config = saved_config(manifest)
+    config = saved_config(manifest, options.family)
     whole = WholeModel(config.model)
     buffers = {name: piece.shape for name, piece in whole.buffers().items()}
     shapes: dict[str, Sizes] = {name: piece.shape for name, piece in whole.tensors().items()} | buffers
@@ -167,7 +173,7 @@ def native_to_peft(options: NativeToPeft) -> None:
     base = read_manifest(options.base) if options.base and adapter.dora else manifest
     if adapter.dora and manifest.base != {"weights": base.weights_digest()}:
         raise CheckpointError(f"{options.src}: its adapters were not trained on {options.base}")
-    model = saved_config(manifest).model
+    model = saved_config(manifest, options.family).model
     if model.head != "vocabulary":
         raise ConfigError(f"{options.src}: model.head={model.head}: PEFT's files get no head; merge, then native-to-hf")
     stored = factors_of(manifest)
@@ -216,7 +222,7 @@ def peft_to_native(options: PeftToNative) -> None:
     adapter_config.json that means something else.
     """
     base = read_manifest(options.base)
-    config = saved_config(base)
+    config = saved_config(base, options.family)
     document = read_object(options.src / PEFT_CONFIG)
     adapter = adapter_from_peft(document)
     header = header_of(options.src / PEFT_WEIGHTS)
@@ -408,7 +414,10 @@ def adapter_of(path: Path, manifest: Manifest) -> AdapterConfig:
     config = manifest.trainer.get("config")
     if not manifest.base or not isinstance(config, dict):
         raise CheckpointError(f"{path}: holds no adapters")
-    return saved_adapter(config)
+    adapter = saved_adapter(config)
+    if adapter.rank < 1:
+        raise CheckpointError(f"{path}: adapter.rank is {adapter.rank}, of a checkpoint with adapters")
+    return adapter
 
 
 def factors_of(manifest: Manifest) -> dict[str, Sizes]:

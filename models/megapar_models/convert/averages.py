@@ -29,6 +29,8 @@ class AverageOfWeights:
     """Folder of one checkpoint of a run with optimizer.ema, such as RUN_DIR/checkpoints/step_00000300."""
     dst: Annotated[Path, tyro.conf.Positional]
     """Folder of the checkpoint; must not exist."""
+    family: str = ""
+    """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
     shard_bytes: int = SHARD_BYTES
     """Largest file, unless one tensor is larger."""
 
@@ -41,7 +43,7 @@ def average_of_weights(options: AverageOfWeights) -> None:
     if manifest.base:
         text = "has the average of adapters, without the weights of their base; merge takes the trained adapters"
         raise CheckpointError(f"{options.src}: {text}")
-    config = saved_config(manifest)
+    config = saved_config(manifest, options.family)
     buffers = buffer_shapes(config.model)
     shapes = native_shapes(config.model) | buffers
     needed = sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())

@@ -52,12 +52,17 @@ def transformers_reference(folder: Path) -> Reference:
 
     disable_progress_bar()
     name = f"transformers {importlib.metadata.version('transformers')}"
-    if is_of_sequences(AutoConfig.from_pretrained(folder, local_files_only=True).to_dict()):
-        scorer = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    # Left at None, transformers would ask at the terminal whether to run code of the folder.
+    how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    config = AutoConfig.from_pretrained(folder, **how)
+    if "/" in str(config._attn_implementation):  # a file that names a kernel of a hub is no reason to run one
+        how["attn_implementation"] = "eager"
+    if is_of_sequences(config.to_dict()):
+        scorer = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32, **how)
         scorer.eval()
         # It returns the score of the last token alone.
         return Reference(name, lambda tokens_s, first: scorer.score(scorer.model(tokens_s[None])[0])[0, first:])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
 
     def logits(tokens_s: Tensor, first: int) -> Tensor:
         return model(tokens_s[None], logits_to_keep=len(tokens_s) - first).logits[0]
@@ -77,9 +82,12 @@ def megatron_reference(source: megatron.MegatronCheckpoint, dtype: torch.dtype) 
     return Reference(megatron_core.version(), lambda tokens_s, first: model.logits(tokens_s)[first:], model.misread)
 
 
-def verify(native: Path, reference: Reference, dtype: torch.dtype) -> dict[str, Any]:
-    """Compare logits, print the differences and return them for parity.json. CheckpointError beyond the tolerance."""
-    config, rows = parity(native, reference, dtype)
+def verify(native: Path, reference: Reference, dtype: torch.dtype, family: str = "") -> dict[str, Any]:
+    """Compare logits, print the differences and return them for parity.json. CheckpointError beyond the tolerance.
+
+    `family` is as in `saved_config`.
+    """
+    config, rows = parity(native, reference, dtype, family)
     table = Table("prompt", "tokens", "compared from", "largest logit", "largest difference", "relative")
     for row in rows:
         cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()]
@@ -101,9 +109,11 @@ def verify(native: Path, reference: Reference, dtype: torch.dtype) -> dict[str, 
 
 
 @torch.no_grad()
-def parity(native: Path, reference: Reference, dtype: torch.dtype) -> tuple[Config, list[dict[str, Any]]]:
+def parity(
+    native: Path, reference: Reference, dtype: torch.dtype, family: str = ""
+) -> tuple[Config, list[dict[str, Any]]]:
     """The options of `native`, and the largest difference of logits on each prompt, in fp32 from weights in `dtype`."""
-    config, stage = load_fp32(native, dtype)
+    config, stage = load_fp32(native, dtype, family)
     rows = []
     for name, tokens_s, first in prompts(config.model):
         ours_sv = native_logits(stage, tokens_s, first)[:, : config.model.vocab_size]
@@ -137,9 +147,9 @@ def prompts(model: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
 
 
 @torch.no_grad()
-def load_fp32(checkpoint: Path, dtype: torch.dtype) -> tuple[Config, Stage]:
+def load_fp32(checkpoint: Path, dtype: torch.dtype, family: str = "") -> tuple[Config, Stage]:
     """The whole model in one stage, in fp32 from weights rounded to `dtype`."""
-    config, stage = load_model(checkpoint, precision="fp32")
+    config, stage = load_model(checkpoint, family, precision="fp32")
     for param in stage.parameters():
         param.copy_(param.to(dtype))
     return config, stage

@@ -1,5 +1,7 @@
 """Options and model of a native checkpoint in one process. Any layout may have written it."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,13 +11,21 @@ from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import Manifest, open_manifest, read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices, weights_of
 from megapar.config.data_spec import Entry
+from megapar.config.messages import counted, first_few, shown
 from megapar.config.model_options import ModelConfig
-from megapar.config.options import Config, DataConfig, default_config, flatten, unflatten
+from megapar.config.option_values import convert_all
+from megapar.config.options import Config, DataConfig, default_config, flatten, option_types, unflatten
 from megapar.data.texts import TextOptions, Texts, open_texts, saved_record
-from megapar.errors import CheckpointError
+from megapar.errors import CheckpointError, ConfigError, reason_of
+from megapar.params import MAIN
 from megapar_models.build import build_stages
-from megapar_models.registry import find, validate, weight_options
+from megapar_models.counts import WholeModel
+from megapar_models.family import Family
+from megapar_models.registry import FAMILIES, find, validate, weight_options
 from megapar_models.stage import Stage
+
+_MOST_PARTS = 10_000  # layers, or heads of one: no published model has a thousand
+_MOST_EXPERTS = 1_000_000  # in all layers; of Kimi K2 there are 23,040
 
 # What the tools read of a run's options. All others say how the run was laid out, trained or logged. They have their
 # defaults here, which are those of one process, so no option of a layout can be forgotten.
@@ -28,25 +38,83 @@ def is_kept(path: str) -> bool:
     return path.partition(".")[0] in KEPT_SECTIONS or path in KEPT_OPTIONS
 
 
-def saved_config(manifest: Manifest, **train: Any) -> Config:
+def saved_config(manifest: Manifest, family: str = "", *, flag: str = "--family", **train: Any) -> Config:
     """The options of a checkpoint, for one process. `train` replaces options of that section.
 
     Options without meaning for the model or its data have their defaults (`is_kept`), and so have options newer than
-    the checkpoint. The data section is kept but not validated, because no text will be read. Raises CheckpointError if
-    the manifest does not hold the options.
+    the checkpoint. The data section is kept but not validated, because no text will be read. `family` is MODULE:NAME if
+    the user has named the model's family so, by `flag`; "" without the flag: such a name in the manifest is no reason
+    to import a module. Raises CheckpointError if the manifest does not hold the options of such a model.
     """
-    stated = manifest.trainer.get("config")
-    if not isinstance(stated, dict):
-        raise CheckpointError(f"checkpoint of step {manifest.step}: trainer.config is {stated!r}, not a run's options")
-    # JSON has no tuples.
-    saved = {path: tuple(value) if isinstance(value, list) else value for path, value in stated.items()}
-    kept = {path: value for path, value in saved.items() if is_kept(path)}
-    model = find(str(kept.get("model.family", ModelConfig.family))).options
-    config = unflatten(flatten(default_config(model)) | kept, model)
+    where = f"checkpoint of step {manifest.step}"
+    model = _family_of(_stated(manifest, where), family, flag, where).options
+    config = _read(manifest, model, where)
+    _require_parts(config.model, manifest, where)
     # Not compiled: texts have other lengths than samples of training, and each would be compiled for.
     kernels = replace(config.kernels, compile=False)
     alone = replace(config, train=replace(config.train, **train), kernels=kernels)
-    return replace(validate(with_fitting_objective(alone), 1, trains=False), data=config.data)
+    try:
+        whole = replace(validate(with_fitting_objective(alone), 1, trains=False), data=config.data)
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: trainer.config: {error}") from None
+    _require_elements(whole.model, manifest, where)
+    return whole
+
+
+def _stated(manifest: Manifest, where: str) -> dict[str, Any]:
+    """The options of a checkpoint as its manifest has them."""
+    stated = manifest.trainer.get("config")
+    if not isinstance(stated, dict):
+        raise CheckpointError(f"{where}: trainer.config is {stated!r}, not a run's options")
+    return stated
+
+
+def _read(manifest: Manifest, model: type[ModelConfig], where: str) -> Config:
+    """The options of a checkpoint that are kept, with those of a family in `model`, and defaults of all others."""
+    types = {path: annotation for path, annotation in option_types(model).items() if is_kept(path)}
+    kept, wrong = convert_all(_stated(manifest, where), types)
+    if wrong:
+        raise CheckpointError(f"{where}: trainer.config: {first_few(wrong, separator='; ')}")
+    return unflatten(flatten(default_config(model)) | kept, model)
+
+
+def _family_of(stated: Mapping[str, Any], given: str, flag: str, where: str) -> Family:
+    """The family of a checkpoint's model. One outside of this repository is imported only if the user has named it."""
+    name = stated.get("model.family", ModelConfig.family)
+    if given and name != given:
+        raise ConfigError(f"{flag} {given}: the {where} is of family {shown(name)}")
+    if not isinstance(name, str) or (name not in FAMILIES and not given):
+        text = (
+            f"{where}: model.family={shown(name)} is no family of megapar, and to import what a file names would run it"
+        )
+        raise CheckpointError(f"{text}; {flag} {shown(name)} imports it, if you trust it" if flag else text)
+    return find(name)
+
+
+def _require_parts(model: ModelConfig, manifest: Manifest, where: str) -> None:
+    """Raise CheckpointError for more layers, heads or experts than a model has, before anything counts them."""
+    # Adapters may be of a few layers; any other layer has tensors.
+    most = _MOST_PARTS if manifest.base else min(_MOST_PARTS, len(manifest.tensors))
+    heads = max(model.num_attention_heads, model.num_key_value_heads)
+    experts = model.num_hidden_layers * model.num_experts
+    if model.num_hidden_layers > most or heads > _MOST_PARTS or experts > _MOST_EXPERTS:
+        text = f"{model.num_hidden_layers} layers with {heads} heads and {model.num_experts} experts"
+        tensors = counted(len(manifest.tensors), "tensor")
+        raise CheckpointError(f"{where}: trainer.config: {text}: no such model has {tensors}, as the checkpoint has")
+
+
+def _require_elements(model: ModelConfig, manifest: Manifest, where: str) -> None:
+    """Raise CheckpointError if the model has more parameters than the checkpoint, before there is memory for them."""
+    if manifest.base:
+        return
+    held = sum(math.prod(shape) for name, (_, shape) in manifest.kinds().items() if name.startswith(f"{MAIN}."))
+    try:
+        described = WholeModel(model).parameters()
+    except RuntimeError as error:  # torch cannot describe tensors beyond 2^63 bytes
+        raise CheckpointError(f"{where}: trainer.config: no model of these sizes: {reason_of(error)}") from None
+    if described > held:
+        text = f"describes a model of {described:,} parameters, and the checkpoint has {held:,}"
+        raise CheckpointError(f"{where}: trainer.config: {text}")
 
 
 def with_fitting_objective(config: Config) -> Config:
@@ -56,12 +124,12 @@ def with_fitting_objective(config: Config) -> Config:
     return replace(config, train=replace(config.train, objective="reward"), data=DataConfig(documents="apart"))
 
 
-def load_model(checkpoint: Path, **train: Any) -> tuple[Config, Stage]:
+def load_model(checkpoint: Path, family: str = "", **train: Any) -> tuple[Config, Stage]:
     """The options and the model of a checkpoint. The model is one stage on the CPU, in evaluation mode.
 
-    `train` is as in `saved_config`. Raises CheckpointError if the checkpoint is damaged.
+    `family` and `train` are as in `saved_config`. Raises CheckpointError if the checkpoint is damaged.
     """
-    config = saved_config(read_manifest(checkpoint), **train)
+    config = saved_config(read_manifest(checkpoint), family, **train)
     ctx = context.single()
     stage = build_stages(config, ctx)[0]
     trained = (param for param in stage.parameters() if param.requires_grad)
@@ -74,14 +142,19 @@ def load_model(checkpoint: Path, **train: Any) -> tuple[Config, Stage]:
 def texts_of(checkpoint: Path, options: TextOptions) -> Texts:
     """The tokenizer of a checkpoint's training, for texts as the options ask for them."""
     manifest = open_manifest(checkpoint)
-    config = saved_config(manifest)
+    config = _without_family(manifest)
     return open_texts(config.data.tokenizer, options, manifest.data, sources_of(config))
 
 
 def text_record(checkpoint: Path) -> dict[str, Any]:
     """How the texts of a checkpoint's training became tokens (`megapar.data.texts.record_of`); {} if nothing says."""
     manifest = open_manifest(checkpoint)
-    return saved_record(manifest.data, sources_of(saved_config(manifest)))
+    return saved_record(manifest.data, sources_of(_without_family(manifest)))
+
+
+def _without_family(manifest: Manifest) -> Config:
+    """The options of a checkpoint without those of its model's family, which may be in a module of the user's."""
+    return _read(manifest, ModelConfig, f"checkpoint of step {manifest.step}")
 
 
 def sources_of(config: Config) -> tuple[str, ...]:

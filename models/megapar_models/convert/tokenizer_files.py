@@ -230,7 +230,7 @@ def compare_with_transformers(folder: Path, tokenizer: Tokenizer, vocab_size: in
 
     transformers.utils.logging.set_verbosity_error()
     try:
-        auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        auto = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the classes of transformers have no common error for files that they cannot read
         return {}, [f"AutoTokenizer cannot read it ({type(error).__name__}: {' '.join(str(error).split())[:200]})"]
     texts = check_texts([str(token) for token in auto.added_tokens_decoder.values()][:_SYMBOLS])

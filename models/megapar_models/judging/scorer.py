@@ -41,11 +41,18 @@ Head = Callable[[Stage, Tensor, MicroBatch], Tensor]
 
 
 def config_of(
-    checkpoint: Path, flags: Sequence[str], env: Environment, *, adapters_off: bool = False, longest: bool = False
+    checkpoint: Path,
+    flags: Sequence[str],
+    env: Environment,
+    *,
+    family: str = "",
+    adapters_off: bool = False,
+    longest: bool = False,
 ) -> Config:
     """The configuration of the checkpoint's model in the layout of `flags`. Raises ConfigError for other flags.
 
-    `longest`: train.seq_length is the model's longest context, unless a flag says otherwise.
+    `family` is as in `saved_config`. `longest`: train.seq_length is the model's longest context, unless a flag says
+    otherwise.
     """
     resolved = load(flags, {}, FOR_OPTIONS)
     values = flatten(resolved.config)
@@ -56,7 +63,7 @@ def config_of(
     manifest = read_manifest(checkpoint)
     if adapters_off and not manifest.base:
         raise ConfigError(f"--adapters_off: {checkpoint} holds no adapters; leave it out")
-    saved = saved_config(manifest)
+    saved = saved_config(manifest, family)
     if manifest.base:
         # With them off too: the base must be theirs.
         saved = replace(saved, adapter=saved_adapter(manifest.trainer["config"]))
