@@ -12,7 +12,7 @@ from megapar.data.indexed import IndexedDataset
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, DataError
 from megapar.launch.reporting import reported
-from megapar.system.atomic_files import as_json
+from megapar.system.atomic_files import write_json
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def main() -> None:
                 f"{beside(loss, entropies.bigram)} bigram"
             )
         if args.json:
-            args.json.write_text(as_json({**asdict(entropies), "targets": targets}) + "\n")
+            write_json(args.json, {**asdict(entropies), "targets": targets})
 
 
 if __name__ == "__main__":

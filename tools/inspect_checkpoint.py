@@ -21,7 +21,7 @@ from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import Reader, flatten
 from megapar.errors import CheckpointError
 from megapar.launch.reporting import reported
-from megapar.system.atomic_files import as_json
+from megapar.system.atomic_files import write_json
 
 _WIDTH = 1000  # columns for a reader other than a terminal; the table takes what it needs
 
@@ -169,7 +169,7 @@ def inspect(options: Options) -> int:
         report["compared"] = str(options.compare)
         report["differences"] = compare(options.path, manifest, options.compare, progress)
     if options.json:
-        options.json.write_text(as_json(report, indent=1))
+        write_json(options.json, report)
     try:
         show(report, console)
         sys.stdout.flush()

@@ -34,14 +34,14 @@ from megapar.context import ParallelContext
 from megapar.data_parallel.buckets import intersect
 from megapar.device import DeviceClock
 from megapar.environment import Environment
-from megapar.errors import ConfigError, storing
+from megapar.errors import ConfigError
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import reported
 from megapar.optimizer.schedule import learning_rate
 from megapar.random import initialize
 from megapar.recorder import Recorder
-from megapar.system.atomic_files import as_json
+from megapar.system.atomic_files import save_figure, write_json
 from megapar.train.data import go_on, open_loaders, with_vocabulary_of_tokenizer
 from megapar.train.state import TrainState
 from megapar.train.step import Divisors
@@ -285,8 +285,7 @@ def draw(found: Mapping[str, Drift], left_out: int, path: Path) -> None:
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False)
-    with storing(path):
-        figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 # The program
@@ -383,8 +382,7 @@ def write(
         "reductions": [asdict(row) for row in reductions],
         "drift": {name: asdict(result) for name, result in found.items()},
     }
-    with storing(path):
-        path.write_text(as_json(content, indent=1))
+    write_json(path, content)
 
 
 def config_of(flags: Sequence[str], env: Environment) -> Config:

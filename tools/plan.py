@@ -28,7 +28,7 @@ from megapar.config.messages import first_few, layout_in_words
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, flatten, option_types, unflatten
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import ConfigError, MegaparError, storing
+from megapar.errors import ConfigError, MegaparError
 from megapar.launch.reporting import open_streams, reported
 from megapar.plan import explain, hardware, memory
 from megapar.plan.choose_chunks import best, uncut, with_chunks
@@ -41,7 +41,7 @@ from megapar.plan.questions import Questions, gib, why_first
 from megapar.plan.search import Found, Row, search
 from megapar.plan.space import Layout, Space, layout_of, searchable
 from megapar.plan.step_time import StepTime, step_time
-from megapar.system.atomic_files import write_json
+from megapar.system.atomic_files import write_json, write_text
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
 _OF_A_STEP = ("train.seq_length", "train.global_batch_size", "train.precision")
@@ -273,8 +273,7 @@ def write_config(resolved: Resolved, row: Row, config: Config, path: Path) -> No
     values = given | options
     chosen = [option for option, value in options.items() if value != given[option]]
     sources = dict(resolved.sources) | dict.fromkeys(chosen, "tools/plan.py")
-    with storing(path):
-        path.write_text(to_toml(Resolved(unflatten(values, type(resolved.config.model)), sources), config))
+    write_text(path, to_toml(Resolved(unflatten(values, type(resolved.config.model)), sources), config))
 
 
 def main() -> int:

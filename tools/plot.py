@@ -20,6 +20,7 @@ from megapar.errors import DataError
 from megapar.launch.reporting import reported
 from megapar.plan import profile
 from megapar.plan.timeline import draw
+from megapar.system.atomic_files import save_figure
 
 MOST_NAMES = 8  # of layers beside each other that can be read
 
@@ -59,7 +60,7 @@ def draw_loss(run_dir: Path, lines: list[dict[str, Any]], entropies: Path | None
     axes.set_xlim(left=0)
     axes.legend(frameon=False)
     path = run_dir / "loss.png"
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
     plt.close(figure)
     return path
 
@@ -128,7 +129,7 @@ def draw_load(run_dir: Path, lines: list[dict[str, Any]]) -> Path | None:
     if figure is None:
         return None
     path = run_dir / "load.png"
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
     plt.close(figure)
     return path
 

@@ -33,7 +33,7 @@ from megapar.checkpoint.manifest import Span, encode, index, seal
 from megapar.device import out_of_memory
 from megapar.errors import CheckpointError
 from megapar.params import MAIN, ParamSpec, Piece, Sizes
-from megapar.system.regular_files import open_regular, read_regular
+from megapar.system.regular_files import open_new, open_regular, read_regular
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -349,7 +349,8 @@ def write_latest(root: Path, name: str | None) -> None:
         if name is None:
             (root / "latest").unlink(missing_ok=True)
         else:
-            draft.write_text(f"{name}\n")
+            with open_new(draft) as file:
+                file.write(f"{name}\n".encode())
             draft.replace(root / "latest")
     except OSError as error:
         draft.unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from numpy.typing import ArrayLike, NDArray
 from megapar.data.contents import content_hash
 from megapar.data.file_array import DataFile, FileArray
 from megapar.errors import DataError, storing
+from megapar.system.regular_files import open_new
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
@@ -240,7 +241,7 @@ class IndexedWriter:
     def __enter__(self) -> "IndexedWriter":
         with storing(self.bin_path):
             self.bin_path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = _partial(self.bin_path).open("wb")
+            self._file = open_new(_partial(self.bin_path))
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
@@ -313,7 +314,7 @@ class IndexedWriter:
         document_indices = np.concatenate([np.zeros(1, "<i8"), *self._document_ends]).astype("<i8")
         code = next(code for code, dtype in _TOKEN_DTYPES.items() if dtype == self.dtype)
         with storing(self.idx_path):
-            file = _partial(self.idx_path).open("wb")
+            file = open_new(_partial(self.idx_path))
             file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(document_indices)))
             pointers = sequence_pointers(lengths, self.dtype.itemsize).astype("<i8")
             for part in (lengths, pointers, document_indices):

@@ -23,7 +23,7 @@ from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
 from megapar.errors import ConfigError, DataError, reason_of, storing
 from megapar.system.atomic_files import write_json
-from megapar.system.regular_files import read_regular
+from megapar.system.regular_files import open_new, read_regular
 
 _BLOCK = 1 << 20  # bytes hashed, tokens checked, or documents checked at a time; it bounds the memory
 _GATHERED = 1 << 10  # documents fetched at a time
@@ -218,7 +218,7 @@ def write_weights(prefix: str | Path, weights: Iterable[NDArray[np.uint8]]) -> N
     path = weights_path(prefix)
     partial = path.with_name(f".{path.name}.partial")
     with storing(path):
-        with partial.open("wb") as file:
+        with open_new(partial) as file:
             for block in weights:
                 file.write(block.astype(np.uint8, copy=False).tobytes())
             file.flush()

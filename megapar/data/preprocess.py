@@ -8,10 +8,12 @@ parts are joined in the order of the input (megapar.data.prepared).
 Memory does not grow with the text. Each worker holds one batch, and joining takes tens of bytes a document.
 """
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +34,7 @@ from megapar.data.texts import StartToken, start_ids, with_start
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.workers import run, worker_pool
 from megapar.errors import ConfigError, DataError, storing
-from megapar.system.regular_files import read_regular
+from megapar.system.regular_files import open_new, read_regular
 
 _PARTS_VERSION = 1  # raise it when the same input would give other parts
 _BATCH_CHARACTERS = 1 << 20  # of text in a batch, about
@@ -269,6 +271,9 @@ def _parts_folder(folder: Path) -> Iterator[None]:
 
     with storing(folder):
         folder.mkdir(parents=True, exist_ok=True)
+        status = folder.lstat()  # in a folder open to all, somebody else could have put parts there
+        if stat.S_ISLNK(status.st_mode) or status.st_uid != os.geteuid():
+            raise PermissionError(errno.EPERM, "is a link, or another user's: remove it, or choose another --output")
         remove_drafts()
     try:
         yield
@@ -333,8 +338,9 @@ def _make_part(
         places += [(number, position.number, position.offset, reason) for position, reason in reader.bad.first]
     part = Part(total, [reader.lines for reader in readers], places[:_NAMED], recipe.on_bad_line)
     with storing(folder / shard.name):
-        Path(f"{draft}.hash").write_bytes(hashes)
-        Path(f"{draft}.json").write_text(json.dumps(asdict(part)))
+        for suffix, content in (("hash", bytes(hashes)), ("json", json.dumps(asdict(part)).encode())):
+            with open_new(Path(f"{draft}.{suffix}")) as file:
+                file.write(content)
         # The .json comes last, since it says that the part is whole.
         for suffix in ("bin", "idx", "hash", "json"):
             Path(f"{draft}.{suffix}").replace(f"{folder / shard.name}.{suffix}")

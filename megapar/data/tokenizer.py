@@ -15,6 +15,7 @@ import sentencepiece
 from numpy.typing import NDArray
 
 from megapar.errors import ConfigError, DataError, reason_of, storing
+from megapar.system.atomic_files import replace_file
 from megapar.system.regular_files import read_regular
 
 SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
@@ -485,4 +486,4 @@ def train_sentencepiece(texts: Iterable[str], vocab_size: int, output: str | Pat
         raise ConfigError(f"vocab_size {vocab_size}: sentencepiece refuses it for these texts: {reason}") from error
     with storing(Path(output)):
         Path(output).parent.mkdir(parents=True, exist_ok=True)
-        Path(output).write_bytes(model.getvalue())
+        replace_file(Path(output), model.getvalue())

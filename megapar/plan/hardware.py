@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from megapar.errors import ConfigError
+from megapar.system.atomic_files import write_text
 
 FOLDER = Path(__file__).parent / "machines"
 
@@ -216,7 +217,7 @@ def write(hardware: Hardware, path: Path, comments: Mapping[str, str] | None = N
             tables += _table(key, value, notes)
         else:
             lines.append(_line(key, value, notes.get(key, "")))
-    path.write_text("\n".join([*lines, *tables]) + "\n")
+    write_text(path, "\n".join([*lines, *tables]) + "\n")
 
 
 def _table(name: str, values: Mapping[Any, Any], notes: Mapping[str, str]) -> list[str]:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megapar.plan.profile import PARTS, Account, RankRecord, Segment, segments
+from megapar.system.atomic_files import save_figure
 
 _COLORS = {
     "forward": "#174a86",
@@ -44,7 +45,7 @@ def draw(
     legend = [Patch(color=colors[part], label=_LABELS.get(part, part)) for part in PARTS if part in shown]
     legend += [Patch(color=colors[axis], label=f"{axis}, exposed") for axis in names]
     figure.legend(handles=legend, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, path)
 
 
 def _axes(accounts: Sequence[Account]) -> list[str]:

@@ -156,12 +156,9 @@ def main() -> None:
             picture = folder / "profile.png"
             draw(records, accounts, ranks, picture, f"{args.run_dir.name}: where the time of a step went")
             trace = folder / "trace.json"
-            trace.write_text(atomic_files.as_json(chrome_trace(records)))
+            atomic_files.write_text(trace, atomic_files.as_json(chrome_trace(records)))
         for path in (picture, trace):
             print(path)
         if args.json:
-            with storing(args.json):
-                args.json.write_text(
-                    atomic_files.as_json(as_json(records, accounts) | {"prediction": prediction}, indent=1)
-                )
+            atomic_files.write_json(args.json, as_json(records, accounts) | {"prediction": prediction})
             print(args.json)

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megapar.pipeline.actions import Action, Event
-from megapar.system.atomic_files import as_json
+from megapar.system.atomic_files import as_json, save_figure, write_text
 
 # Colors of each kind of action, from dark to light for the chunks of a rank. Text on the first two is white, on the
 # others black.
@@ -50,7 +50,7 @@ def draw_over_each_other(timelines: Mapping[str, Sequence[Event]], path: str | P
     panels[-1].set_xlabel(f"time [{unit}]")
     legend = _legend([event for events in timelines.values() for event in events], ranks)
     figure.legend(handles=legend, loc="outside lower right", ncols=5, frameon=False)
-    figure.savefig(path, dpi=120)
+    save_figure(figure, Path(path))
 
 
 def write_chrome_trace(timelines: Mapping[str, Sequence[Event]], path: str | Path, seconds: float) -> None:
@@ -75,7 +75,7 @@ def write_chrome_trace(timelines: Mapping[str, Sequence[Event]], path: str | Pat
                     "args": {"stage": event.action.stage, "microbatch": event.action.microbatch},
                 }
             )
-    Path(path).write_text(as_json({"traceEvents": rows}))
+    write_text(Path(path), as_json({"traceEvents": rows}))
 
 
 def _span(events: Sequence[Event]) -> float:

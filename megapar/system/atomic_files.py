@@ -1,25 +1,25 @@
-"""Replaces files so that a reader finds the whole old text or the whole new text, also after a kill."""
+"""Replaces files so that a reader finds the whole old text or the whole new text, also after a kill.
+
+The folder may be open to others, who may put a link under any name that can be guessed. No link is followed: text goes
+to a new file under a random name, and the rename replaces a link, not the file behind it.
+"""
 
 import json
 import math
 import os
-import socket
+import secrets
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from megapar.errors import storing
-from megapar.system.regular_files import open_regular
+from megapar.system.regular_files import open_new
 
 
 def _draft(path: Path) -> Path:
-    """A file beside `path`, of this process alone: several hosts may share the folder."""
-    return path.with_name(f"{path.name}.{socket.gethostname()}.{os.getpid()}.tmp")
-
-
-def _opened(draft: Path) -> BinaryIO:
-    return open(open_regular(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb")
+    """A file beside `path` under a name that nobody can guess. Several hosts may share the folder."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
@@ -29,7 +29,7 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
     """
     draft = _draft(path)
     try:
-        with _opened(draft) as file:
+        with open_new(draft) as file:
             file.write(data)
             # Without this a file system may do the rename first, and leave an empty file after a power cut.
             if sync:
@@ -50,7 +50,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     """
     draft = _draft(path)
     with storing(path):
-        file = _opened(draft)
+        file = open_new(draft)
     try:
         with file:
             yield file
@@ -79,7 +79,21 @@ def as_json(value: Any, indent: int | None = None) -> str:
     return json.dumps(finite(value), indent=indent, allow_nan=False)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at `path` by `text` in UTF-8. Raises StorageError if it cannot be written."""
+    with storing(path):
+        replace_file(path, text.encode())
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Replace the file at `path` by a figure of matplotlib, in the format of its suffix, such as .svg.
+
+    Raises StorageError if it cannot be written.
+    """
+    with replacing(path) as file:
+        figure.savefig(file, dpi=120, format=path.suffix.removeprefix(".") or None)
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Replace the file at `path` by `value` as JSON (`as_json`). Raises StorageError if it cannot be written."""
-    with storing(path):
-        replace_file(path, (as_json(value, indent=1) + "\n").encode())
+    write_text(path, as_json(value, indent=1) + "\n")

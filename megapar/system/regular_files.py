@@ -7,7 +7,9 @@ of ours, so every other one can use it.
 import errno
 import os
 import stat
+from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
 
 SMALL = 1 << 26  # bytes; descriptions, options and the like are much smaller
 _KINDS = {
@@ -29,8 +31,7 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, folder: int | No
         kind = os.stat(path, dir_fd=folder, follow_symlinks=not flags & os.O_NOFOLLOW).st_mode
     except FileNotFoundError:
         kind = stat.S_IFREG  # os.open makes it or raises
-    if not stat.S_ISLNK(kind):  # os.open refuses a link by itself
-        _refuse_others(path, kind)
+    _refuse_others(path, kind)
     # O_NONBLOCK: a FIFO may have taken the file's place meanwhile.
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666, dir_fd=folder)
     try:
@@ -39,6 +40,16 @@ def open_regular(path: str | Path, flags: int = os.O_RDONLY, *, folder: int | No
         os.close(descriptor)
         raise
     return descriptor
+
+
+def open_new(path: Path) -> BinaryIO:
+    """Open a new file for writing, in place of a file or a link under this name. No link is followed.
+
+    Raises OSError, also if somebody puts another file there at that moment.
+    """
+    with suppress(FileNotFoundError):
+        os.unlink(path)
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666), "wb")
 
 
 def read_regular(path: str | Path, max_bytes: int | None = SMALL, flags: int = os.O_RDONLY) -> bytes:
@@ -52,6 +63,8 @@ def read_regular(path: str | Path, max_bytes: int | None = SMALL, flags: int = o
 
 def _refuse_others(path: str | Path, mode: int) -> None:
     """Raise OSError unless `mode` means a regular file."""
+    if stat.S_ISLNK(mode):
+        raise OSError(errno.ELOOP, "is a link, and is not followed", str(path))
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):

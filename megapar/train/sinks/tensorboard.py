@@ -1,5 +1,6 @@
 """Writes the numbers of a run to run_dir/tensorboard."""
 
+import secrets
 import threading
 from collections.abc import Sequence
 
@@ -20,8 +21,11 @@ class TensorBoard:
         threading.excepthook = self._thread_failed
         folder = run.run_dir / "tensorboard"
         with storing(folder):
-            # TensorBoard shows no step after this one of an earlier start.
-            self._writer = SummaryWriter(str(folder), purge_step=run.first_step + 1)
+            # TensorBoard shows no step after this one of an earlier start. The file's name has random letters: who else
+            # may write in the folder could put a link under a name of time, host and process.
+            self._writer = SummaryWriter(
+                str(folder), purge_step=run.first_step + 1, filename_suffix=f".{secrets.token_hex(4)}"
+            )
         self._failed = False
 
     def open(self) -> str:
