@@ -11,8 +11,9 @@ import os
 import re
 import shutil
 import socket
+import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +21,12 @@ from megapar.checkpoint.format import checkpoint_folders, is_complete, step_of
 from megapar.checkpoint.lineage import complete_plan
 from megapar.comm.agreement import on_all_ranks
 from megapar.context import ParallelContext
-from megapar.errors import StorageError
-from megapar.system.regular_files import open_regular
+from megapar.errors import StorageError, storing
+from megapar.system.atomic_files import replace_file
+from megapar.system.regular_files import open_new, open_regular, read_regular
 
 LOCK = ".lock"
+OWNER = ".of-run"  # in a folder of checkpoints: the inode of the run folder that it belongs to
 _LEFT_BEHIND = re.compile(r"\.(tmp|trash|latest|probe)-.*|\.abandoning\..*\.tmp")
 _REPLACED = re.compile(r"\.old-(step_\d{8,})-.*")
 
@@ -43,10 +46,20 @@ def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]
                 return
             run_dir.mkdir(parents=True, exist_ok=True)
             path = run_dir / LOCK
-            descriptor = open_regular(path, os.O_RDWR | os.O_CREAT)
+            with storing(path):
+                descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             held.callback(os.close, descriptor)
             _lock(path, descriptor)
-            sweep(root)
+            if root.is_dir():
+                _claim(root)
+            if is_own(root):
+                sweep(root)
+            elif root.is_dir():
+                text = (
+                    "%s: a link to a folder that is not known to be of this run: nothing in it is removed; if it is, "
+                )
+                text += "say so: echo %d > %s"
+                logging.getLogger(__name__).warning(text, root, run_dir.stat().st_ino, root / OWNER)
 
         on_all_ranks(take, ctx, StorageError, f"run folder {run_dir} not usable")
         yield
@@ -87,7 +100,7 @@ class Ownership:
     def _look(self) -> tuple[int, int] | None:
         """The device and inode of the lock file, its identity, or None if it is not there."""
         try:
-            status = os.stat(self._path)
+            status = os.stat(self._path, follow_symlinks=False)
         except FileNotFoundError:
             return None
         return status.st_dev, status.st_ino
@@ -109,6 +122,34 @@ def sweep(root: Path) -> None:
             _remove(path)
 
 
+def is_own(root: Path) -> bool:
+    """Whether a folder of checkpoints is its run's alone, so that what is left over there may be removed.
+
+    Whoever prepared the run folder may have made `root` a link to any folder, also to that of another run. What the
+    folder itself says of its run is not theirs.
+    """
+    if not root.is_symlink():
+        return True
+    with suppress(OSError):
+        return read_regular(root / OWNER, 64, os.O_RDONLY | os.O_NOFOLLOW).split() == [_identity(root)]
+    return False
+
+
+def _claim(root: Path) -> None:
+    """Note in `root` that it belongs to its run folder, unless it is a link to a folder with something in it."""
+    if root.is_symlink() and (is_own(root) or any(root.iterdir())):
+        return
+    with suppress(OSError):
+        if read_regular(root / OWNER, 64, os.O_RDONLY | os.O_NOFOLLOW).split() == [_identity(root)]:
+            return
+    replace_file(root / OWNER, _identity(root) + b"\n")
+
+
+def _identity(root: Path) -> bytes:
+    # It survives a rename of the run folder, and a remount. A copy has another one.
+    return str(root.parent.stat().st_ino).encode()
+
+
 def check(root: Path, needed: int, ctx: ParallelContext) -> None:
     """Raise StorageError on every rank unless `root` has `needed` bytes free and each rank can write there.
 
@@ -116,9 +157,10 @@ def check(root: Path, needed: int, ctx: ParallelContext) -> None:
     """
 
     def probe() -> None:
-        path = root / f".probe-{ctx.world.rank:05d}"
+        path = root / f".probe-{ctx.world.rank:05d}-{uuid.uuid4().hex[:8]}"
         try:
-            path.write_bytes(b"probe")
+            with open_new(path) as file:
+                file.write(b"probe")
             path.unlink()
         except FileNotFoundError as error:
             raise StorageError(f"{path}: {error.strerror}; all ranks must see the same folder") from error
@@ -126,6 +168,7 @@ def check(root: Path, needed: int, ctx: ParallelContext) -> None:
     def make_and_measure() -> None:
         if ctx.world.first:
             require_space(root, needed)
+            _claim(root)
 
     # Rank 0 makes the folder first: a rank that then finds none sees another disk.
     doing = "checkpoints could not be saved"
@@ -165,7 +208,7 @@ def prune(root: Path, step: int, keep: Keep) -> None:
     went back.
     A failure to remove a checkpoint is only a warning, because the new one is saved.
     """
-    if not keep.last:
+    if not keep.last or not is_own(root):
         return
     kept = 0  # newest checkpoints that stay because of `keep.last`
     for folder in checkpoint_folders(root):

@@ -20,7 +20,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar import device
-from megapar.checkpoint.folder import KEEP_ALL, Keep, prune, require_space
+from megapar.checkpoint.folder import KEEP_ALL, Keep, is_own, prune, require_space
 from megapar.checkpoint.format import (
     WEIGHTS,
     Chunk,
@@ -433,7 +433,8 @@ def publish(
         old = root / f".old-{temporary.name.removeprefix('.tmp-')}"
         final.rename(old)
         temporary.rename(final)
-        shutil.rmtree(old)
+        if is_own(root):  # else it is left under its hidden name
+            shutil.rmtree(old)
     else:
         temporary.rename(final)
     sync_folder(root)

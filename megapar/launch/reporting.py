@@ -269,7 +269,7 @@ def write_error(record: Mapping[str, Any], run_dir: str | None, *, ours: bool) -
 def _is_free(run_dir: str) -> bool:
     """Whether no running job holds the lock of the run folder (see megapar.checkpoint.folder)."""
     try:
-        with open(open_regular(os.path.join(run_dir, ".lock"))) as file:
+        with open(open_regular(os.path.join(run_dir, ".lock"), os.O_RDONLY | os.O_NOFOLLOW)) as file:
             # A shared lock: several ranks may ask at once, and must not take each other for a running job.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -34,7 +34,7 @@ def append(run_dir: Path, event: str, **fields: Any) -> None:
     path = run_dir / FILE
     line = as_json({"time": time.time(), "event": event, **fields})
     try:
-        descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        descriptor = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW)
         try:
             os.write(descriptor, f"{line}\n".encode())  # in one call: the line of a killed process is whole or missing
         finally:
@@ -51,9 +51,9 @@ def read(run_dir: Path) -> Iterator[dict[str, Any]]:
     than ours. Raises OSError if the file cannot be read.
     """
     path = run_dir / FILE
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    with open(open_regular(path), "rb") as file:
+    with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - SMALL))
         content = file.read(SMALL)
     for line in content.splitlines():

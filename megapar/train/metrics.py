@@ -203,7 +203,8 @@ class Lines:
         self._thread.start()
 
     def _open(self) -> int:
-        return open_regular(self.path.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT, folder=self._folder)
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW
+        return open_regular(self.path.name, flags, folder=self._folder)
 
     def write(self, step: int, text: str) -> None:
         """Queue the line of a step and return at once."""
@@ -370,8 +371,8 @@ def cut_back(path: Path, last_step: int, abandoned: Path) -> bool:
     moved: list[bytes] = []
     foreign = 0
     lines: list[bytes] = []
-    if path.exists():
-        lines = read_regular(path, max_bytes=None).splitlines(keepends=True)
+    if os.path.lexists(path):
+        lines = read_regular(path, None, os.O_RDONLY | os.O_NOFOLLOW).splitlines(keepends=True)
     for line in lines:
         whole = line.endswith(b"\n")
         step = _step(line)
