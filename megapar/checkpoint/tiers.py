@@ -6,6 +6,7 @@ by a random name kept in both.
 """
 
 import logging
+import socket
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -16,12 +17,13 @@ from megapar.checkpoint.by_host import Disks, find_disks
 from megapar.checkpoint.folder import Keep, remove
 from megapar.checkpoint.folder import sweep as sweep_folder
 from megapar.checkpoint.lineage import Lineage, abandoned_by
+from megapar.comm import collectives
 from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.options import CheckpointConfig
 from megapar.context import ParallelContext
 from megapar.errors import StorageError, storing
 from megapar.system.atomic_files import replace_file
-from megapar.system.own_folder import opened
+from megapar.system.own_folder import make_own, opened
 from megapar.system.regular_files import read_regular
 
 FOLDER = "checkpoints"
@@ -69,14 +71,15 @@ def all_of(
     that has failed meanwhile is then left out, with a warning.
     """
     tiers = [shared(options, run_dir)]
-    faster: list[Callable[[], Tier]] = []
+    faster: list[Callable[[], Tier | None]] = []
     if options.local_every:
         faster.append(lambda: _local(options, run_dir, ctx))
     if options.memory_every and snapshots:
         faster.append(lambda: _memory(options, Path(snapshots), ctx))
     for make in faster:
         try:
-            tiers.insert(0, make()._replace(may_fail=again))
+            if tier := make():
+                tiers.insert(0, tier._replace(may_fail=again))
         except StorageError as error:  # on every rank, with the same words
             if not again:
                 raise
@@ -85,11 +88,23 @@ def all_of(
     return tiers
 
 
-def _local(options: CheckpointConfig, run_dir: Path, ctx: ParallelContext) -> Tier:
-    """The tier on a local disk. A collective; raises StorageError on every rank if the folder cannot be made."""
+def _local(options: CheckpointConfig, run_dir: Path, ctx: ParallelContext) -> Tier | None:
+    """The tier on local disks, None with a warning if another user could have put checkpoints there. A collective.
+
+    Raises StorageError on every rank if the folder cannot be made.
+    Everybody who may read the run folder knows the name of its folder there, and a scratch disk is often open to all.
+    """
     doing = f"checkpoint.local_dir {options.local_dir} not usable"
     named = on_all_ranks(lambda: _name_of(run_dir) if ctx.world.first else "", ctx, StorageError, doing)
-    root = local_root(options) / from_first(named, ctx) / FOLDER
+    folder = local_root(options) / from_first(named, ctx)
+    is_own = on_all_ranks(lambda: make_own(folder), ctx, StorageError, doing)
+    found_on = collectives.gather_json("" if is_own else socket.gethostname(), ctx.world, ctx.device)
+    if hosts := sorted(set(filter(None, found_on))):
+        if ctx.world.first:
+            text = "%s on %s: a link, another user's, or open to others: checkpoint.local_dir is left out; remove it"
+            logging.getLogger(__name__).warning(text, folder, ", ".join(hosts))
+        return None
+    root = folder / FOLDER
     found = find_disks(root, ctx)
     disks = found if len(set(found.of_rank)) > 1 else None
     # Of two, one is whole while the next is written, and one is left if the newest turns out to be damaged.

@@ -47,6 +47,27 @@ class OwnFolder:
         os.close(self.descriptor)
 
 
+def make_own(path: Path) -> bool:
+    """Make the folder `path`, closed to others, unless it is there. Whether it is this user's and closed to others.
+
+    A folder of this user that others may only read is closed: nobody else has put anything there. Raises OSError if the
+    folder cannot be made.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with suppress(FileExistsError):
+        path.mkdir(0o700)
+    with suppress(OSError):  # another user's
+        descriptor = os.open(path, _OPEN_FOLDER)
+        try:
+            status = os.fstat(descriptor)
+            if status.st_uid == os.geteuid() and not status.st_mode & 0o022:
+                os.fchmod(descriptor, status.st_mode & 0o700)
+        finally:
+            os.close(descriptor)
+    with opened(path) as own:
+        return own is not None
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[int | None]:
     """Yield a descriptor of the folder at `path`, None unless it belongs to this user and is closed to others."""
