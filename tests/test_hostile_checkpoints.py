@@ -79,7 +79,7 @@ def write_all(folder: Path) -> None:
 
 
 def test_a_family_that_a_file_names_is_imported_only_if_the_user_names_it(tmp_path: Path) -> None:
-    """Fault names-out-of-files-are-imported, for a tool and the reader of all tools."""
+    """Fault names-out-of-files, for a tool and the reader of all tools."""
     write_all(tmp_path)
     ended = run_tool("generate.py", *TOOLS["generate.py"], cwd=tmp_path)
     assert ended.code == CheckpointError.exit_code, ended.err
@@ -95,7 +95,7 @@ def test_a_family_that_a_file_names_is_imported_only_if_the_user_names_it(tmp_pa
 @pytest.mark.slow  # a fork for each tool
 @pytest.mark.parametrize("name", TOOLS)
 def test_no_tool_imports_what_a_manifest_names(name: str, tmp_path: Path) -> None:
-    """Fault names-out-of-files-are-imported: the message names the flag, and with the flag the module is imported."""
+    """Fault names-out-of-files: the message names the flag, and with the flag the module is imported."""
     write_all(tmp_path)
     flags = TOOLS[name]
     ended = run_tool(name, *flags, cwd=tmp_path)
@@ -115,7 +115,7 @@ def test_no_tool_imports_what_a_manifest_names(name: str, tmp_path: Path) -> Non
 
 @pytest.mark.slow  # several hundred options
 def test_no_option_in_a_manifest_is_imported_or_believed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fault names-out-of-files-are-imported: every option as the name of a module, and as values of wrong types and
+    """Fault names-out-of-files: every option as the name of a module, and as values of wrong types and
     sizes: a CheckpointError, or an option that the tools leave out."""
     write_module(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)

@@ -86,10 +86,10 @@ class Curves:
     def update(self) -> None:
         """Read what the file has got since the last call. Raises DataError if it cannot be read."""
         try:
-            if not self.path.exists():
+            if not os.path.lexists(self.path):
                 self._start_over()
                 return
-            with open(open_regular(self.path), "rb") as file:
+            with open(open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                 found = os.fstat(file.fileno())
                 # A run that goes back to a checkpoint replaces the file by a shorter one.
                 if found.st_ino != self._inode or found.st_size < self._read:

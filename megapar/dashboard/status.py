@@ -86,7 +86,9 @@ class Options:
         if seen != self._seen:
             self._seen, self._steps = seen, None
             with suppress(OSError, ValueError, RecursionError):
-                train = tomllib.loads(read_regular(self.path, MOST_OPTIONS).decode()).get("train")
+                train = tomllib.loads(read_regular(self.path, MOST_OPTIONS, os.O_RDONLY | os.O_NOFOLLOW).decode()).get(
+                    "train"
+                )
                 steps = train.get("steps") if isinstance(train, dict) else None
                 self._steps = steps if is_of(steps, int) else None
         return self._steps
@@ -153,7 +155,8 @@ def _add_events(status: Status, past: Sequence[Mapping[str, Any]]) -> None:
         name = event["event"]
         status.restarts += name == "restart"
         if name == "saved":
-            status.saved_step = event.get("step")
+            step = event.get("step")
+            status.saved_step = step if type(step) is int else None  # a text could steer a terminal
         elif name == "fault":
             where = f"rank {event.get('rank')} on {event.get('host')}, step {event.get('step')}"
             status.fault = shown(f"{where}: {event.get('class')}: {event.get('message')}")
