@@ -26,7 +26,7 @@ from megapar.system.atomic_files import replace_file
 from megapar.system.regular_files import open_new, open_regular, read_regular
 
 LOCK = ".lock"
-OWNER = ".of-run"  # in a folder of checkpoints: the inode of the run folder that it belongs to
+OWNER = ".of-run"  # in a folder of checkpoints behind a link: the inode of the run folder that it belongs to
 _LEFT_BEHIND = re.compile(r"\.(tmp|trash|latest|probe)-.*|\.abandoning\..*\.tmp")
 _REPLACED = re.compile(r"\.old-(step_\d{8,})-.*")
 
@@ -50,8 +50,7 @@ def exclusive(run_dir: Path, root: Path, ctx: ParallelContext) -> Iterator[None]
                 descriptor = open_regular(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW)
             held.callback(os.close, descriptor)
             _lock(path, descriptor)
-            if root.is_dir():
-                _claim(root)
+            _claim(root)
             if is_own(root):
                 sweep(root)
             elif root.is_dir():
@@ -136,13 +135,9 @@ def is_own(root: Path) -> bool:
 
 
 def _claim(root: Path) -> None:
-    """Note in `root` that it belongs to its run folder, unless it is a link to a folder with something in it."""
-    if root.is_symlink() and (is_own(root) or any(root.iterdir())):
-        return
-    with suppress(OSError):
-        if read_regular(root / OWNER, 64, os.O_RDONLY | os.O_NOFOLLOW).split() == [_identity(root)]:
-            return
-    replace_file(root / OWNER, _identity(root) + b"\n")
+    """Note in the folder behind the link `root` that it belongs to this run folder, if there is nothing in it."""
+    if root.is_symlink() and root.is_dir() and not any(root.iterdir()):
+        replace_file(root / OWNER, _identity(root) + b"\n")
 
 
 def _identity(root: Path) -> bytes:
@@ -168,7 +163,6 @@ def check(root: Path, needed: int, ctx: ParallelContext) -> None:
     def make_and_measure() -> None:
         if ctx.world.first:
             require_space(root, needed)
-            _claim(root)
 
     # Rank 0 makes the folder first: a rank that then finds none sees another disk.
     doing = "checkpoints could not be saved"
