@@ -86,9 +86,6 @@ class Curves:
     def update(self) -> None:
         """Read what the file has got since the last call. Raises DataError if it cannot be read."""
         try:
-            if not os.path.lexists(self.path):
-                self._start_over()
-                return
             with open(open_regular(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
                 found = os.fstat(file.fileno())
                 # A run that goes back to a checkpoint replaces the file by a shorter one.
@@ -100,6 +97,8 @@ class Curves:
                 file.seek(self._read)
                 for line in self._lines(file):
                     self._add(line)
+        except (FileNotFoundError, NotADirectoryError):
+            self._start_over()
         except OSError as error:
             raise DataError(f"{self.path}: {reason_of(error)}") from error
 

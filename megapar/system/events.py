@@ -51,9 +51,11 @@ def read(run_dir: Path) -> Iterator[dict[str, Any]]:
     than ours. Raises OSError if the file cannot be read.
     """
     path = run_dir / FILE
-    if not os.path.lexists(path):
+    try:
+        descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
+    except (FileNotFoundError, NotADirectoryError):
         return
-    with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+    with open(descriptor, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - SMALL))
         content = file.read(SMALL)
     for line in content.splitlines():
