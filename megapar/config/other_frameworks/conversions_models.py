@@ -37,16 +37,30 @@ class _Layers(NamedTuple):
     """Biases of the MLPs: never, always, or by the options of megapar that are named."""
     plain_mlp: bool = False
     dropout: bool = False
+    gate: str = "swiglu"
+    """The flag of the gated activation."""
+    biases_by_default: bool = False
+    """Whether megapar's options of biases are true where nobody sets them."""
+    in_series: str = ""
+    """megapar's option of attention beside the MLP, which Megatron-LM's layers have one after the other."""
+    window_every: str = ""
+    """The only value of --window-attn-skip-freq."""
 
 
 _BIASES = "model.attention_bias model.mlp_bias"
 _LAYERS = {
     "gpt": _Layers("LayerNorm", "learned_absolute", biases="always", plain_mlp=True, dropout=True),
     "llama": _Layers(biases="model.attention_bias model.attention_out_bias model.mlp_bias"),
-    "gpt_oss": _Layers(biases="always"),
+    "gpt_oss": _Layers(biases="always", gate="quick-geglu", window_every="2"),
     "nemotron": _Layers("LayerNorm", biases=_BIASES, plain_mlp=True),
     "arcee": _Layers(biases=_BIASES, plain_mlp=True),
-    "gpt_neox": _Layers("LayerNorm", biases=_BIASES, plain_mlp=True),
+    "gpt_neox": _Layers(
+        "LayerNorm",
+        biases=_BIASES,
+        plain_mlp=True,
+        biases_by_default=True,
+        in_series="model.parallel_residual",
+    ),
 }
 _OTHER_LAYERS = _Layers()
 
@@ -62,12 +76,12 @@ def layers(job: Job, words: Words) -> Ours:
 
 
 def gated(job: Job, words: Words) -> Ours:
-    """--swiglu, or its absence: some families have a plain MLP, and gpt_oss a gated one by --quick-geglu."""
+    """--swiglu, or its absence: some families have a plain MLP, and some a gated one by another flag."""
     family, ours = _family_and_layers(job)
-    is_gated = bool(words) or job.is_on("swiglu") or (family == "gpt_oss" and job.is_on("quick-geglu"))
+    is_gated = bool(words) or job.is_on("swiglu") or job.is_on(ours.gate)
     if not is_gated and not ours.plain_mlp:
         raise NoCounterpart(f"family {family} has gated MLPs alone")
-    return {"model.family": (family,)} | ({"model.parallel_residual": ("no",)} if family == "gpt_neox" else {})
+    return {"model.family": (family,)} | ({ours.in_series: ("no",)} if ours.in_series else {})
 
 
 def only_of(
@@ -199,7 +213,7 @@ def no_linear_bias(job: Job, words: Words) -> Ours:
     if ours.biases == "always":
         return {"model.family": (family,)}
     if words:
-        off = ours.biases.split() if family == "gpt_neox" else []  # the family with biases by default
+        off = ours.biases.split() if ours.biases_by_default else []
         return {"model.family": (family,), **dict.fromkeys(off, ("false",))}
     if ours.biases == "never":
         raise NoCounterpart(f"family {family} has no biases in its MLPs")
@@ -305,10 +319,11 @@ def layers_with_window(job: Job, words: Words) -> Ours:
     """--window-attn-skip-freq N: each N-th layer has no window."""
     text = "".join(words)
     layers = job.whole("num-layers", 0)
-    if family_of(job) == "gpt_oss":
-        if text != "2":
-            raise NoCounterpart("family gpt_oss has a window on every second layer")
-        return {"model.family": ("gpt_oss",)}
+    family, ours = _family_and_layers(job)
+    if ours.window_every:
+        if text != ours.window_every:
+            raise NoCounterpart(f"family {family} has a window on every layer but each {ours.window_every}nd")
+        return {"model.family": (family,)}
     if not text.isdecimal() or not int(text) or not layers:
         raise NoCounterpart("only a number is read, and with --num-layers; model.layer_types has a type for each layer")
     kinds = ("full_attention", *["sliding_attention"] * (whole(text) - 1))
