@@ -97,7 +97,12 @@ def _local(options: CheckpointConfig, run_dir: Path, ctx: ParallelContext) -> Ti
     doing = f"checkpoint.local_dir {options.local_dir} not usable"
     named = on_all_ranks(lambda: _name_of(run_dir) if ctx.world.first else "", ctx, StorageError, doing)
     folder = local_root(options) / from_first(named, ctx)
-    is_own = on_all_ranks(lambda: make_own(folder), ctx, StorageError, doing)
+
+    def make() -> bool:
+        with storing(folder):
+            return make_own(folder)
+
+    is_own = on_all_ranks(make, ctx, StorageError, doing)
     found_on = collectives.gather_json("" if is_own else socket.gethostname(), ctx.world, ctx.device)
     if hosts := sorted(set(filter(None, found_on))):
         if ctx.world.first:

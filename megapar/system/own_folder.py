@@ -53,9 +53,12 @@ def make_own(path: Path) -> bool:
     A folder of this user that others may only read is closed: nobody else has put anything there. Raises OSError if the
     folder cannot be made.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
-        path.mkdir(0o700)
+        try:
+            path.mkdir(0o700)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.mkdir(0o700)
     with suppress(OSError):  # another user's
         descriptor = os.open(path, _OPEN_FOLDER)
         try:
