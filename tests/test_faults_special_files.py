@@ -19,7 +19,7 @@ from megapar.data.tokenizer import load_tokenizer
 from megapar.launch.reporting import write_error
 from megapar.pipeline import schedule_files
 from megapar.system.regular_files import SMALL, open_regular, read_regular
-from tests.support import faults
+from tests.support import faults, program
 from tests.support.faults import Scene
 from tests.support.options import load
 from tests.support.sweeps import slow_but
@@ -216,3 +216,12 @@ def test_a_giant_is_not_read(tmp_path: Path) -> None:
     os.truncate(path, 1 << 40)
     with pytest.raises(OSError, match=f"has 1,099,511,627,776 bytes, and such a file has {SMALL:,} at most"):
         read_regular(path)
+
+
+def test_a_run_of_absolute_paths_needs_no_working_folder(tmp_path: Path) -> None:
+    """Fault working-folder-removed."""
+    here = tmp_path / "here"
+    here.mkdir()
+    ended = program.run("--run_dir", str(tmp_path / "run"), "--train.steps", "3", cwd=here, plant=lambda: here.rmdir())
+    assert (ended.code, ended.err) == (0, "")
+    assert not here.exists()

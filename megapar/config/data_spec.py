@@ -134,7 +134,11 @@ def _one_spelling(source: str) -> str:
     if source.startswith("hf:"):
         prefix, _, path = source.rpartition(":")
         prefix = f"{prefix}:"
-    return f"{prefix}{os.path.abspath(path)}"
+    try:
+        here = os.getcwd()
+    except FileNotFoundError:  # the folder was removed: absolute paths are as good as ever
+        here = ""
+    return f"{prefix}{os.path.normpath(os.path.join(here, path))}"
 
 
 def _entry_problem(text: str, entry: Entry) -> str:
