@@ -1,5 +1,6 @@
 """Ranks started by torchrun or Slurm: no launcher of ours watches them, so they tell who is missing themselves."""
 
+import ctypes
 import json
 import os
 import signal
@@ -258,3 +259,30 @@ def test_errors_of_ranks_that_differ_are_all_told(tmp_path: Path) -> None:
     assert [rank.code for rank in ended] == [3, 3]
     for rank in ended:
         assert sum("DataError" in line for line in rank.err.splitlines()) == 1, rank.err
+
+
+def without_loopback() -> None:
+    """Give this process a network of its own, whose loopback is down."""
+    if ctypes.CDLL(None).unshare(0x40000000):  # CLONE_NEWNET
+        os._exit(99)
+
+
+def with_a_long_name() -> None:
+    """Give this process a name of the host of 64 letters, the longest that Linux has."""
+    if ctypes.CDLL(None).unshare(0x04000000):  # CLONE_NEWUTS
+        os._exit(99)
+    socket.sethostname("h" * 64)
+
+
+@pytest.mark.slow  # two starts of two ranks
+@pytest.mark.parametrize(
+    ("plant", "said"), [(without_loopback, "bring the loopback up"), (with_a_long_name, "at most 63 letters")]
+)
+def test_a_host_that_gloo_cannot_work_with_is_named(plant: Callable[[], None], said: str, tmp_path: Path) -> None:
+    """Fault host-without-loopback: no other rank is blamed."""
+    ended = program.run("--launch.nproc", "2", "--train.steps", "3", cwd=tmp_path, plant=plant)
+    if ended.code == 99:
+        pytest.skip("not run: needs to be root, for namespaces")
+    assert ended.code == 6, ended.err
+    assert said in ended.err
+    assert "another rank ended" not in ended.err

@@ -10,6 +10,14 @@ from megapar.comm.flight import AxisLog
 from megapar.errors import CommunicationError
 from megapar.system import limits
 
+# What gloo says of a host whose settings it cannot work with, and what that means. No other rank is to blame.
+_OF_HOST = {
+    "Unable to find interface": (
+        "gloo finds no network interface of its address; bring the loopback up (ip link set lo up)"
+    ),
+    "File name too long": "gloo takes names of hosts of at most 63 letters; give this host a shorter one (hostname)",
+}
+
 
 @contextmanager
 def as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
@@ -22,7 +30,9 @@ def as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
             yield
     except RuntimeError as error:
         words = str(error).splitlines()[0]
-        reason = f"another rank ended, or a transfer took longer than launch.timeout_seconds ({words})"
+        known = (text for part, text in _OF_HOST.items() if part in words)
+        reason = next(known, "another rank ended, or a transfer took longer than launch.timeout_seconds")
+        reason = f"{reason} ({words})"
         # The log may know the rank that is missing.
         message = reason if log is None else log.fail(reason)
         raise CommunicationError(message) from error
