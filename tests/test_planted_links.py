@@ -70,6 +70,21 @@ def test_no_writer_follows_a_link(name: str, tmp_path: Path, monkeypatch: pytest
     assert all(path.stat().st_size for path in made)
 
 
+def test_streams_are_written_and_stay() -> None:
+    """`--json /dev/stdout`: a rename by root would put a file in place of the system's link."""
+    reader, writer = os.pipe()
+    try:
+        atomic_files.write_json(Path(f"/dev/fd/{writer}"), {"a": 1})
+        with atomic_files.replacing(Path(f"/dev/fd/{writer}")) as file:
+            file.write(b"more")
+        assert os.read(reader, 100) == b'{\n "a": 1\n}\nmore'
+    finally:
+        os.close(reader)
+        os.close(writer)
+    atomic_files.replace_file(Path("/dev/null"), b"nothing")
+    assert Path("/dev/null").is_char_device()
+
+
 def test_names_of_drafts_cannot_be_guessed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = set()
     real = atomic_files.open_new

@@ -16,6 +16,13 @@ from typing import Any, BinaryIO
 from megapar.errors import storing
 from megapar.system.regular_files import open_new
 
+_STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/null")
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether a user has named a stream of this process. Streams are written: root would replace the system's file."""
+    return str(path) in _STREAMS or str(path).startswith("/dev/fd/")
+
 
 def _draft(path: Path) -> Path:
     """A file beside `path` under a name that nobody can guess. Several hosts may share the folder."""
@@ -25,8 +32,12 @@ def _draft(path: Path) -> Path:
 def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
     """Write `data` to a file beside `path` and rename that file to `path`. No reader ever finds half of it.
 
-    `sync` writes the data to the disk before the rename, so that a power cut does not lose it. Raises OSError.
+    `sync` writes the data to the disk before the rename, so that a power cut does not lose it. /dev/stdout and other
+    streams are written. Raises OSError.
     """
+    if _is_stream(path):
+        path.write_bytes(data)
+        return
     draft = _draft(path)
     try:
         with open_new(draft) as file:
@@ -46,8 +57,12 @@ def replace_file(path: Path, data: bytes, *, sync: bool = False) -> None:
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A file that becomes `path` when the block ends without an error, with all its bytes on the disk. Else it is gone.
 
-    Raises StorageError if it cannot be opened, synced or renamed.
+    Streams are written, as by `replace_file`. Raises StorageError if it cannot be opened, synced or renamed.
     """
+    if _is_stream(path):
+        with storing(path), open(path, "wb") as stream:
+            yield stream
+        return
     draft = _draft(path)
     with storing(path):
         file = open_new(draft)
