@@ -92,7 +92,6 @@ class Piece:
 
     With optimizer.muon_per_head each block is a matrix of its own. Empty: the whole is one block.
     """
-
     grows: bool = False
     """Whether there is a row for each id of the vocabulary. A run may start from weights of fewer ids."""
 
@@ -232,18 +231,15 @@ def cut(size: int, axis: Axis) -> tuple[int, int]:
     return axis.rank * size // axis.size, (axis.rank + 1) * size // axis.size
 
 
-def make_piece(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, int]]) -> Piece:
-    """The piece [start, stop) along each dimension in `cuts`, whole along the others.
-
-    This rank owns it. No other rank of its data-parallel replica holds it.
-    """
+def make_piece(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, int]], *, grows: bool = False) -> Piece:
+    """The piece [start, stop) along each dimension in `cuts`, else whole. Its owner alone holds it in a replica."""
     offset = [0] * len(shape)
     size = list(shape)
     for dim, (start, stop) in cuts.items():
         offset[dim] = start
         size[dim] = stop - start
     held = Box(tuple(offset), tuple(size))
-    return Piece(name, tuple(shape), held, held)
+    return Piece(name, tuple(shape), held, held, grows=grows)
 
 
 def shared_piece(name: str, shape: Sequence[int], axis: Axis, *, partial: bool = False) -> Piece:

@@ -442,7 +442,7 @@ def test_what_is_no_dense_llama_is_not_upcycled(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             upcycle_dense(options)
         assert words in str(caught.value)
-    upcycle_dense(Upcycle(tmp_path / "dense", tmp_path / "m", 2, 1, "qwen3_moe", verify=False))
+    upcycle_dense(Upcycle(tmp_path / "dense", tmp_path / "m", 2, 2, "qwen3_moe", verify=False))
     with pytest.raises(ConfigError, match=r"model\.moe\.num_experts=2: the model is a mixture already"):
         upcycle_dense(Upcycle(tmp_path / "m", tmp_path / "again", 2, 1, "qwen3_moe"))
     no_dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0)

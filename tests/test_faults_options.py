@@ -24,6 +24,8 @@ def wrong_values(annotation: Any) -> list[str]:
     """Values refused by an option of this type, as words of a flag."""
     if get_origin(annotation) is Literal:
         return ["nope", ""]
+    if annotation == int | str:  # a length of the learning rate's schedule
+        return ["x", "1.5", "-1", "5 lightyears"]
     kind = get_args(annotation)[0] if get_origin(annotation) is tuple else annotation
     if kind is int:
         return ["x", "1.5", HUGE, OUT_OF_RANGE[int]]

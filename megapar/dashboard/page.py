@@ -75,4 +75,4 @@ class ReportAtEnd:
                 write_report(self.run_dir)
         except Exception as failure:  # the run's exit code stays what it is
             with suppress(OSError):
-                tell(f"{self.run_dir / FILE} not written: {reason_of(failure)}")
+                tell(f"{self.run_dir / FILE} not written: {reason_of(failure.__cause__ or failure)}")

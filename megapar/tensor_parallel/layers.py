@@ -7,7 +7,6 @@ communication of an input gradient runs while the weight gradient is computed.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -260,7 +259,7 @@ def vocabulary_parameter(
     stage owns the matrix.
     """
     start, stop, rows = vocabulary_cut(vocab_size, sharding.tp)
-    piece = replace(make_piece(name, (vocab_size, hidden_size), {0: (start, stop)}), grows=True)
+    piece = make_piece(name, (vocab_size, hidden_size), {0: (start, stop)}, grows=True)
     if tied_over is not None:
         piece = held_by_all(piece, tied_over, partial=True)
     return sharding.parameter((piece,), (rows, hidden_size), init, decay=True)
@@ -269,7 +268,7 @@ def vocabulary_parameter(
 def vocabulary_bias(name: str, vocab_size: int, sharding: Sharding) -> nn.Parameter:
     """This rank's [rows] of a bias of logits. It begins at 0 and is never decayed."""
     start, stop, rows = vocabulary_cut(vocab_size, sharding.tp)
-    piece = replace(make_piece(name, (vocab_size,), {0: (start, stop)}), grows=True)
+    piece = make_piece(name, (vocab_size,), {0: (start, stop)}, grows=True)
     return sharding.parameter((piece,), (rows,), ZEROS, decay=False)
 
 

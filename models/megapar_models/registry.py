@@ -218,7 +218,7 @@ def _learning_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
     if not patterns or any(fnmatchcase(name, pattern) for pattern in patterns for name in names):
         text = (
             "the weight of a single expert, divided by itself, is always 1, so the router would get no gradient and "
-            "never learn; use --model.moe.no_norm_topk_prob, or 2 experts"
+            "never learn; use norm_topk_prob false (--model.moe.no_norm_topk_prob), or 2 experts"
         )
         yield problem(config, "model.moe.num_experts_per_tok model.moe.norm_topk_prob", text)
 

@@ -56,7 +56,7 @@ def outcome_of_draft(source: Path, folder: Path) -> str:
             hf_to_native(HfToNative(source, folder / "native", family=name))
         except (ConfigError, CheckpointError) as error:
             return str(error)
-        _, stage = load_model(folder / "native")
+        _, stage = load_model(folder / "native", family=name)
     from transformers import AutoModelForCausalLM
 
     theirs = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32, attn_implementation="eager").eval()

@@ -232,8 +232,8 @@ def _value(option: str, text: str) -> Any:
         return tuple(get_args(kind)[0](word) for word in text.split())
     if kind is bool:
         return {"true": True, "false": False}[text]
-    if kind in (int, float):
-        return kind(text.replace(",", ""))
+    if kind in (int, float, int | str):  # int | str: a length in steps, or in samples or tokens by a word
+        return (float if kind is float else int)(text.replace(",", ""))
     if kind is str:
         return text
     return {str(choice): choice for choice in get_args(kind)}[text]
