@@ -38,9 +38,9 @@ from tests.support.published import (
     training,
     weights_of,
 )
-from tests.support.sweeps import slow_but
 from tools.convert_checkpoint import HfToNative, hf_to_native
 
+pytestmark = pytest.mark.slow  # as all that needs the extra judges
 peft = pytest.importorskip("peft", reason="not run: needs peft, pip install '.[judges]'")
 
 # From our words to the last words of their modules.
@@ -220,7 +220,7 @@ EXPERTS = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "adapter"), slow_but([0, 1], EXPERTS))
+@pytest.mark.parametrize(("kind", "adapter"), EXPERTS)
 def test_adapters_of_experts_go_to_stacks_of_peft_and_back(kind: str, adapter: AdapterConfig, tmp_path: Path) -> None:
     """Bit by bit, from our files and from those that PEFT writes; its logits are those of our merged weights."""
     case = TYPES[kind]

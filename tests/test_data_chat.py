@@ -268,6 +268,7 @@ def test_what_is_no_conversation_is_told_with_its_place(row: Any, words: str, tm
     assert words in str(caught.value)
 
 
+@pytest.mark.slow
 def test_rows_of_parquet_are_read(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet", reason="not run: needs pyarrow, pip install '.[data]'")
     pa = pytest.importorskip("pyarrow")

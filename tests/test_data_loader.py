@@ -160,6 +160,7 @@ def test_fingerprints_tell_contents_apart(tmp_path: Path):
         assert [x == y for x, y in zip(hashes[name], hashes["a"], strict=True)] == [index, tokens], name
 
 
+@pytest.mark.slow
 def test_a_hugging_face_stream_gives_its_text_in_order_and_over_again(tmp_path: Path):
     pytest.importorskip("datasets", reason="needs Hugging Face datasets")
     texts = [f"document {i} " * (i + 1) for i in range(5)]
@@ -179,6 +180,7 @@ def test_a_hugging_face_stream_gives_its_text_in_order_and_over_again(tmp_path: 
     assert np.array_equal(mixed[0], open_stream(dataset.name).read(positions)), "a stream is not shuffled"
 
 
+@pytest.mark.slow
 def test_streams_that_cannot_be_read_are_named(tmp_path: Path):
     pytest.importorskip("datasets", reason="needs Hugging Face datasets")
     (tmp_path / "t.jsonl").write_text('{"words": "x"}\n')

@@ -152,6 +152,7 @@ def test_damaged_compressed_files_are_named(tmp_path: Path, suffix: str):
         assert "\n" not in str(caught.value)
 
 
+@pytest.mark.slow
 def test_parquet(tmp_path: Path, in_process: None, small_shards: None):
     """Row groups are read apart; text may be null, a dictionary, in another column, or no UTF-8."""
     pyarrow = pytest.importorskip("pyarrow", reason="no parquet without pyarrow")
@@ -310,6 +311,7 @@ def test_a_line_without_the_key_names_its_keys_and_the_option(tmp_path: Path):
     assert list(read_documents([path], Reading(text_field="meta.text"))) == ["a key with a dot"]
 
 
+@pytest.mark.slow
 def test_text_within_a_column_of_parquet(tmp_path: Path):
     pyarrow = pytest.importorskip("pyarrow", reason="no parquet without pyarrow")
     from pyarrow import parquet

@@ -116,6 +116,7 @@ def test_a_key_of_a_message_that_the_template_reads_reaches_it() -> None:
         assert keys.counts == ({} if reads else {"name": 1})
 
 
+@pytest.mark.slow
 def test_calls_of_parquet_have_their_own_arguments_alone(tmp_path: Path) -> None:
     """Fault template-sees-other-values: Arrow gives all calls of a column the keys of all."""
     parquet = pytest.importorskip("pyarrow.parquet", reason="not run: needs pyarrow, pip install '.[data]'")

@@ -206,7 +206,8 @@ def write_tasks(folder: Path, kind: str, tmp_path: Path, monkeypatch: pytest.Mon
     return ["own_choice", "own_rolling", "own_continued"]
 
 
-@pytest.mark.parametrize(("kind", "flags"), slow_but([0, 1], LAYOUTS))
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "flags"), LAYOUTS)
 def test_tasks_have_the_numbers_of_the_harness_s_own_model_on_an_export(
     kind: str, flags: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,7 +239,8 @@ def test_tasks_have_the_numbers_of_the_harness_s_own_model_on_an_export(
     assert results["own_continued"]["exact_match,none"] == 1.0
 
 
-@pytest.mark.parametrize("kind", slow_but([0], list(CASES)))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(CASES))
 def test_an_export_has_the_numbers_of_its_checkpoint_without_a_flag(
     kind: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ def published(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return folder
 
 
+@pytest.mark.slow
 def test_scores_and_tasks_begin_as_transformers_begins(
     published: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
