@@ -1,11 +1,12 @@
 """Runs a share of many cases within a time, as .ci/run does: `--share 7/10 --minutes 40 -m slow`.
 
-This plugin of pytest (`-p tests.support.share`) numbers the cases that -m chooses in the order of their names, and
-takes each tenth one: so each sweep gives some of its cases, and ten shares give all. Cases that would begin after the
-time are skipped. The last lines count all.
+This plugin of pytest (`-p tests.support.share`) takes about a tenth of the cases that -m chooses, by a hash of their
+names: each sweep gives some of its cases, ten shares give all, and a new case moves no other one into another share.
+Cases that would begin after the time are skipped. The last lines count all.
 """
 
 import time
+import zlib
 from collections import Counter
 from typing import Any
 
@@ -22,9 +23,7 @@ def _of(text: str) -> tuple[int, int]:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     group = parser.getgroup("share")
-    group.addoption(
-        "--share", type=_of, required=True, metavar="K/N", help="run each Nth case, from number K modulo N on"
-    )
+    group.addoption("--share", type=_of, required=True, metavar="K/N", help="run share K modulo N of N shares")
     group.addoption("--minutes", type=float, required=True, help="skip cases that would begin later")
 
 
@@ -42,8 +41,8 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(trylast=True)  # after -m has chosen
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    first, parts = config.getoption("share")
-    chosen = {item.nodeid for item in sorted(items, key=lambda item: item.nodeid)[first::parts]}
+    number, parts = config.getoption("share")
+    chosen = {item.nodeid for item in items if zlib.crc32(item.nodeid.encode()) % parts == number}
     config.stash[COUNTS] = (len(items), len(chosen))
     config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in chosen])
     items[:] = [item for item in items if item.nodeid in chosen]
@@ -72,8 +71,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     stats = terminalreporter.stats
     skipped = Counter(report.longrepr[2].removeprefix("Skipped: ") for report in stats.get("skipped", []))
     ran = len(stats.get("passed", [])) + len(stats.get("failed", []))
-    first, parts = config.getoption("share")
-    share = f"share {first} of {parts}: {cases} cases, {chosen} chosen, {ran} ran, {sum(skipped.values())} skipped"
+    number, parts = config.getoption("share")
+    share = f"share {number} of {parts}: {cases} cases, {chosen} chosen, {ran} ran, {sum(skipped.values())} skipped"
     terminalreporter.write_line(share)
-    for reason, number in skipped.most_common():
-        terminalreporter.write_line(f"  {number} skipped: {reason}")
+    for reason, cases in skipped.most_common():
+        terminalreporter.write_line(f"  {cases} skipped: {reason}")
