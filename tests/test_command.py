@@ -13,13 +13,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import tyro
 from megapar_models.registry import named_configs
 
 from megapar import __main__ as command
 from megapar.errors import ConfigError, DataError
 from tests.support.options import load
 from tests.support.source_tree import LIBRARY, ROOT, relative, setup_argument
-from tools import completion, presets
+from tools import completion, plan, presets, simulate
 
 CONFIGS = ROOT / "pretrain_scripts/configs"
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
@@ -355,3 +356,12 @@ def test_the_dockerfile_copies_what_is_there_and_pins_what_setup_pins() -> None:
     assert {*extras[1].split(",")} <= {*setup_argument("extras_require")}
     assert 'ENTRYPOINT ["megapar"]' in DOCKERFILE
     assert re.search(r"^USER [1-9]", DOCKERFILE, re.MULTILINE), "not root"
+
+
+@pytest.mark.parametrize("word", ["--world", "--world_size", "--gpus"])
+def test_tools_take_each_others_word_for_the_number_of_ranks(word: str) -> None:
+    """from_megatron.py says world_size, simulate.py world, plan.py gpus."""
+    own, others = plan.split([word, "4", "--parallel.tp", "2"])
+    assert tyro.cli(plan.Arguments, args=own, use_underscores=True).gpus == 4
+    assert others == ["--parallel.tp", "2"]
+    assert tyro.cli(simulate.Arguments, args=[word, "4"], use_underscores=True).world == 4

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -47,12 +47,14 @@ CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
 _OF_A_STEP = ("train.seq_length", "train.global_batch_size", "train.precision")
 _SIZES = ("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads")
 
+WORDS_FOR_GPUS = ("world", "world_size")  # as simulate.py and the programs for jobs of other frameworks say
+
 
 @dataclass
 class Arguments:
     """Rank the layouts of a model. All other flags are those of pretrain.py, such as --config."""
 
-    gpus: int = 8
+    gpus: Annotated[int, tyro.conf.arg(aliases=[f"--{name}" for name in WORDS_FOR_GPUS])] = 8
     """Number of GPUs."""
     gpu: str = "h100-80g"
     """The machine: a name such as a100-80g, or a TOML file as tools/calibrate.py writes it."""
@@ -74,7 +76,7 @@ class Arguments:
 
 def split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """The words for this tool, and those for pretrain.py."""
-    own_names = {f.name for f in fields(Arguments)}
+    own_names = {f.name for f in fields(Arguments)} | {*WORDS_FOR_GPUS}
     own: list[str] = []
     others: list[str] = []
     current = others

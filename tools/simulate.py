@@ -6,7 +6,7 @@ step is that of a run. Tensors have shapes and no values, and messages are count
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import tyro
 from megapar_models.build import StageBuilder, build_stages
@@ -46,7 +46,7 @@ CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
 class Arguments:
     """Simulate the training step of one rank. All flags of pretrain.py are taken too (pretrain.py --help)."""
 
-    world: int = 0
+    world: Annotated[int, tyro.conf.arg(aliases=["--world_size", "--gpus"])] = 0
     """Ranks of the run; 0 means as many as the layout needs."""
     rank: int = 0
     """The rank whose step is run."""
