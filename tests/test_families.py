@@ -5,6 +5,7 @@ import ast
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from megapar_models.rope import read_rope
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig
-from megapar.config.options import Config
+from megapar.config.options import Config, option_types
 from megapar.errors import ConfigError
 from tests.support import program
 
@@ -115,6 +116,14 @@ def test_rules_of_a_family_outside_the_tree_are_applied() -> None:
     assert "a head's width must be even" in lines[0]
     assert lines[1] == "model.hidden_act=relu2: family parallel has no such activation; use silu"
     assert lines[2] == "model.num_hidden_layers=9: this family has at most 8"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_activations_of_a_family_are_values_of_the_option(name: str) -> None:
+    """Else a checkpoint of the family states an option that its tools refuse."""
+    family = find(name)
+    values = get_args(option_types(family.options)["model.hidden_act"])
+    assert {*family.activations} <= {*values}
 
 
 def test_sizes_of_weights_are_those_of_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,7 @@ from megapar.comm import transport_shared_memory
 from megapar.comm.flight import AxisLog
 from megapar.data.delivery import Delivery
 from megapar.launch import rank_process
-from megapar.train import checkpoints, metrics, trainer
+from megapar.train import checkpoints, evaluation, metrics, trainer
 from tests.support import faults
 from tests.support.faults import LAYOUTS, RANKS, Scene
 from tests.support.program import Ended
@@ -124,7 +124,7 @@ def plant(case: Case) -> Callable[[], None]:
             "operation": lambda: before(AxisLog, "begin", began),
             "sorting": lambda: after(transport_shared_memory, "_copy", sorted_rows),
             "updating": lambda: after(trainer, "queue_step", lambda *_: on_step(4)),
-            "evaluating": lambda: before(trainer, "evaluate", lambda *_: on_step(2)),
+            "evaluating": lambda: before(evaluation, "evaluate", lambda *_: on_step(2)),
             "writing": lambda: before(save, "write_part", lambda path, *_: in_save(path, acting)),
             "written": lambda: after(save, "_write_file", lambda path, *_: in_save(path, acting)),
             "sealing": lambda: before(save, "write_manifest", lambda path, *_: in_save(path, 0)),

@@ -301,8 +301,8 @@ def test_unequal_numbers_of_experts_pass_with_every_optimizer(family: str, optim
     """Fault neighbor-layouts-taken-for-equal."""
     layouts = ("dp2,ep2", "cp2,ep2,ulysses", "dp4,ep4,zero2", "dp4,ep4,zero3", "dp4,ep2,shard2", "tp2,dp2,ep2,etp2")
     model = ("--model.family", family, "--model.moe.num_experts", "3", "--optimizer.name", optimizer)
-    words = (*model, "--model.num_attention_heads", "8", "--model.hidden_size", "64", "--optimizer.ema", "0.9")
-    ended = run(*CONFIG, *words, "--layouts", *layouts, folder=tmp_path)
+    heads = ("--model.num_attention_heads", "8", "--model.num_key_value_heads", "0", "--model.hidden_size", "64")
+    ended = run(*CONFIG, *model, *heads, "--optimizer.ema", "0.9", "--layouts", *layouts, folder=tmp_path)
     assert ended.code == 0, ended.out + ended.err
 
 

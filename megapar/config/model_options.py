@@ -81,7 +81,7 @@ class ModelConfig:
     # A limit of train.seq_length. A family of learned positions declares that it is a size (`sizes_of_weights`).
     max_position_embeddings: int = field(default=2048, metadata=OF_TRAINING)
     """Longest sequence; for gpt also the rows of the position table."""
-    hidden_act: Literal["auto", "silu", "gelu_pytorch_tanh", "relu2", "xielu"] = "auto"
+    hidden_act: Literal["auto", "silu", "gelu", "gelu_pytorch_tanh", "relu", "relu2", "xielu"] = "auto"
     """Activation of the MLP. In llama it is that of the gate. auto: silu for llama, gelu_pytorch_tanh for gpt."""
     rms_norm_eps: float = field(default=1e-5, metadata=OF_FUNCTION)
     """Added to the mean square (llama) or the variance (gpt, Hugging Face's layer_norm_epsilon) in norms."""

@@ -7,7 +7,7 @@ that tokens lie on both sides of them. Experts become an odd number, so that ran
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from megapar.config.model_options import MixtureModel, ModelConfig, MoEConfig
@@ -20,6 +20,7 @@ from megapar.config.options import (
     LogConfig,
     TrainConfig,
 )
+from megapar.optimizer.table import find
 
 SAMPLES = 12
 """Samples of a step. dp 2, 3, 4 and 6 divide them; dp 5 shows replicas with unequal numbers of micro-batches."""
@@ -39,6 +40,12 @@ _BUCKET_MB = 1 / 64
 _EMA = 0.9  # nearer to 1, two steps would move no average
 
 
+def _reads_eps(name: str) -> bool:
+    """Return whether a run with this optimizer has AdamW's eps: those of whole matrices leave vectors to AdamW."""
+    optimizer = find(name)
+    return optimizer.WHOLE or any(option.name == "eps" for option in fields(optimizer.OPTIONS))
+
+
 def tested(config: Config) -> Config:
     """`config` as it is compared: on CPUs, with synthetic data, and with updates large enough to show mistakes.
 
@@ -52,7 +59,7 @@ def tested(config: Config) -> Config:
         schedule="constant",
         warmup_steps=0,
         decay_steps=0,
-        eps=1e-2,
+        eps=1e-2 if _reads_eps(config.optimizer.name) else config.optimizer.eps,
         clip_grad=0.5,
         weight_decay=config.optimizer.weight_decay or 0.1,
         ema=_EMA if config.optimizer.ema else 0.0,
