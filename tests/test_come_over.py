@@ -946,4 +946,4 @@ def test_sigmoids_of_one_expert_are_not_divided() -> None:
     assert one.moved.ours[option] == ("false",)
     assert not one.refusal
     assert option not in moved("Megatron-LM", f"{flags} 2 --moe-router-score-function sigmoid").moved.ours
-    assert "use --model.moe.no_norm_topk_prob" in moved("Megatron-LM", f"{flags} 1").refusal
+    assert "use norm_topk_prob false" in moved("Megatron-LM", f"{flags} 1").refusal
