@@ -171,7 +171,7 @@ def of_one_expert(**moe: Any) -> Config:
 def test_a_router_without_a_gradient_is_not_trained(scoring_func: str) -> None:
     """Fault weight-of-one-expert: its weight is 1 whatever the router says."""
     config = of_one_expert(scoring_func=scoring_func)
-    with pytest.raises(ConfigError, match=r"use --model\.moe\.no_norm_topk_prob") as refused:
+    with pytest.raises(ConfigError, match=r"use norm_topk_prob false \(--model\.moe\.no_norm_topk_prob\)") as refused:
         validate(config, 1)
     assert "\n" not in str(refused.value)
     validate(config, 1, trains=False)

@@ -9,7 +9,6 @@ import pytest
 import tokenizers
 import torch
 from megapar_models.convert.saved import text_record
-from megapar_models.judging.harness import NativeLM
 
 from megapar.config.options import DataConfig
 from megapar.data.chat import BUILT_IN
@@ -214,6 +213,7 @@ def test_scores_and_tasks_begin_as_transformers_begins(
     """Fault start-token-left-out: judge.py has the numbers of `lm_eval --model hf` on the same weights."""
     pytest.importorskip("lm_eval", reason=f"not run: needs lm_eval, pip install {judge.HARNESS}")
     from lm_eval.models.huggingface import HFLM
+    from megapar_models.judging.harness import NativeLM
 
     assert_scores_of_transformers(monkeypatch, tmp_path, published / "native", published / "hf", "a text")
     theirs = HFLM(pretrained=str(published / "hf"), device="cpu", max_length=24)
