@@ -60,6 +60,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if lane not in ("gpu", "gpus"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
+    # huggingface_hub, which reads them at its import, would ask the network for minutes where there is none.
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     os.environ["MEGAPAR_TEST_LANE"] = lane if lane in ("gpu", "gpus") else "cpu"
     import torch
     from megapar_kernels import dispatch

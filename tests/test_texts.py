@@ -251,7 +251,6 @@ def test_tasks_have_the_numbers_of_the_harness(
     from lm_eval.tasks import TaskManager
 
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
-    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     rows = [{"text": text, "answer": 0, "choices": ["x", "yz"]} for text in ("Two and two", "", "The sky is")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     for kind, more in TYPES.items():
