@@ -44,9 +44,8 @@ class Axis:
 
     `ranks` are global ranks. `rank` is this rank's position among them. `transport` moves tensors between the ranks. In
     a dry run nothing moves them (`megapar.comm.transport.Meta`). `log` keeps the newest operations; it is None at size
-    1 and in a plan. `meanwhile` has weight gradients to compute while rows of this axis travel
-    (`megapar.comm.exchange`). `inner` and `outer` are set if the axis is split: into groups of neighbors, and the ranks
-    of one position in these groups.
+    1 and in a plan. `inner` and `outer` are set if the axis is split: into groups of neighbors, and the ranks of one
+    position in these groups.
     """
 
     name: str
@@ -56,7 +55,6 @@ class Axis:
     transport: Transport = field(default=ALONE, compare=False)
     traffic: Traffic = field(default_factory=Traffic, compare=False)
     log: AxisLog | None = field(default=None, compare=False)
-    meanwhile: Meanwhile = field(default_factory=Meanwhile, compare=False)
     inner: "Axis | None" = field(default=None, compare=False)
     outer: "Axis | None" = field(default=None, compare=False)
 
@@ -93,7 +91,7 @@ class ParallelContext:
 
     Experts lie on a grid of their own over the same ranks: experts are dealt over `ep`, and each is cut over `etp`. The
     ranks of `expert_grad` hold the same experts, and sum their gradients. The three have size 1 in a model without
-    experts.
+    experts. `expert_gradients` has the weight gradients that this rank computes while rows of experts travel over `ep`.
 
     `plane` is tp x grad, the ranks with a part of a matrix, and `expert_plane` is etp x expert_grad. They are None
     unless the optimizer of the run asks for them (`Grid.planes`), and have size 1 if they have one direction.
@@ -113,6 +111,7 @@ class ParallelContext:
     flight: Flight = field(default_factory=Flight, compare=False)
     cores: int = field(default=1, compare=False)
     expert_load: ExpertLoad = field(default=EVEN, compare=False)
+    expert_gradients: Meanwhile = field(default_factory=Meanwhile, compare=False)
     plane: Axis | None = None
     expert_plane: Axis | None = None
 
@@ -145,7 +144,9 @@ def single(device: torch.device | None = None, flight: Flight | None = None, cor
     """The context of one process: every axis has size 1."""
     axes = {name: Axis(name) for name in Grid().positions(0)}
     device = device or torch.device("cpu")
-    return ParallelContext(**axes, device=device, flight=flight or Flight(), cores=cores, expert_load=EVEN)
+    return ParallelContext(
+        **axes, device=device, flight=flight or Flight(), cores=cores, expert_load=EVEN, expert_gradients=Meanwhile()
+    )
 
 
 def planned(grid: Grid, rank: int, *, device: torch.device, transport: Transport = PLANNED) -> ParallelContext:
@@ -157,7 +158,9 @@ def planned(grid: Grid, rank: int, *, device: torch.device, transport: Transport
     axes = {}
     for name, (size, position) in grid.positions(rank).items():
         axes[name] = Axis(name, size, position, tuple(range(size)), transport if size > 1 else ALONE)
-    return ParallelContext(**_with_parts(axes), device=device, flight=Flight(), cores=1, expert_load=EVEN)
+    return ParallelContext(
+        **_with_parts(axes), device=device, flight=Flight(), cores=1, expert_load=EVEN, expert_gradients=Meanwhile()
+    )
 
 
 def simulated(
@@ -174,7 +177,14 @@ def simulated(
         if len(ranks) > 1:
             position = ranks.index(rank)
             axes[name] = Axis(name, len(ranks), position, ranks, transport(ranks, position))
-    return ParallelContext(**_with_parts(axes), device=torch.device("meta"), flight=Flight(), cores=1, expert_load=load)
+    return ParallelContext(
+        **_with_parts(axes),
+        device=torch.device("meta"),
+        flight=Flight(),
+        cores=1,
+        expert_load=load,
+        expert_gradients=Meanwhile(),
+    )
 
 
 def _with_parts(axes: Mapping[str, Axis]) -> dict[str, Axis]:
@@ -224,7 +234,9 @@ def create(
     transports = Transports(rank, world_size, timeout, device, host, symmetric, gradient_ctas)
     maker = _AxisMaker(rank, flight, transports)
     axes = {name: maker.make(name, groups) for name, groups in grid.groups().items()}
-    return ParallelContext(**_with_parts(axes), device=device, flight=flight, cores=cores, expert_load=EVEN)
+    return ParallelContext(
+        **_with_parts(axes), device=device, flight=flight, cores=cores, expert_load=EVEN, expert_gradients=Meanwhile()
+    )
 
 
 class _AxisMaker:

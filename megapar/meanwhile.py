@@ -1,10 +1,10 @@
 """Weight gradients that a rank computes while it waits for other ranks.
 
-Experts append theirs to the queue of ep (`megapar.context.Axis`). Exchanges of rows (`megapar.comm.exchange`) and of
-their numbers (`megapar.expert_parallel.dispatch`) run them before they wait. A rank whose experts have fewer rows than
-others' computes weight gradients while it waits for the others, which leave theirs for later: for an earlier layer's
-backward, or for the next micro-batch's forward. Rows that have arrived wait for the gradient of one expert at most. On
-a GPU all of a layer's are computed while its rows travel.
+Experts append weight gradients to one queue of their rank (`ParallelContext.expert_gradients`). Exchanges
+of rows (`megapar.comm.exchange`) and of their numbers (`megapar.expert_parallel.dispatch`) run the queue before they
+wait. A rank whose experts have fewer rows than others' computes weight gradients while it waits for the others, which
+leave theirs for later: for an earlier layer's backward, or for the next micro-batch's forward. Rows that have arrived
+wait for the gradient of one expert at most. On a GPU all of a layer's are computed while its rows travel.
 """
 
 from collections.abc import Callable, Iterator

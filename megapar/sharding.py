@@ -10,6 +10,7 @@ from torch import nn
 
 from megapar.context import Axis, ParallelContext
 from megapar.expert_load import EVEN, ExpertLoad
+from megapar.meanwhile import Meanwhile
 from megapar.params import Init, ParamSpec, Piece, parameter
 
 
@@ -22,7 +23,7 @@ class Sharding:
     `expert_grad_axis` (see ParallelContext).
 
     `optimizer` names that of the parameters, if it is not the run's (`ParamSpec.optimizer`). `expert_load` is that of a
-    plan (`ParallelContext`).
+    plan, and `expert_gradients` are those that wait (`ParallelContext`).
 
     With `overlap_chunks` above 1, a linear layer communicates its input or output in that many chunks, while it
     computes its product. With `expert_chunks` above 1, the rows of experts travel in that many chunks, while the
@@ -44,6 +45,7 @@ class Sharding:
     allocate: bool = True
     optimizer: str = ""
     expert_load: ExpertLoad = EVEN
+    expert_gradients: Meanwhile = field(default_factory=Meanwhile, compare=False)
 
     @classmethod
     def of(
@@ -70,6 +72,7 @@ class Sharding:
             etp=ctx.etp,
             expert_grad_axis=ctx.expert_grad,
             expert_load=ctx.expert_load,
+            expert_gradients=ctx.expert_gradients,
             allocate=allocate,
         )
 

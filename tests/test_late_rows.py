@@ -91,8 +91,8 @@ def gradients_of_one_chunk_are_not_waited_for(patch: pytest.MonkeyPatch) -> None
 def memory_is_used_again_too_early(patch: pytest.MonkeyPatch) -> None:
     start_exchanges = dispatch.start_exchanges
 
-    def start(x: Tensor, *others: Any) -> list[exchange.ArrivingRows]:
-        arriving = start_exchanges(x, *others)
+    def start(x: Tensor, *others: Any, **named: Any) -> list[exchange.ArrivingRows]:
+        arriving = start_exchanges(x, *others, **named)
         x.detach().zero_()
         return arriving
 
@@ -103,9 +103,9 @@ def memory_is_used_again_when_the_first_chunk_is_here(patch: pytest.MonkeyPatch)
     start_exchanges, wait = dispatch.start_exchanges, exchange.ArrivingRows.wait
     sent: list[Tensor] = []
 
-    def start(x: Tensor, *others: Any) -> list[exchange.ArrivingRows]:
+    def start(x: Tensor, *others: Any, **named: Any) -> list[exchange.ArrivingRows]:
         sent.append(x.detach())
-        return start_exchanges(x, *others)
+        return start_exchanges(x, *others, **named)
 
     def wait_and_overwrite(self: exchange.ArrivingRows) -> Tensor:
         rows = wait(self)

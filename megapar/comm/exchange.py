@@ -23,6 +23,7 @@ from megapar.comm import collectives
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Counts
 from megapar.context import Axis
+from megapar.meanwhile import Meanwhile
 
 
 class Memory:
@@ -52,10 +53,18 @@ class Memory:
 class ArrivingRows:
     """Rows on their way to this rank, by one all-to-all. `start_exchanges` makes it."""
 
-    def __init__(self, counts: Counts, axis: Axis, gradients: tuple[Memory, int], arrivals: tuple[Memory, int] | None):
+    def __init__(
+        self,
+        counts: Counts,
+        axis: Axis,
+        meanwhile: Meanwhile,
+        gradients: tuple[Memory, int],
+        arrivals: tuple[Memory, int] | None,
+    ):
         # Copies of the lists: backward needs them, and the caller may change its own.
         self.counts = counts._replace(sent=tuple(counts.sent), received=tuple(counts.received))
         self.axis = axis
+        self.meanwhile = meanwhile  # weight gradients to compute while the rows travel
         self.pending = Pending()
         self.gradients = gradients  # where the gradients of the rows that were sent arrive
         self.arrivals = arrivals or (Memory([sum(counts.received)]), 0)
@@ -92,11 +101,10 @@ class _Start(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *placeholders: Tensor) -> tuple[Tensor, None]:
         for part in ctx.parts:
-            meanwhile = part.axis.meanwhile
             if ctx.host_waits:
-                meanwhile.run_until(part.pending.has_arrived)
+                part.meanwhile.run_until(part.pending.has_arrived)
             else:
-                meanwhile.run()  # all: a GPU computes them while rows travel, and every rank queues the same
+                part.meanwhile.run()  # all: a GPU computes them while rows travel, and every rank queues the same
             part.pending.wait()
         return ctx.parts[0].gradients[0].take(), None
 
@@ -107,7 +115,7 @@ class _Arrived(torch.autograd.Function):
         ctx.parts = parts
         for part in parts:
             # What the last micro-batch's backward has left. On a GPU it leaves nothing.
-            part.axis.meanwhile.run_until(part.pending.has_arrived)
+            part.meanwhile.run_until(part.pending.has_arrived)
             part.pending.wait()
         return parts[0].arrivals[0].take()
 
@@ -120,18 +128,23 @@ class _Arrived(torch.autograd.Function):
 
 
 def start_exchanges(
-    x: Tensor, counts: Sequence[Counts], axis: Axis, arrivals: tuple[Memory, int] | None = None
+    x: Tensor,
+    counts: Sequence[Counts],
+    axis: Axis,
+    arrivals: tuple[Memory, int] | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> list[ArrivingRows]:
     """Start sending the rows of `x` [rows, ...] in consecutive parts, one for each of `counts`, to all ranks of `axis`.
 
     The first rows of a part go to position 0, the next to position 1, and so on, unless it is in groups. Backward sends
     the gradient of each row back to the sender of the row. A single part may arrive in the part (memory, number) of a
-    larger memory. On an axis of one rank nothing is sent. Raises ValueError unless a part has counts for each position,
+    larger memory. This rank computes the weight gradients of `meanwhile` while rows, or their gradients, travel. On an
+    axis of one rank nothing is sent. Raises ValueError unless a part has counts for each position,
     and `x` as many rows as are sent.
     """
     sent_rows = [sum(each.sent) for each in counts]
-    gradients = Memory(sent_rows)
-    parts = [ArrivingRows(each, axis, (gradients, number), arrivals) for number, each in enumerate(counts)]
+    gradients, waiting = Memory(sent_rows), meanwhile or Meanwhile()
+    parts = [ArrivingRows(each, axis, waiting, (gradients, number), arrivals) for number, each in enumerate(counts)]
     memories: Sequence[Tensor] = [x]
     if axis.size > 1:
         memories = _Start.apply(x, parts)

@@ -47,6 +47,7 @@ from megapar.context import Axis
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.expert_parallel.route import counts
 from megapar.expert_parallel.row_counts import Chunk, RowCounts, experts_of, inverse_of
+from megapar.meanwhile import Meanwhile
 from megapar.params import cut
 
 
@@ -60,6 +61,8 @@ class Dispatch:
 
     ep: Axis
     etp: Axis
+    meanwhile: Meanwhile
+    """Weight gradients that this rank computes while it waits for rows."""
     indices_tk: Tensor
     """int64 [t, k]: the experts of each token."""
     chosen_e: Tensor
@@ -101,6 +104,7 @@ def plan_dispatch(
     load: ExpertLoad = EVEN,
     chunks: int = 1,
     place_e: Tensor | None = None,
+    meanwhile: Meanwhile | None = None,
 ) -> Dispatch:
     """Plan where the rows of this rank's tokens go. `indices_tk` are their experts. A collective over ep and over etp.
 
@@ -108,6 +112,7 @@ def plan_dispatch(
     host, because the sizes of messages must be known there. Without ep and etp no rows travel, and where all experts
     are multiplied in one launch nobody waits for the copy. On the meta device they have no values: `load` says them
     for the `layer`. `place_e` is what `place_of_expert` says for this number of chunks.
+    `meanwhile` has weight gradients to compute while this rank waits for rows of its ep peers.
     """
     top_k = indices_tk.shape[1]
     chosen = indices_tk.reshape(-1)
@@ -120,7 +125,8 @@ def plan_dispatch(
     if place_e is not None:
         choice_of_row = torch.argsort(place_e[chosen], stable=True)
         row_of_choice = inverse_of(choice_of_row).view(indices_tk.shape)
-    ep.meanwhile.run_until(arriving.has_arrived)
+    waiting = meanwhile or Meanwhile()
+    waiting.run_until(arriving.has_arrived)
     arriving.wait()
     arriving_qpe = _arriving_rows(chosen_pe.view(ep.size, -1), ep, etp)
     if chosen.is_meta:
@@ -137,6 +143,7 @@ def plan_dispatch(
     return Dispatch(
         ep,
         etp,
+        waiting,
         indices_tk=indices_tk,
         chosen_e=chosen_e,
         token_of_row=choice_of_row // top_k,
@@ -184,8 +191,9 @@ def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation 
     weights = permuted_rows(weights_tk.reshape(-1, 1), plan.choice_of_weight, plan.weight_of_choice.view(-1))
     # Before all rows, because the first chunk needs some of them. They are few bytes, but a message a chunk would cost
     # its latency each time.
-    (arriving_weights,) = start_exchanges(weights, [plan.whole.to_experts], plan.ep)
-    return Arriving(start_exchanges(rows, [chunk.to_experts for chunk in plan.chunks], plan.ep), arriving_weights)
+    (arriving_weights,) = start_exchanges(weights, [plan.whole.to_experts], plan.ep, meanwhile=plan.meanwhile)
+    counts = [chunk.to_experts for chunk in plan.chunks]
+    return Arriving(start_exchanges(rows, counts, plan.ep, meanwhile=plan.meanwhile), arriving_weights)
 
 
 def compute(
@@ -208,7 +216,8 @@ def compute(
         rows = experts(rows, weights_of_chunk, chunk.groups, chunk.experts)
         rows = _reorder(rows, chunk.arrival_order, chunk.expert_order, impl)
         rows = _sum_rows(rows, chunk.brought_rows, plan.etp)
-        returning += start_exchanges(rows, [chunk.to_experts.back], plan.ep, (memory, chunk.number))
+        counts = [chunk.to_experts.back]
+        returning += start_exchanges(rows, counts, plan.ep, (memory, chunk.number), plan.meanwhile)
     return returning
 
 

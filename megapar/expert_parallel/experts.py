@@ -83,7 +83,7 @@ class Experts(nn.Module):
         self.activation = activation
         self.products = products
         # Where rows travel, weight gradients are computed while this rank waits for their gradients.
-        self.meanwhile = sharding.ep.meanwhile if sharding.ep.size > 1 else None
+        self.meanwhile = sharding.expert_gradients if sharding.ep.size > 1 else None
         start, stop = cut(width, sharding.etp)
         self.local_width = stop - start
         self.gate_up = self._parameter(name, ("gate", "up"), (width, hidden_size), 0, init)

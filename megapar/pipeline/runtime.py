@@ -62,7 +62,7 @@ class PipelineRuntime:
         self.axis = ctx.pp
         self.device = ctx.device
         self.flight = ctx.flight
-        self.meanwhile = ctx.ep.meanwhile
+        self.meanwhile = ctx.expert_gradients
         self.schedule = find(schedule) if isinstance(schedule, str) else schedule
         self.vpp = vpp
         self.fine_stages = list(fine_stages) or [1] * (ctx.pp.size * vpp)

@@ -138,6 +138,7 @@ class MixtureOfExperts(nn.Module):
             sharding.expert_load,
             sharding.expert_chunks,
             self.place_e,
+            sharding.expert_gradients,
         )
         context.dispatches[self.number] = dispatch
         self.router.count(dispatch.chosen_e)

@@ -108,9 +108,11 @@ class Mixture(nn.Module):
         )
 
     def plan(self, indices_tk: Tensor) -> dispatch.Dispatch:
-        number, chunks, ep = self.case.num_experts, self.case.chunks, self.ctx.ep
+        number, chunks, ep, waiting = self.case.num_experts, self.case.chunks, self.ctx.ep, self.ctx.expert_gradients
         place_e = place_of_expert(number, ep, chunks, indices_tk.device)
-        return dispatch.plan_dispatch(indices_tk, number, ep, self.ctx.etp, chunks=chunks, place_e=place_e)
+        return dispatch.plan_dispatch(
+            indices_tk, number, ep, self.ctx.etp, chunks=chunks, place_e=place_e, meanwhile=waiting
+        )
 
     def mix(self, x_th: Tensor, weights_tk: Tensor, plan: dispatch.Dispatch) -> Tensor:
         """The experts' weighted results [t, h]."""
