@@ -17,8 +17,8 @@ from megapar.config.derive import smallest_world
 from megapar.config.elastic import fitted
 from megapar.config.files import Resolved, load, to_toml
 from megapar.config.options import Config
+from megapar.config.other_frameworks.hints import hint
 from megapar.dashboard.page import ReportAtEnd
-from megapar.environment import Environment
 from megapar.errors import Preempted
 from megapar.launch.rank_process import join, leave, rank_process, refuse_start
 from megapar.launch.reporting import exits_refused, open_streams, reported
@@ -39,7 +39,7 @@ def check(resolved: Resolved, world_size: int) -> Config:
     return choose_memory.check_choices(check_schedule(resolved.config, config, parts := Parts(StageBuilder())), parts)
 
 
-def run(resolved: Resolved, config: Config, env: Environment, board: Board | None = None) -> None:
+def run(resolved: Resolved, config: Config, env: environment.Environment, board: Board | None = None) -> None:
     """Train on one rank. Ranks of the local launcher log what they do on `board`."""
     valid, parts = partial(validate, world_size=env.world_size), Parts(StageBuilder())
     explained = out_of_memory.Explanation(config, resolved.config, valid, parts, env.rank, board is not None)
@@ -48,10 +48,9 @@ def run(resolved: Resolved, config: Config, env: Environment, board: Board | Non
         resolved, config = with_chosen_schedule(resolved, config, ctx, times_of_stages, parts)
         resolved, config, balance = with_measured_partition(resolved, config, ctx)
         data, held_out = open_loaders(config, ctx, num_targets(config), sample_kind(config))
-        run_dir = Path(config.run_dir)
         limit = memory.memory_limit(config, parts)
         on_host = memory.host_bytes_of_inputs(config, parts, env.rank)
-        with lock_run_dir(run_dir, ctx):
+        with lock_run_dir(run_dir := Path(config.run_dir), ctx):
             process.claim_run_dir(run_dir)
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
             state, notes = start(config, ctx, stages, identity(data, held_out), limit, env, on_host)
@@ -86,8 +85,9 @@ def main() -> int:
     limits.raise_open_files()
     # Ranks have not met yet, so one process prints an error for all of them.
     speaker = 0 if environment.first_to_speak() else 1
+    presets = named_configs(Path(__file__).parent / "configs")
     with reported(speaker):
-        resolved = load(sys.argv[1:], named_configs(Path(__file__).parent / "configs"), FOR_OPTIONS)  # --help ends here
+        resolved = load(sys.argv[1:], presets, FOR_OPTIONS, hint)  # --help ends here
     with ReportAtEnd() as report, reported(speaker), exits_refused():
         if resolved.config.dry_run:
             plan(resolved)

@@ -30,6 +30,7 @@ from megapar.config.files import load
 from megapar.config.lengths import Lengths
 from megapar.config.messages import problem
 from megapar.config.options import Config
+from megapar.config.other_frameworks.hints import hint
 from megapar.context import ParallelContext
 from megapar.data_parallel.buckets import intersect
 from megapar.device import DeviceClock
@@ -387,7 +388,7 @@ def write(
 
 def config_of(flags: Sequence[str], env: Environment) -> Config:
     """The configuration that pretrain.py would run with these flags."""
-    resolved = load(flags, named_configs(Path(__file__).parents[1] / "pretrain_scripts/configs"), FOR_OPTIONS)
+    resolved = load(flags, named_configs(Path(__file__).parents[1] / "pretrain_scripts/configs"), FOR_OPTIONS, hint)
     world = env.world_size if env.launched else max(resolved.config.launch.nproc, 1)
     config = validate(resolved.config, world)
     config = with_vocabulary_of_tokenizer(config)

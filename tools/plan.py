@@ -27,6 +27,7 @@ from megapar.config.files import ASKS_FOR_COMPLETION, Resolved, load, to_toml
 from megapar.config.messages import first_few, layout_in_words
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, flatten, option_types, unflatten
+from megapar.config.other_frameworks.hints import hint
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, MegaparError
 from megapar.launch.reporting import open_streams, reported
@@ -104,7 +105,7 @@ def fixed_values(words: Iterable[str], model: ModelConfig) -> dict[str, Any]:
             flags += [f"--{path}", *value.replace(",", " ").split()]
         paths.append(path)
     try:
-        values = flatten(load(["--model.family", model.family, *flags], families=FOR_OPTIONS).config)
+        values = flatten(load(["--model.family", model.family, *flags], families=FOR_OPTIONS, hint=hint).config)
     except ConfigError as error:
         raise ConfigError(str(error).replace("--", "--fix ")) from None
     return {path: values[path] for path in paths}
@@ -283,7 +284,7 @@ def main() -> int:
     with reported():
         own, others = split(sys.argv[1:])
         args = tyro.cli(Arguments, args=own, description=__doc__, use_underscores=True)
-        resolved = load(others, named_configs(CONFIGS), FOR_OPTIONS)
+        resolved = load(others, named_configs(CONFIGS), FOR_OPTIONS, hint)
         plan(args, resolved)
     return 0
 

@@ -20,6 +20,7 @@ from megapar.config.derive import smallest_world
 from megapar.config.files import load
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
+from megapar.config.other_frameworks.hints import hint
 from megapar.errors import ConfigError, storing
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.launch.grid import grid_of
@@ -66,7 +67,7 @@ class Arguments:
 
 def checked(args: Arguments, flags: list[str], parts: Parts) -> Config:
     """The config of pretrain.py's flags for the world. Raises ConfigError if it or the arguments cannot be."""
-    given = load(flags, named_configs(CONFIGS), FOR_OPTIONS).config
+    given = load(flags, named_configs(CONFIGS), FOR_OPTIONS, hint).config
     world = args.world or smallest_world(given.parallel)
     if world < 1:
         raise ConfigError(f"--world {args.world}: must be at least 1, or 0 for as many ranks as the layout needs")

@@ -32,6 +32,7 @@ from megapar.config.files import load
 from megapar.config.messages import counted
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig, flatten, unflatten
+from megapar.config.other_frameworks.hints import hint
 from megapar.data.tokenizer import load_tokenizer
 from megapar.errors import ConfigError, NumericError
 from megapar.launch.reporting import open_streams, reported
@@ -383,7 +384,7 @@ def main() -> int:
         if args.plant == plants.LIST:
             print("\n".join(plant.name for plant in plants.PLANTS))
             return 0
-        return verify(args, load(rest, named_configs(CONFIGS), FOR_OPTIONS).config)
+        return verify(args, load(rest, named_configs(CONFIGS), FOR_OPTIONS, hint).config)
     return 0
 
 

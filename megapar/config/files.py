@@ -25,7 +25,7 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import COMMON_OPTIONS, Families, ModelRules
 from megapar.config.option_values import convert, expected, fits, is_length_or_steps
 from megapar.config.options import Config, Length, default_config, flatten, option_types, unflatten
-from megapar.config.other_frameworks.hints import Given, hint
+from megapar.config.unknown import Hint, UnknownOption, nearest
 from megapar.errors import ConfigError
 from megapar.system.regular_files import read_regular
 
@@ -65,6 +65,7 @@ class _Known:
     families: Families
     family: str
     model: type[ModelConfig]
+    hint: Hint = nearest
 
     def types(self) -> dict[str, Any]:
         """The type annotation of every option, by dotted path."""
@@ -94,13 +95,17 @@ class _Known:
 
 
 def load(
-    argv: Sequence[str], presets: Mapping[str, Path] | None = None, families: Families = COMMON_OPTIONS
+    argv: Sequence[str],
+    presets: Mapping[str, Path] | None = None,
+    families: Families = COMMON_OPTIONS,
+    hint: Hint = nearest,
 ) -> Resolved:
     """Read options from the flags in `argv` (without the program's name) and from the files of `--config`.
 
     `presets` maps names to files for `--config` and `base`; a file of that path wins. `families` have the options of
-    the section `model`. `--help` prints every option with its value, then exits. Raises ConfigError for an unknown
-    flag, key, type, file or family. `validate` checks whether the values can run.
+    the section `model`. `hint` says what an unknown flag or key may mean. `--help` prints every option with its value,
+    then exits. Raises ConfigError for an unknown flag, key, type, file or family. `validate` checks whether the values
+    can run.
     """
     files = presets or {}
     family = _family(argv, files)
@@ -108,7 +113,7 @@ def load(
         words = argv[argv.index(ASKS_FOR_COMPLETION) :]
         flags_of = _CommandLine(model=families.find(family).options())
         tyro.cli(_CommandLine, args=words, default=flags_of, **_TYRO)  # prints and exits
-    known = _Known(families, family, families.find(family).options)
+    known = _Known(families, family, families.find(family).options, hint)
     flags = _split(argv, known)
     values = flatten(default_config(known.model))
     sources = dict.fromkeys(values, "default")
@@ -248,8 +253,8 @@ def _no_such_flag(flag: _Flag, known: _Known) -> str:
     for path in (flag.option, f"{section}{dot}{key.removeprefix('no_')}"):
         if known.of_others(path):
             return f"{typed}: {known.not_read(path)}"
-    given = Given(typed[2:], _values_of(flag), "flag", {**known.all_types(), "config": str})
-    return f"{typed}: no such flag{hint(given)}"
+    unknown = UnknownOption(typed[2:], _values_of(flag), "flag", {**known.all_types(), "config": str})
+    return f"{typed}: no such flag{known.hint(unknown)}"
 
 
 def _values_of(flag: _Flag) -> tuple[str, ...]:
@@ -439,8 +444,8 @@ def _typed(file: str, text: str, table: Mapping[str, Any], known: _Known) -> dic
             items = raw if isinstance(raw, list) else [raw]
             # As TOML writes them: true, not True.
             values = tuple(item if isinstance(item, str) else json.dumps(item, default=str) for item in items)
-            given = Given(path, values, "toml", known.all_types())
-            problems.append(f"{option_in_file}: no such option{hint(given)}")
+            unknown = UnknownOption(path, values, "toml", known.all_types())
+            problems.append(f"{option_in_file}: no such option{known.hint(unknown)}")
             continue
         value = convert(raw, types[path])
         if value is None:

@@ -17,6 +17,7 @@ from megapar.comm import collectives
 from megapar.config.compatible import saved_adapter
 from megapar.config.files import load
 from megapar.config.options import AdapterConfig, Config, flatten, unflatten
+from megapar.config.other_frameworks.hints import hint
 from megapar.context import ParallelContext
 from megapar.context_parallel.deal import positions
 from megapar.data.order import micro_batch_positions
@@ -54,7 +55,7 @@ def config_of(
     `family` is as in `saved_config`. `longest`: train.seq_length is the model's longest context, unless a flag says
     otherwise.
     """
-    resolved = load(flags, {}, FOR_OPTIONS)
+    resolved = load(flags, {}, FOR_OPTIONS, hint)
     values = flatten(resolved.config)
     given = {path: values[path] for path, source in resolved.sources.items() if source != "default"}
     for path in given:
