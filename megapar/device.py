@@ -18,9 +18,8 @@ from typing import Literal, NamedTuple
 
 import torch
 from megapar_kernels import grouped, tiled_attention
-from megapar_kernels.backend import Kernels, select
+from megapar_kernels.backend import Backend, Kernels, select
 
-from megapar.config.options import KernelsConfig
 from megapar.environment import of_this_process
 from megapar.errors import ConfigError
 
@@ -118,8 +117,8 @@ CUDNN_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 """GPUs of Hopper and Blackwell, by compute capability. There cuDNN's attention is faster than FlashAttention 2."""
 
 
-def choose_kernels(options: KernelsConfig, device: torch.device) -> Kernels:
-    """Choose the implementation of each op for the section `kernels` and this device.
+def choose_kernels(backend: Backend, device: torch.device, *, compiled: bool = False) -> Kernels:
+    """Choose the implementation of each op on this device, as the options kernels.backend and kernels.compile say.
 
     Attention uses cuDNN on Hopper and Blackwell, unless deterministic kernels were asked for. Raises ConfigError if the
     backend does not work here.
@@ -127,7 +126,7 @@ def choose_kernels(options: KernelsConfig, device: torch.device) -> Kernels:
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     modern = capability in CUDNN_CAPABILITIES and not torch.are_deterministic_algorithms_enabled()
     try:
-        kernels = select(options.backend, device, "cudnn" if modern else "torch", compiled=options.compile)
+        kernels = select(backend, device, "cudnn" if modern else "torch", compiled=compiled)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if device.type == "cuda" and capability not in grouped.CAPABILITIES:

@@ -18,7 +18,6 @@ from megapar_kernels.backend import FUSED, Kernels, select
 from megapar_kernels.norms import add_rms_norm, layer_norm, rms_norm
 from torch import Tensor
 
-from megapar.config.options import KernelsConfig
 from megapar.device import choose_kernels
 from megapar.errors import ConfigError
 from megapar.products import MatrixProducts
@@ -41,7 +40,7 @@ def test_a_backend_that_cannot_serve_is_refused_in_one_line(monkeypatch: pytest.
     monkeypatch.setattr(backend, "interpreting", lambda: False)
     monkeypatch.setattr(backend, "HAS_TRITON", True)
     with pytest.raises(ConfigError, match=r"^kernels.backend=triton: needs a GPU, .* choose auto or torch"):
-        choose_kernels(KernelsConfig("triton"), CPU)
+        choose_kernels("triton", CPU)
     with pytest.raises(ValueError, match=r"^kernels.backend=apex: apex is not installed; build it .*pip install"):
         select("apex", GPU)
 
@@ -62,7 +61,7 @@ def test_a_gpu_gets_the_kernels_of_its_generation(
 ) -> None:
     monkeypatch.setattr(backend, "HAS_TRITON", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    kernels = choose_kernels(KernelsConfig(), GPU)
+    kernels = choose_kernels("auto", GPU)
     assert (kernels.attention, kernels.masked_attention, kernels.grouped_products) == (attention, masked, experts)
     assert kernels.norm == "triton"
 

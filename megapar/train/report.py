@@ -109,7 +109,7 @@ def write_run_header(
     number of parameters, in words. `notes` are lines to print about what was resumed. Raises StorageError on every rank
     if rank 0 cannot write the folder. Afterwards it exists on every rank.
     """
-    kernels = device.choose_kernels(config.kernels, ctx.device)
+    kernels = device.choose_kernels(config.kernels.backend, ctx.device, compiled=config.kernels.compile)
     run_dir = Path(config.run_dir)
     bound = {"cores of rank 0": numa.cores(), device.CONNECTIONS: device.connections()}
     environment = provenance(ctx.device) | {"kernels": asdict(kernels)} | bound

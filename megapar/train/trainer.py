@@ -83,7 +83,7 @@ def assemble(
     (`dry_run.memory_limit`).
     """
     options = config.optimizer
-    kernels = device.choose_kernels(config.kernels, ctx.device)
+    kernels = device.choose_kernels(config.kernels.backend, ctx.device, compiled=config.kernels.compile)
     stage = options.zero_stage
     layout = layout_of(options, list(stages.values()))
     weights: Weights

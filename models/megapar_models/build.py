@@ -81,7 +81,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
     model = config.model
     family = find(model.family)
     first_rank, last_rank = embedding_ranks(config.parallel)
-    kernels = choose_kernels(config.kernels, ctx.device)
+    kernels = choose_kernels(config.kernels.backend, ctx.device, compiled=config.kernels.compile)
     sharding = Sharding.of(
         ctx,
         model_dtype(config.train.precision),

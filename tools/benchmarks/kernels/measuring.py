@@ -14,7 +14,6 @@ from benchmarks.kernels.ops import Case, Direction, Maker
 from benchmarks.kernels.timing import ROTATED_BYTES, Stopwatch
 from benchmarks.ranks import BenchmarkError
 from megapar import device
-from megapar.config.options import KernelsConfig
 from megapar.errors import ConfigError
 from megapar.train.provenance import provenance
 
@@ -30,7 +29,7 @@ def prepare(dry_run: bool) -> tuple[Stopwatch, Kernels, dict[str, Any]]:
         raise ConfigError("there is no GPU here; --dry_run does everything on the CPU, without figures")
     target = device.choose("cpu" if dry_run else "cuda", 0, 1)
     device.prepare(target, threads=1, deterministic=False)
-    kernels = device.choose_kernels(KernelsConfig("triton" if not dry_run or interpreting() else "torch"), target)
+    kernels = device.choose_kernels("triton" if not dry_run or interpreting() else "torch", target)
     bench = Stopwatch(target, dry_run=dry_run)
     circumstances = provenance(target) | {"dry_run": dry_run, "kernels": asdict(kernels), "dtype": str(bench.dtype)}
     circumstances |= {"copy_gb_per_second": bench.copy_gb_per_second(), "gemm_tflops": bench.gemm_tflops()}
