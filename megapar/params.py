@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 
 Sizes = tuple[int, ...]
 

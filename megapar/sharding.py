@@ -8,7 +8,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from megapar.context import Axis, ParallelContext
+from megapar.comm.axis import Axis
+from megapar.context import ParallelContext
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.meanwhile import Meanwhile
 from megapar.params import Init, ParamSpec, Piece, parameter

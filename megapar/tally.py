@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megapar.comm import collectives
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 
 
 @dataclass(frozen=True)

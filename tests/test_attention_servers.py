@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 
 from megapar.batch import MicroBatch
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.scoring import Scoring

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megapar import context
 from megapar.comm import collectives, transport_torch
+from megapar.comm.axis import Axis, Traffic
 from megapar.comm.exchange import exchange_rows
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Counts
-from megapar.context import Axis, Traffic
 from megapar.errors import CommunicationError
 from megapar.grid import Grid
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks

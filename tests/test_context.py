@@ -15,9 +15,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megapar import context
 from megapar.comm import collectives, process_groups
+from megapar.comm.axis import Axis
 from megapar.comm.transport import ALONE
 from megapar.comm.transport_torch import TorchDistributed
-from megapar.context import Axis
 from megapar.grid import Grid, coordinates, expert_rank_groups, rank_groups
 
 AXES = ("tp", "cp", "dp", "pp")

@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar import context, recompute
 from megapar.batch import MicroBatch
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.context_parallel import deal
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout

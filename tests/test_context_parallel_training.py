@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megapar import context
 from megapar.batch import MicroBatch, add_loss
+from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config
 from megapar.context_parallel import deal
@@ -163,7 +164,7 @@ def test_masks_are_those_of_whole_samples() -> None:
         held = torch.tensor(deal.positions(LENGTH, cp, rank))
         part = whole.columns(held)
         assert torch.equal(hidden(part, alone), hidden(whole, alone)[held])
-        tp = context.Axis("tp", 2, 1, (0, 1))
+        tp = Axis("tp", 2, 1, (0, 1))
         of_second_tp_rank = replace(alone, tp=tp, sequence_parallel=True)
         assert torch.equal(hidden(part, of_second_tp_rank), hidden(whole, alone)[held[LENGTH // cp // 2 :]])
         expected = attention(whole, everywhere, slice(0, LENGTH))

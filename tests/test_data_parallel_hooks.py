@@ -10,7 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar import context
-from megapar.context import Axis, ParallelContext
+from megapar.comm.axis import Axis
+from megapar.context import ParallelContext
 from megapar.grid import Grid
 from megapar.params import ONES, ParamSpec, parameter, shared_piece
 from megapar.sharding import Sharding

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from megapar import context
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.context_parallel import deal, partial
 from megapar.grid import Grid
 from tests.support.attention_blocks import LENGTH, PACKED, WIDTH, Calls, attend, brute_mask, packed

@@ -11,9 +11,9 @@ from megapar_models.registry import validate
 from torch import Tensor
 
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.config.options import AdapterConfig, Config, ParallelConfig
-from megapar.context import Axis
 from megapar.errors import ConfigError
 from megapar.expert_parallel import experts
 from megapar.expert_parallel.row_counts import experts_of, place_of_expert

@@ -397,7 +397,7 @@ def test_heads_that_straddle_ranks_wait_for_nothing() -> None:
     from megapar_models.forward import ForwardContext
     from megapar_models.llama.model import LlamaStage
 
-    from megapar.context import Axis
+    from megapar.comm.axis import Axis
     from megapar.params import ONES
     from megapar.sharding import Sharding
 

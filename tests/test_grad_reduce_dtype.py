@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from megapar.comm import collectives
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.train.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_weights

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.data_parallel.accumulate import MainGradView
 from megapar.grid import Grid
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy

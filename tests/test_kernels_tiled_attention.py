@@ -13,7 +13,7 @@ from megapar_kernels.tiled_attention import Attended, Tiles, of_documents
 from torch import Tensor
 
 from megapar.batch import MicroBatch
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.context_parallel import attention, deal
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout

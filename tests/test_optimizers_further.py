@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapar.comm.axis import Axis
 from megapar.config.groups import Group
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import OPTIMIZER_NAMES, OptimizerConfig
-from megapar.context import Axis
 from megapar.errors import CheckpointError, ConfigError
 from megapar.optimizer import owners, table
 from megapar.optimizer.muon import Muon, orthogonalized

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megapar import context
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.comm.rendezvous import Member
 from megapar.errors import CommunicationError
 from megapar.grid import Grid
@@ -51,7 +52,7 @@ def on_ranks(what: str) -> dict[str, Any] | str:
     if what == "wrong sum" and rank == 3:
         real = collectives.all_reduce
 
-        def all_reduce(x: torch.Tensor, axis: context.Axis) -> torch.Tensor:
+        def all_reduce(x: torch.Tensor, axis: Axis) -> torch.Tensor:
             return real(x, axis).add_(axis.name == "dp")
 
         collectives.all_reduce = all_reduce  # type: ignore[assignment]

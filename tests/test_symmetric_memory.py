@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megapar import context
 from megapar.comm import collectives, rendezvous
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.comm.transport_symmetric import SymmetricMemory
-from megapar.context import Axis
 from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.launch import rank_process

@@ -14,8 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 from megapar.grid import Grid
 from megapar.params import Init
 from megapar.sharding import Sharding

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from megapar import context
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 from megapar.grid import Grid
 from megapar.products import MatrixProducts
 from megapar.sharding import Sharding

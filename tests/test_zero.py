@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.config.options import Config
-from megapar.context import Axis
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
 from megapar.pipeline.sharding_plan import UnitAction

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from megapar import context, random
 from megapar.checkpoint.format import folder_name
+from megapar.comm.axis import Axis
 from megapar.config.options import AdapterConfig, CheckpointConfig, Config
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.grid import Grid

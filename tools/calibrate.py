@@ -21,8 +21,8 @@ from megapar_kernels.attention import causal_attention
 
 from megapar import context, device, environment
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.config.messages import counted
-from megapar.context import Axis
 from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.launch.reporting import reported

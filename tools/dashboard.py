@@ -7,7 +7,8 @@ import tyro
 
 from megapar.dashboard.server import Dashboard
 from megapar.errors import DataError
-from megapar.launch.reporting import open_streams, reported, say
+from megapar.launch.reporting import open_streams, reported
+from megapar.system.say import say
 
 
 @dataclass

@@ -34,8 +34,9 @@ from megapar.environment import Environment
 from megapar.errors import ConfigError, DataError
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
-from megapar.launch.reporting import open_streams, reported, say
+from megapar.launch.reporting import open_streams, reported
 from megapar.system.atomic_files import finite, replacing
+from megapar.system.say import say
 
 HARNESS = "lm_eval==0.4.13"  # whose interface the tests compare with
 

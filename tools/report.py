@@ -9,7 +9,8 @@ import tyro
 
 from megapar.dashboard.page import write_report
 from megapar.errors import DataError, reason_of
-from megapar.launch.reporting import open_streams, reported, say
+from megapar.launch.reporting import open_streams, reported
+from megapar.system.say import say
 
 
 @dataclass

@@ -13,8 +13,9 @@ import tyro
 
 from megapar.dashboard.status import HEALTHY, Status, look, shown
 from megapar.errors import DataError
-from megapar.launch.reporting import open_streams, reported, say
+from megapar.launch.reporting import open_streams, reported
 from megapar.system.atomic_files import as_json
+from megapar.system.say import say
 
 _LONGEST = 1e11  # seconds; a timedelta ends at 8.6e13
 

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending, as_communication_errors
 from megapar.comm.store import StoreUser, part_of
 from megapar.comm.transport import Counts, SortsGroups, Transfers
-from megapar.context import Axis
 
 _PIECE = 4 << 20  # bytes of one value in the store; TCPStore closes the connection above 8 MiB
 _FIRST_RUN = 1 << 14  # elements, see `_round_in_place`

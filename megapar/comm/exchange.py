@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Counts
-from megapar.context import Axis
 from megapar.meanwhile import Meanwhile
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from megapar import recompute
 from megapar.batch import MicroBatch
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.gather import gather_attention
 from megapar.context_parallel.ring import ring_attention

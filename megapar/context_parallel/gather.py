@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm import collectives
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.context_parallel.deal import blocks, chunks
 from megapar.context_parallel.keys_values import KeysValues
 from megapar.context_parallel.order import whole_of, write_parts

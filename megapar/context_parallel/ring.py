@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.context import Axis
 from megapar.context_parallel.deal import Block, Ring, blocks, chunks, ring
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.keys_values import KeysValues

@@ -16,8 +16,8 @@ from typing import Any
 from megapar.dashboard.record import RunFolder
 from megapar.dashboard.status import is_locked
 from megapar.errors import reason_of, storing
-from megapar.launch.reporting import tell
 from megapar.system.atomic_files import replace_file
+from megapar.system.say import tell
 
 FILE = "report.html"
 POINTS = 1200  # of a curve

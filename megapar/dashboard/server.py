@@ -20,7 +20,7 @@ from urllib.parse import parse_qs, urlsplit
 from megapar.dashboard.page import POINTS, html
 from megapar.dashboard.record import RunFolder
 from megapar.errors import ConfigError, reason_of
-from megapar.launch.reporting import tell
+from megapar.system.say import tell
 
 HOST = "127.0.0.1"
 _MOST_POINTS = 20_000

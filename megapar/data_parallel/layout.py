@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.data_parallel.buckets import Bucket, BucketGroup, Range, intersect, lay_out, merge
 from megapar.grid import TIED_AXIS
 from megapar.params import ParamSpec, spec_of

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megapar.comm import collectives
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.data_parallel.buckets import Range, intersect, merge
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.placement import Placement

@@ -32,8 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.config.model_rules import SELECTION_BIAS
-from megapar.context import Axis
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
 from megapar.linear import LOCAL, LinearFunction

@@ -42,8 +42,8 @@ from torch import Tensor
 
 from megapar import device, recompute
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.comm.exchange import ArrivingRows, Memory, all_arrived, exchange_rows, start_exchanges
-from megapar.context import Axis
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.expert_parallel.route import counts
 from megapar.expert_parallel.row_counts import Chunk, RowCounts, experts_of, inverse_of

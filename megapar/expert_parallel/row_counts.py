@@ -16,8 +16,8 @@ import torch
 from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
+from megapar.comm.axis import Axis
 from megapar.comm.transport import Counts
-from megapar.context import Axis
 from megapar.params import cut
 
 

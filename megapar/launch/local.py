@@ -33,11 +33,12 @@ from megapar.environment import Environment
 from megapar.errors import CommunicationError, starting
 from megapar.launch.diagnosis import as_table, diagnose, mismatch, name, position_in_step, rows
 from megapar.launch.monitor import local_logs
-from megapar.launch.reporting import Interrupted, error_record, interrupted_at, report_error, reported, tell
+from megapar.launch.reporting import Interrupted, error_record, interrupted_at, report_error, reported
 from megapar.launch.signals import HANDLED, Signals
 from megapar.pipeline import runtime
 from megapar.system import limits
 from megapar.system.processes import end_with_parent
+from megapar.system.say import tell
 
 Main = Callable[[Environment, Board], None]
 # After an operation of a rank has failed, the launcher waits this long for the end of another rank, the likely cause.

@@ -25,8 +25,9 @@ from megapar.comm.flight import Board, Flight, Memory, read
 from megapar.comm.flight_file import FlightFile
 from megapar.comm.rendezvous import Member, Store
 from megapar.launch.diagnosis import SILENT_SECONDS, Log, as_table, diagnose, process_state, rows
-from megapar.launch.reporting import interrupted_at, tell
+from megapar.launch.reporting import interrupted_at
 from megapar.launch.signals import Signals
+from megapar.system.say import tell
 
 RECORDS = 64  # the number of newest operations of each axis that are compared
 _DIAGNOSIS = "diagnosis"  # the key of what the first asker has found

@@ -18,13 +18,14 @@ import torch
 
 from megapar import device
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.comm.rendezvous import Member, Store, placed
 from megapar.comm.store import answered
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 from megapar.errors import CommunicationError
 from megapar.grid import Grid, Groups
 from megapar.launch import reach
-from megapar.launch.reporting import say
+from megapar.system.say import say
 
 LIMIT_SECONDS = 30.0  # for one group, and for a host; launch.timeout_seconds if that is shorter
 SLOW = 0.9  # a rank below this share of the median is marked

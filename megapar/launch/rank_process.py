@@ -175,9 +175,8 @@ def join(config: Config, env: Environment, process: RankProcess) -> ParallelCont
     with _told_by_each_host(env):
         chosen = device.choose(config.launch.device, env.local_rank, env.local_world_size, own_gpus=env.launched)
         device.set_connections(chosen, hardware_queues(config))  # the next call starts CUDA
-        device.choose_kernels(
-            config.kernels.backend, chosen, compiled=config.kernels.compile
-        )  # called here to raise before the first collective
+        # Called here, so that it raises before the first collective.
+        device.choose_kernels(config.kernels.backend, chosen, compiled=config.kernels.compile)
     device.prepare(chosen, threads=config.launch.threads, cores=env.cores, deterministic=config.train.deterministic)
     device.require_threads()
     if config.launch.numa == "auto" and chosen.type == "cuda":

@@ -19,6 +19,7 @@ from megapar.errors import CommunicationError, MegaparError, OutOfMemoryError, P
 from megapar.system import events
 from megapar.system.atomic_files import as_json, replace_file
 from megapar.system.regular_files import open_regular
+from megapar.system.say import silence, tell
 
 _OF_FAULT = ("class", "message", "exit_code", "rank", "host", "step", "phase")  # what events.jsonl has of an error
 
@@ -33,37 +34,6 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int):
         super().__init__(number)
         self.number = number
-
-
-def tell(text: str) -> None:
-    """Print a line on stderr. Never raises.
-
-    A full disk or a closed pipe must not hide the error itself.
-    """
-    try:
-        print(text, file=sys.stderr, flush=True)
-    except (OSError, ValueError, AttributeError):
-        _replace_by_nothing(2)
-
-
-def say(text: str) -> None:
-    """Print a line on stdout. Never raises: a closed pipe (`| head`) or a full disk must not end a run.
-
-    The first failure is reported on stderr. Later lines are dropped.
-    """
-    try:
-        print(text, flush=True)
-    except (OSError, ValueError) as error:
-        _replace_by_nothing(1)
-        tell(f"stdout cannot be written ({error}): log lines are dropped from here on, the run goes on")
-
-
-def _replace_by_nothing(descriptor: int) -> None:
-    """Redirect `descriptor` to os.devnull."""
-    # The descriptor is replaced, not the Python stream: Python writes what its buffer still holds when it exits.
-    nothing = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nothing, descriptor)
-    os.close(nothing)
 
 
 def open_streams() -> None:
@@ -120,10 +90,10 @@ def _end_if_stdout_fails() -> None:
         # The same error comes from full disks of other files, and from connections between ranks. So try it again.
         os.write(1, b"\n")
     except BrokenPipeError as error:
-        _replace_by_nothing(1)
+        silence(1)
         raise Ended(128 + signal.SIGPIPE) from error
     except OSError as error:
-        _replace_by_nothing(1)
+        silence(1)
         raise StorageError(f"cannot write to standard output: {error.strerror or error}") from error
 
 

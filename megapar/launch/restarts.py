@@ -28,11 +28,12 @@ from megapar.errors import (
     storing,
 )
 from megapar.launch.local import End, Main, Start, preload, run_ranks
-from megapar.launch.reporting import Interrupted, report_error, tell
+from megapar.launch.reporting import Interrupted, report_error
 from megapar.launch.signals import Signals
 from megapar.system import events
 from megapar.system.alert_command import call_now, failure
 from megapar.system.own_folder import OwnFolder, sweep
+from megapar.system.say import tell
 
 _LOST = CommunicationError.exit_code
 # A lost rank, a bug that may depend on the moment, and a checkpoint that the failed start has removed as damaged. Other

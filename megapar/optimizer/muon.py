@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from megapar.comm import collectives
-from megapar.context import Axis, ParallelContext
+from megapar.comm.axis import Axis
+from megapar.context import ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients
 from megapar.optimizer.owners import Fragment, Member, Part, Routes, parts_of

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.data_parallel.buckets import Range, intersect
 from megapar.data_parallel.layout import FlatLayout, Update
 from megapar.params import Box, Piece, Sizes, flat_ranges

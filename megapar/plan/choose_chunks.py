@@ -9,12 +9,12 @@ from megapar.config.messages import problem
 from megapar.config.options import Config
 from megapar.config.validate_experts import fewest_experts
 from megapar.errors import ConfigError
-from megapar.launch.reporting import say
 from megapar.plan import hardware
 from megapar.plan.hardware import Hardware
 from megapar.plan.parts import Parts
 from megapar.plan.step_time import step_time
 from megapar.plan.target import with_planned_kernels
+from megapar.system.say import say
 
 Option = Literal["tp_overlap_chunks", "ep_overlap_chunks"]
 OPTIONS: tuple[Option, ...] = ("tp_overlap_chunks", "ep_overlap_chunks")

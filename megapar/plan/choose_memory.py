@@ -11,7 +11,6 @@ from typing import NamedTuple
 from megapar.config.messages import problem
 from megapar.config.options import BY_LAYER, Config, OptimizerConfig, TrainConfig
 from megapar.errors import ConfigError
-from megapar.launch.reporting import say
 from megapar.pipeline.schedules import placement
 from megapar.plan import hardware
 from megapar.plan.choose_chunks import check_chunks, left_open, uncut
@@ -23,6 +22,7 @@ from megapar.plan.target import with_planned_kernels
 from megapar.plan.verdict import for_uneven_experts
 from megapar.recompute import Mode
 from megapar.system.apart import apart
+from megapar.system.say import say
 
 _EVERY = (8, 6, 4, 3, 2, 1)
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)

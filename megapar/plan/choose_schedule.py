@@ -13,12 +13,12 @@ from megapar.config.messages import counted
 from megapar.config.options import Config, ParallelConfig
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
-from megapar.launch.reporting import say
 from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.choice import Choice, StageTimes, choose
 from megapar.plan.memory import memory_limit
 from megapar.plan.parts import Parts
+from megapar.system.say import say
 
 TimesOfStages = Callable[[Config], Sequence[tuple[float, float, float]]]
 """Returns the times of F, I and W of each stage of a config. Its parallel.vpp may differ from the run's."""

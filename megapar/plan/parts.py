@@ -15,9 +15,10 @@ from torch import nn
 
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, Targets
+from megapar.comm.axis import Axis
 from megapar.comm.transport import Transport
 from megapar.config.options import BY_LAYER, Config, ParallelConfig
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 from megapar.data_parallel.layout import Update
 from megapar.grid import Grid
 from megapar.launch.grid import grid_of

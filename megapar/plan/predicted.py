@@ -7,12 +7,12 @@ from megapar import device
 from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.errors import ConfigError
-from megapar.launch.reporting import say
 from megapar.plan import hardware
 from megapar.plan.choose_memory import with_choices_of
 from megapar.plan.parts import Parts
 from megapar.plan.step_time import step_time
 from megapar.plan.verdict import Capacity, judge
+from megapar.system.say import say
 from megapar.train.prediction import Prediction
 
 

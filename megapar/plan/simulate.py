@@ -16,10 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar import context
 from megapar.batch import MicroBatch, PipelineStage, Targets
+from megapar.comm.axis import Axis
 from megapar.comm.transport_simulated import Simulated
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 from megapar.data.order import micro_batch_positions
 from megapar.expert_load import EVEN, ExpertLoad
 from megapar.grid import EXPERT_AXES

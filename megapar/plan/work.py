@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Meta, Transfers
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 
 META = torch.device("meta")
 

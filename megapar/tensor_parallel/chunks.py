@@ -26,8 +26,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.context import Axis
 from megapar.linear import KeptWeight, LinearFunction, keep_for_backward, weight_gradient
 from megapar.low_rank import AdaptedLinear, LowRank, keep_adapted
 from megapar.products import MatrixProducts

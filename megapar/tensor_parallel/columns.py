@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.params import Box, Piece, cut, make_piece
 
 

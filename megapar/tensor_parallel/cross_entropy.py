@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar.comm import collectives
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from megapar_kernels.dispatch import apply_function, main_grad_of
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.linear import LOCAL, LinearFunction
 from megapar.low_rank import AdaptedLinear
 from megapar.main_grad import DeferredWeightGradient

@@ -13,8 +13,8 @@ from megapar_kernels.dispatch import Implementation, main_grad_of
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.context import Axis
 from megapar.converted_weight import ConvertedWeight
 from megapar.linear import InputRegion
 from megapar.products import TORCH_PRODUCTS, MatrixProducts

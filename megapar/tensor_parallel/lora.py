@@ -15,8 +15,8 @@ from dataclasses import replace
 from megapar_kernels.dropout import keys_from_column
 from torch import Tensor, nn
 
+from megapar.comm.axis import Axis
 from megapar.comm.collectives import all_reduce
-from megapar.context import Axis
 from megapar.low_rank import InputDropout, LoraRule, LowRank, ScaledColumns
 from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, Sizes, cut, make_piece, shared_piece
 from megapar.random import Tokens

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.context import Axis
 from megapar.linear import LOCAL, InputRegion, Local
 
 

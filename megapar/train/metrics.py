@@ -28,9 +28,9 @@ from megapar.config.options import LogConfig
 from megapar.context import ParallelContext
 from megapar.context_parallel.deal import attended_pairs
 from megapar.errors import reason_of, storing
-from megapar.launch.reporting import say, tell
 from megapar.system.atomic_files import as_json, replace_file
 from megapar.system.regular_files import open_regular, read_regular
+from megapar.system.say import say, tell
 from megapar.train.sinks.base import CLOSING_SECONDS, RunInfo, Sender
 from megapar.train.sinks.chosen import chosen, tracks
 from megapar.train.sinks.curve import curve_of

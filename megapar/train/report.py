@@ -16,13 +16,13 @@ from megapar.config.options import Config
 from megapar.context import ParallelContext
 from megapar.context_parallel.attention import CoreAttention
 from megapar.errors import StorageError, storing
-from megapar.launch.reporting import say
 from megapar.pipeline import schedule_files
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make, of, show
 from megapar.pipeline.simulation import simulate
 from megapar.system import numa
 from megapar.system.atomic_files import replace_file, write_json
+from megapar.system.say import say
 from megapar.train.provenance import provenance
 
 

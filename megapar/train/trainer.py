@@ -30,7 +30,6 @@ from megapar.environment import Environment
 from megapar.errors import NumericError, Preempted, StorageError
 from megapar.largest_logits import measuring_modules
 from megapar.launch.rank_process import RankProcess
-from megapar.launch.reporting import say
 from megapar.optimizer import table
 from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import PipelineRuntime
@@ -42,6 +41,7 @@ from megapar.random import fill, initialize
 from megapar.stage_set import StageSet
 from megapar.system import events
 from megapar.system.garbage import GarbageCollection
+from megapar.system.say import say
 from megapar.train import checkpoints, host_memory, not_finite, prediction, replicas, spikes
 from megapar.train.data import TEST, holds_conversations, packs_in_words
 from megapar.train.evaluation import validate

@@ -9,7 +9,7 @@ import torch
 
 from megapar.batch import MicroBatch
 from megapar.comm import collectives
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.context_parallel import gather
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.ring import _Round

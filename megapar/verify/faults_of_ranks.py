@@ -8,8 +8,8 @@ import torch
 
 from megapar import linear
 from megapar.batch import MicroBatch
+from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.data import order
 from megapar.data_parallel import accumulate

@@ -12,8 +12,8 @@ from megapar_kernels.rope import rotate_qk, split_and_rotate_qkv
 from torch import Tensor, nn
 
 from megapar import recompute
+from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
-from megapar.context import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.largest_logits import rows_of_heads
 from megapar.params import make_piece

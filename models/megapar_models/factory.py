@@ -16,9 +16,9 @@ from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 from torch import Tensor, nn
 
+from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig
-from megapar.context import Axis
 from megapar.context_parallel.attention import CoreAttention
 from megapar.errors import ConfigError
 from megapar.expert_parallel.experts import Experts

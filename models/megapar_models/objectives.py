@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from megapar.batch import PADDING, MicroBatch
+from megapar.comm.axis import Axis
 from megapar.config.options import TrainConfig
-from megapar.context import Axis
 from megapar.stage_set import AddedLoss
 from megapar.tensor_parallel.regions import reduce_from_tp
 

@@ -7,7 +7,7 @@ import torch
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.params import ONES, ZEROS
 from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import Columns, shared_vector

@@ -16,8 +16,8 @@ from typing_extensions import TypeVar
 
 from megapar import recompute
 from megapar.batch import MicroBatch, PipelineStage, Targets, TensorSpec
+from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
-from megapar.context import Axis
 from megapar.recompute import Recompute
 from megapar.stage_set import AddedLoss, Declared
 from megapar.tensor_parallel.cross_entropy import ruled_logits, vocab_parallel_cross_entropy

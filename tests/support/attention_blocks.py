@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.batch import MicroBatch
-from megapar.context import Axis
+from megapar.comm.axis import Axis
 from megapar.context_parallel import deal
 from megapar.context_parallel.attention import CoreAttention
 

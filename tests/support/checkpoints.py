@@ -24,7 +24,8 @@ from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.checkpoint.load import load
 from megapar.checkpoint.save import save
 from megapar.checkpoint.values import checksum
-from megapar.context import Axis, ParallelContext
+from megapar.comm.axis import Axis
+from megapar.context import ParallelContext
 from megapar.errors import MegaparError
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer_state import StateSlice

@@ -10,8 +10,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from megapar.comm.axis import Axis
 from megapar.config.options import OptimizerConfig
-from megapar.context import Axis, ParallelContext
+from megapar.context import ParallelContext
 from megapar.optimizer.clip import clip_coefficient
 from megapar.params import ZEROS, Box, ParamSpec, Piece, cut, held_by_all, make_piece, parameter, shared_piece, spec_of
 

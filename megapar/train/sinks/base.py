@@ -14,7 +14,7 @@ from threading import Event, Thread
 from typing import Any, Protocol
 
 from megapar.config.messages import counted
-from megapar.launch.reporting import tell
+from megapar.system.say import tell
 
 Line = Mapping[str, Any]
 """A line of metrics.jsonl: that of a step, or one with `step` and some other numbers, such as those of evaluations."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch.utils.tensorboard import SummaryWriter
 
 from megapar.errors import reason_of, storing
-from megapar.launch.reporting import tell
+from megapar.system.say import tell
 from megapar.train.sinks.base import Line, RunInfo
 
 
