@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable
@@ -13,11 +14,13 @@ import pytest
 import torch
 from megapar_models.registry import validate
 
+from megapar import context
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import GuardConfig
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.units import UnitGradients
-from megapar.errors import Rewind
+from megapar.errors import Rewind, StorageError
+from megapar.grid import Grid
 from megapar.largest_logits import measuring_modules
 from megapar.precision import LossScale
 from megapar.system import events
@@ -25,6 +28,7 @@ from megapar.train import step
 from megapar.train.spikes import FILE, Spikes, compute_again, past_rewinds
 from megapar.train.state import StepResult
 from tests.support import faults, tiny_models
+from tests.support.distributed import run_ranks
 from tests.support.faults import Scene
 from tests.support.runs import assert_bitwise, stored
 from tests.support.small_training import make_config, make_state
@@ -49,7 +53,7 @@ def watch(policy: str, folder: Path) -> Spikes:
 
 def feed(spikes: Spikes, losses: list[float], first: int = 1) -> list[str]:
     return [
-        spikes.judge(result(number, loss, 1.0 + 0.01 * (number % 7)), spikes.norm_limit(), writes=True)
+        spikes.judge(result(number, loss, 1.0 + 0.01 * (number % 7)), spikes.norm_limit(), context.single())
         for number, loss in enumerate(losses, first)
     ]
 
@@ -68,7 +72,7 @@ def test_a_spike_is_told_with_its_median_and_written(tmp_path: Path) -> None:
     feed(spikes, [2.0, 2.02, 1.98] * 20)
     (line,) = feed(spikes, [2.5], first=61)
     assert line == "spike: loss 2.5 where 2 is the median; the run goes on"
-    line = spikes.judge(result(62, 2.0, 9.0), spikes.norm_limit(), writes=True)
+    line = spikes.judge(result(62, 2.0, 9.0), spikes.norm_limit(), context.single())
     assert line.startswith("spike: gradient norm 9 where")
     assert feed(spikes, [2.1], first=63) == [""], "less than a tenth above the median"
     assert [(event["step"], event["action"]) for event in events.read(tmp_path)] == [(61, "none"), (62, "none")]
@@ -87,6 +91,27 @@ def test_a_rewind_says_where_to_go_and_gives_up_after_three(tmp_path: Path) -> N
     assert feed(spikes, [9.0], first=61)[0].endswith("the run goes on, as 3 rewinds have not helped")
     with pytest.raises(Rewind, match="step 161: spike"):
         feed(spikes, [9.0], first=161)
+
+
+def spike_where_a_folder_is_in_the_way(folder: Path) -> tuple[str, bool, str]:
+    ctx = context.create(Grid(dp=2))
+    spikes = watch("rewind", folder)
+    for number in range(1, 61):
+        spikes.judge(result(number, 2.0 + 0.01 * (number % 5), 1.0), spikes.norm_limit(), ctx)
+    with pytest.raises(StorageError) as raised:
+        spikes.judge(result(61, 9.0, 1.0), spikes.norm_limit(), ctx)
+    return type(raised.value).__name__, raised.value.everywhere, str(raised.value)
+
+
+def test_all_ranks_end_alike_if_the_plan_of_a_rewind_cannot_be_written(tmp_path: Path) -> None:
+    """Rank 0 alone writes rewind.json, where a folder is in the way."""
+    (tmp_path / FILE).mkdir()
+    first, second = run_ranks(2, spike_where_a_folder_is_in_the_way, tmp_path)
+    assert first == second
+    assert first[1]
+    words = r"step 61: spike: loss 9 where .*; the next start cannot be told to go back \(rank 0\): cannot write "
+    assert re.fullmatch(f"{words}{tmp_path / FILE}: Is a directory", first[2])
+    assert past_rewinds(tmp_path) == [], "the run has not gone back"
 
 
 def plant(

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from megapar.comm.agreement import from_first
+from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.messages import counted
 from megapar.config.options import Config
 from megapar.context import ParallelContext
@@ -73,10 +73,11 @@ class Spikes:
         """The largest gradient norm with which the next step updates weights."""
         return _limit(self._recent.norms, _NORM_SHARE) if self._policy == "skip" else math.inf
 
-    def judge(self, result: StepResult, norm_limit: float, *, writes: bool) -> str:
+    def judge(self, result: StepResult, norm_limit: float, ctx: ParallelContext) -> str:
         """A line about the spike of a finite step, "" without one. `norm_limit` is the one that the step had.
 
-        Rank 0 `writes` an event. Raises Rewind if the run is to go back.
+        Rank 0 writes an event. Every rank raises Rewind if the run is to go back, or StorageError if rank 0 cannot
+        write the plan for the next start. A collective.
         """
         skipped = result.grad_norm > norm_limit
         found = []
@@ -94,12 +95,13 @@ class Spikes:
         near = sum(step > result.step - Recent.WINDOW for step in self._rewinds)
         rewinds = self._policy == "rewind" and near < _MOST_REWINDS
         action = "skipped" if skipped else "rewinds" if rewinds else "none"
-        if writes:
+        if rewinds:
+            doing = f"step {result.step}: spike: {words}; the next start cannot be told to go back"
+            on_all_ranks(lambda: self._plan_rewind(result) if ctx.world.first else None, ctx, StorageError, doing)
+        if ctx.world.first:
             fields = {"step": result.step, "loss": result.loss, "grad_norm": result.grad_norm}
             events.append(self._run_dir, "spike", **fields, policy=self._policy, action=action)
         if rewinds:
-            if writes:
-                self._plan_rewind(result)
             raise Rewind(
                 f"step {result.step}: spike: {words}; the next start goes on from a checkpoint of step "
                 f"{result.step - _BACK} or before, and leaves out the samples up to this step's"

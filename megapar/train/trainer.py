@@ -354,7 +354,7 @@ class _Steps:
                 self._state.ctx.flight.step = result.step
             if not result.finite:
                 _explain_not_finite(self._state, step.batches, result, self._reporter)
-            elif spike := self._spikes.judge(result, norm_limit, writes=self._state.ctx.world.first):
+            elif spike := self._spikes.judge(result, norm_limit, self._state.ctx):
                 if result.grad_norm > norm_limit:
                     spike += f"; {in_words_again(result, *compute_again(self._state, step))}"
                 self._reporter.say(f"step {result.step}/{self._state.config.train.steps} | {spike}")
