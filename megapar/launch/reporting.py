@@ -16,7 +16,7 @@ from typing import Any
 
 from megapar.comm.flight import Flight
 from megapar.errors import CommunicationError, MegaparError, OutOfMemoryError, Preempted, StorageError
-from megapar.system import events
+from megapar.system import events, limits
 from megapar.system.atomic_files import as_json, replace_file
 from megapar.system.regular_files import open_regular
 from megapar.system.say import silence, tell
@@ -177,7 +177,9 @@ def interrupted_at(step: int, checkpoint: int, number: int) -> str:
 def error_record(error: BaseException, rank: int, flight: Flight) -> dict[str, Any]:
     """The contents of error.json as JSON types: the error, and the step and phase of this rank."""
     code = error.exit_code if isinstance(error, MegaparError) else MegaparError.exit_code
-    record = _record(type(error).__name__, str(error), code, rank, flight)
+    # Such as a file that cannot be written: what to do about the limit is said here once, for all files.
+    limit = limits.reached(error) if isinstance(error, MegaparError) else ""
+    record = _record(type(error).__name__, f"{error}; {limit}" if limit else str(error), code, rank, flight)
     if isinstance(error, CommunicationError) and error.ranks:
         # error.json then describes the missing rank instead of this one, which only waited for it.
         record |= {**error.culprit, "ranks": list(error.ranks)}

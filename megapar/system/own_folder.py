@@ -40,9 +40,10 @@ class OwnFolder:
             # Another process has swept the folder away before it was locked: make another one.
 
     def remove(self) -> None:
-        """Remove the folder and all files in it."""
-        _empty(self.descriptor)
-        with suppress(FileNotFoundError):
+        """Remove the folder and all files in it. What the system refuses to remove now is left to `sweep`."""
+        # At the limit of open files the folder cannot even be listed. That must not hide the error that ends a run.
+        with suppress(OSError):
+            _empty(self.descriptor)
             self.path.rmdir()
         os.close(self.descriptor)
 
