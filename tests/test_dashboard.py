@@ -363,8 +363,20 @@ def test_connections_without_a_request_are_cut_and_browsers_that_leave_are_no_ne
 ) -> None:
     """Fault held-dashboard: a letter now and then does not count as a request, and only so many may be waited for."""
     append(tmp_path / "metrics.jsonl", *({"step": step, "loss": 0.5, "text": "x" * 1000} for step in range(100)))
-    monkeypatch.setattr(server, "_PATIENCE_SECONDS", 0.2)
+    told = f"{server._MOST_WAITING} connections open for {server._PATIENCE_SECONDS:g} seconds each"
+    assert told in (program.ROOT / "docs/threats.md").read_text()
     monkeypatch.setattr(server, "_MOST_WAITING", 3)
+    monkeypatch.setattr(server, "_PATIENCE_SECONDS", 1000.0)
+    with served(tmp_path) as dashboard:
+        # Of five connections the two oldest are cut, and a wrong address is answered once.
+        held = [socket.create_connection(dashboard.server_address[:2], timeout=60) for _ in range(5)]
+        assert [one.recv(1) for one in held[:2]] == [b"", b""]
+        held[2].sendall(b"GET / HTTP/1.1\r\n\r\n" * 2)
+        answer = b"".join(iter(lambda: held[2].recv(4096), b""))
+        assert answer.count(b"HTTP/1.1 404") == 1
+        for one in held:
+            one.close()
+    monkeypatch.setattr(server, "_PATIENCE_SECONDS", 0.2)
     with served(tmp_path) as dashboard:
         held = [socket.create_connection(dashboard.server_address[:2]) for _ in range(5)]
         with suppress(ConnectionError):
