@@ -14,6 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from megapar.comm.shared_memory import Host
 from megapar.comm.transport_shared_memory import SharedMemory
 from megapar.errors import CommunicationError, OutOfMemoryError, StorageError
 from megapar.grid import Grid
+from megapar.launch import reach
 from megapar.system import own_folder
 from tests.support import program, stranger
 from tests.support.distributed import run_ranks
@@ -327,6 +329,22 @@ def test_a_limit_that_is_reached_is_named(tmp_path: Path, which: int, limit: int
     assert ended.err.count("\n") == 1
 
 
+SNAPSHOTS = (*TWO, "--checkpoint.memory_every", "1", "--launch.max_restarts", "1")
+
+
+@pytest.mark.parametrize("flags", [(), SNAPSHOTS], ids=["one rank", "two with snapshots"])
+def test_a_run_that_may_open_almost_no_file_ends_in_one_line(tmp_path: Path, flags: tuple[str, ...]) -> None:
+    """Fault descriptors-run-out: the limit is named, whichever file came too late, and cleaning up hides nothing."""
+    before = set(Path("/dev/shm").glob("megapar-snapshots-*"))
+    ended = program.run(*flags, cwd=tmp_path, plant=limited(resource.RLIMIT_NOFILE, 6, 6))
+    for left in set(Path("/dev/shm").glob("megapar-snapshots-*")) - before:
+        left.rmdir()  # the next run with snapshots would
+    assert ended.code in (StorageError.exit_code, OutOfMemoryError.exit_code), ended.err
+    assert "may not open more than 6" in ended.err
+    assert "raise the limit (ulimit -n)" in ended.err
+    assert ended.err.count("\n") == 1
+
+
 def test_four_ranks_run_with_few_files(tmp_path: Path) -> None:
     """Fault descriptors-run-out: the soft limit is raised to the hard one, and the hard one may be low."""
     plant = limited(resource.RLIMIT_NOFILE, 40, 64)
@@ -357,7 +375,8 @@ def listening(pids: list[int]) -> set[str]:
     inodes = set()
     for pid in pids:
         for name in os.listdir(f"/proc/{pid}/fd"):
-            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+            with suppress(FileNotFoundError):  # the listing itself, or a file that is closed meanwhile
+                inodes.add(os.readlink(f"/proc/{pid}/fd/{name}"))
     found = set()
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
@@ -375,6 +394,17 @@ def test_the_local_launcher_listens_on_this_host_alone(tmp_path: Path) -> None:
     assert found <= {"0100007F"}, "127.0.0.1"
 
 
+def addresses_of_this_host() -> set[str]:
+    """Where gloo listens: the addresses of this host's name, as `listening` has them, or loopback without any."""
+    found = set()
+    for name in (socket.gethostname(), "127.0.0.1", "::1"):
+        with suppress(socket.gaierror):
+            for family, *_, address in socket.getaddrinfo(name, None):
+                words = struct.iter_unpack("<I", socket.inet_pton(family, str(address[0])))
+                found.add("".join(f"{word:08X}" for (word,) in words))
+    return found
+
+
 def test_the_store_of_a_job_listens_everywhere(tmp_path: Path) -> None:
     """Of Slurm's rank 0 here: the page says so, and what to do."""
     port = free_port()
@@ -383,9 +413,52 @@ def test_the_store_of_a_job_listens_everywhere(tmp_path: Path) -> None:
     ranks[0].until(" 2/100000 | loss")
     everywhere = {"0" * 32, "0" * 8}
     assert listening([ranks[0].pid]) & everywhere
-    assert not listening([ranks[1].pid]) & everywhere, "gloo listens at the address of the host's name"
+    of_gloo = listening([ranks[1].pid])
+    assert of_gloo, "gloo listens on every rank"
+    assert of_gloo <= addresses_of_this_host()
     for rank in ranks:
         rank.kill_all()
+
+
+def test_a_preflight_listens_at_the_address_of_its_host_and_sends_a_token() -> None:
+    """Where the address is another machine's to translate, it listens at all interfaces."""
+    before = listening([os.getpid()])
+    for address, expected in (("127.0.0.1", "0100007F"), ("192.0.2.1", "0" * 8)):
+        with reach._listening(address, b"token", 60) as port:
+            assert listening([os.getpid()]) - before == {expected}
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                assert b"".join(iter(lambda: connection.recv(100), b"")) == b"token"
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port))
+
+
+# What others see
+
+
+def look_at(pid: int, successes: Path) -> None:
+    """Note what another user may read about a process."""
+    for name in ("cmdline", "environ", "fd"):
+        path = Path(f"/proc/{pid}/{name}")
+        with suppress(OSError):
+            if list(path.iterdir()) if path.is_dir() else path.read_bytes():
+                (successes / name).touch()
+
+
+@as_root
+def test_a_stranger_sees_command_lines_and_no_environment() -> None:
+    """The environment may hold keys of services."""
+    with stranger.place_of_all() as successes:
+        stranger.let(look_at, os.getpid(), successes)
+        assert set(os.listdir(successes)) <= {"cmdline"}  # none where /proc is mounted with hidepid
+
+
+def test_a_run_folder_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
+    ended = program.run("--train.steps", "2", "--checkpoint.every", "1", cwd=tmp_path, plant=lambda: os.umask(0o027))
+    assert ended.code == 0, ended.err
+    found = {path: path.stat().st_mode & 0o777 for path in [tmp_path / "run", *(tmp_path / "run").rglob("*")]}
+    assert tmp_path / "run/checkpoints/step_00000002/manifest.json" in found
+    for path, mode in found.items():
+        assert mode == (0o750 if path.is_dir() else 0o640), path
 
 
 def test_the_page_names_tests_that_are_there() -> None:
