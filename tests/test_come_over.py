@@ -494,7 +494,26 @@ CONVERSIONS = [
     ("Hugging Face", '--gradient_checkpointing_kwargs {"use_reentrant":false}', 8, {}),
     ("Hugging Face", "--adam_beta2 0.95", 8, {"optimizer.betas": "0.9 0.95"}),
     ("Hugging Face", "--save_strategy no", 8, {"checkpoint.every": "0"}),
-    ("Hugging Face", "--save_strategy epoch", 8, None),
+    ("Hugging Face", "--save_strategy epoch --per_device_train_batch_size 1", 8, {"checkpoint.every": "63"}),
+    ("Hugging Face", "--save_strategy best", 8, None),
+    ("Hugging Face", "--eval_strategy epoch --per_device_train_batch_size 1", 8, {"train.eval_every": "63"}),
+    ("Hugging Face", "--saves_per_epoch 2 --max_steps 60 --num_train_epochs 3", 8, {"checkpoint.every": "10"}),
+    ("Hugging Face", "--lora_target_modules q_proj,down_proj gate_proj", 8, {"adapter.targets": "q down gate"}),
+    ("Hugging Face", "--lora_target_modules all-linear", 8, {}),
+    ("Hugging Face", "--lora_target_modules c_attn", 8, None),
+    ("Hugging Face", "--lora_module_name layers. --only_optimize_lora", 8, {"adapter.alpha": "1"}),
+    ("Hugging Face", "--lora_module_name layers.0.", 8, None),
+    ("Hugging Face", "--beta 0.2", 8, {"train.objective": "dpo", "train.beta": "0.2"}),
+    ("Hugging Face", "--beta 0.2 --loss_type ipo", 8, {"train.objective": "ipo", "train.beta": "0.2"}),
+    ("Hugging Face", "--beta 0.2 --loss_type hinge", 8, None),
+    ("Hugging Face", "--beta 0.04 --num_generations 8", 8, None),
+    ("Hugging Face", "--loss_type sigmoid_norm", 8, {"train.objective": "dpo_norm"}),
+    ("Hugging Face", "--label_smoothing 0.1 --loss_type robust", 8, {"train.label_smoothing": "0.1"}),
+    ("Hugging Face", "--label_smoothing 0.1", 8, None),
+    ("Megatron-LM", "--step-batch-size-schedule 0:8 64K:16 128K:24 --seq-length 64", 8,
+     {"train.batch_ramp": "8 8 2000", "train.global_batch_size": "24"}),
+    ("Megatron-LM", "--step-batch-size-schedule 0:8 64K:16 192K:24 --seq-length 64", 8, None),
+    ("Megatron-LM", "--step-batch-size-schedule 0:8 --seq-length 64", 8, {"train.global_batch_size": "8"}),
     ("Hugging Face", "--save_steps 0.1 --max_steps 50", 8, {"checkpoint.every": "5"}),
     ("Hugging Face", "--eval_strategy no", 8, {}),
     ("Hugging Face", "--fsdp full_shard auto_wrap", 8, {"optimizer.zero_stage": "3"}),
@@ -883,6 +902,32 @@ def test_a_default_of_somebody_else_does_not_replace_what_the_job_says(tmp_path)
     flags = "--training.num_tokens_per_microbatch_per_dp_rank 8192 --training.max_context_length 8192"
     titan, _ = from_torchtitan.account(from_torchtitan.Arguments(model="llama3-8b", world_size=8), flags.split())
     assert (titan.config.train.micro_batch_size, titan.config.train.global_batch_size) == (1, 8)
+
+
+def test_a_job_of_preferences_takes_its_objective_too(tmp_path):
+    """A trl job of DPO has pairs for samples, each answer of max_length, and the base for its reference."""
+
+    def account(program: str, flags: str):
+        args = from_deepspeed.Arguments(model="llama-3m", samples=64, world_size=1)
+        return from_deepspeed.account(args, ["accelerate", "launch", program, *flags.split()])[0]
+
+    for program, flags in (("x/run_dpo.py", ""), ("train.py", "--beta 0.1"), ("dpo.py", "--loss_type sigmoid")):
+        found = account(program, f"--learning_rate 1e-6 --max_length 512 --lora_r 8 {flags}")
+        train = found.config.train
+        assert (train.objective, train.references, train.seq_length) == ("dpo", "adapters_off", 1024)
+        assert found.config.data.documents == "apart"
+        assert found.is_whole, report(found)
+    other = account("kto.py", "--learning_rate 1e-6 --beta 0.1")
+    assert other.config.train.objective == "cross_entropy"
+    assert left(other) == {"beta": "of trl's KTO, which has no objective here"}
+    assert not account("dpo.py", "--loss_type hinge").config.train.objective.startswith("dpo")
+
+
+def test_a_model_given_beside_the_job_answers_every_name_of_it():
+    for name in ("model_name", "base_model", "model_name_or_path"):
+        args = from_deepspeed.Arguments(model="llama-3m", samples=64, world_size=1)
+        account, _ = from_deepspeed.account(args, ["--learning_rate", "1e-6", f"--{name}", "meta/x"])
+        assert account.is_whole, report(account)
 
 
 def test_flags_of_torchtitan_win_over_its_file(tmp_path):

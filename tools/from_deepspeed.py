@@ -21,10 +21,17 @@ from megapar_models.registry import FOR_OPTIONS, presets, validate
 from megapar.config.other_frameworks import sources
 from megapar.config.other_frameworks.account import Account, account_of
 from megapar.config.other_frameworks.carry import Option, move
-from megapar.config.other_frameworks.finish import behind_dashes, read_command, settings, show, with_model
+from megapar.config.other_frameworks.finish import (
+    behind_dashes,
+    read_command,
+    settings,
+    show,
+    with_model,
+    with_objective,
+)
 from megapar.config.other_frameworks.hugging_face import TRAINING_ARGUMENTS
 from megapar.config.other_frameworks.job import plain
-from megapar.config.other_frameworks.scripts import AXOLOTL, OWN_LOOPS
+from megapar.config.other_frameworks.scripts import AXOLOTL, OF_ANY_PROGRAM, OWN_LOOPS
 from megapar.errors import ConfigError
 from megapar.launch.reporting import open_streams, reported
 
@@ -52,20 +59,32 @@ class Arguments:
     """NAME=VALUE of variables that the script does not set; 1=VALUE is its first argument."""
 
 
-def arguments_of(args: Arguments, words: list[str]) -> tuple[list[Option], dict[str, Any], int, list[str]]:
-    """Options of Hugging Face's arguments, a table of the ds_config, the number of ranks if known, and notes."""
+@dataclass(frozen=True)
+class Read:
+    """What a source holds: options of Hugging Face's arguments, a ds_config, ranks if known, notes, and the program."""
+
+    given: list[Option]
+    table: dict[str, Any]
+    world: int = 0
+    notes: tuple[str, ...] = ()
+    program: str = ""
+
+
+def arguments_of(args: Arguments, words: list[str]) -> Read:
+    """Read the source, or the command behind --."""
     source = args.source
     if source is None or source.suffix not in (".json", ".yaml", ".yml", ".conf"):
         launch, world, notes = read_command(source, words, settings(args.var))
-        return sources.options_of_words(launch.words, (HUGGING_FACE, DEEPSPEED), launch), {}, world, notes
+        given = sources.options_of_words(launch.words, (HUGGING_FACE, DEEPSPEED), launch)
+        return Read(given, {}, world, tuple(notes), launch.program)
     table = sources.read_table(source)
     if any(key in table for key in OF_DS_CONFIG):
-        return [], table, 0, []
+        return Read([], table)
     inner = table.pop("deepspeed", None)
     given = [Option(HUGGING_FACE, name, sources.words_of(value)) for name, value in sources.set_in(table).items()]
     if isinstance(inner, str):
         given.append(Option(HUGGING_FACE, "deepspeed", (inner,)))
-    return given, inner if isinstance(inner, dict) else {}, 0, []
+    return Read(given, inner if isinstance(inner, dict) else {})
 
 
 def as_the_trainer_calls_them(given: list[Option]) -> tuple[list[Option], bool]:
@@ -73,9 +92,10 @@ def as_the_trainer_calls_them(given: list[Option]) -> tuple[list[Option], bool]:
     names = {plain(option.name) for option in given}
     renamed = AXOLOTL if names & {"base_model", "num_epochs", "sequence_len"} else OWN_LOOPS
     # A name that the Trainer has too stays what it is, such as --batch_size beside per_device_train_batch_size.
-    other = {name: theirs for name, theirs in renamed.items() if name in names and theirs not in names}
+    every = {**renamed, **OF_ANY_PROGRAM}
+    other = {name: theirs for name, theirs in every.items() if name in names and theirs not in names}
     ours = {row.name for row in TRAINING_ARGUMENTS}
-    has_trainer = bool(names & ours) and not (renamed is OWN_LOOPS and other)
+    has_trainer = bool(names & ours) and not (renamed is OWN_LOOPS and other.keys() & OWN_LOOPS.keys())
     return [
         replace(option, name=other[plain(option.name)], spelled=option.name) if plain(option.name) in other else option
         for option in given
@@ -97,16 +117,17 @@ def ds_config_of(args: Arguments, given: list[Option]) -> Path | None:
 
 def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
     """Carry the job over."""
-    given, table, world, notes = arguments_of(args, words)
-    file = ds_config_of(args, given)
+    read = arguments_of(args, words)
+    table, notes = read.table, [*read.notes]
+    file = ds_config_of(args, read.given)
     if file is not None:
         table = sources.read_table(file)
         notes = [*notes, f"ds_config: {file}"]
-    given, has_trainer = as_the_trainer_calls_them(given)
+    given, has_trainer = as_the_trainer_calls_them(read.given)
     options = [*sources.options_of_table(table, DEEPSPEED), *given]
     if not options:
         raise ConfigError(f"{args.source or 'the command'}: has no options")
-    world = args.world_size or world
+    world = args.world_size or read.world
     moved = move(
         options,
         FOR_OPTIONS,
@@ -116,7 +137,8 @@ def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
         without_defaults=((DEEPSPEED,) if given else ()) + (() if has_trainer else (HUGGING_FACE,)),
         dashes=lambda framework: "--" if framework == HUGGING_FACE else "",
     )
-    with_model(moved, args.model, "model_name_or_path")
+    with_objective(moved, read.program)
+    with_model(moved, args.model, "model_name_or_path", "model_name", "base_model")
     return account_of(moved, FOR_OPTIONS, presets(), validate, world), notes
 
 

@@ -64,9 +64,11 @@ def replicas(job: Job) -> int:
 
 
 def global_batch(job: Job, words: Words) -> Ours:
-    """--global-batch-size. By default a replica has one micro-batch."""
+    """--global-batch-size. By default that of the schedule's end, and without one a micro-batch of a replica."""
     if words:
         return {"train.global_batch_size": words}
+    if job.has("step-batch-size-schedule"):
+        return {"train.global_batch_size": (str(_scheduled(job)[-1][1]),)}
     return {"train.global_batch_size": (str(job.whole("micro-batch-size", 1) * replicas(job)),)}
 
 
@@ -75,10 +77,42 @@ def batch_of(job: Job) -> int:
     return whole(global_batch(job, job.words("global-batch-size"))["train.global_batch_size"][0])
 
 
+def _scheduled(job: Job) -> list[tuple[int, int]]:
+    """--step-batch-size-schedule, such as 0:384 200B:768: samples from which on a step has so many."""
+    units = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    pairs = re.findall(r"([\d.e]+)([KMBT]?):(\d+)", job.text("step-batch-size-schedule").upper().replace("E", "e"))
+    length = job.whole("seq-length")
+    if not pairs or length < 1:
+        raise NoCounterpart("needs pairs TOKENS:SAMPLES, and seq-length")
+    return sorted((int(number(tokens) * units.get(unit, 1)) // length, int(batch)) for tokens, unit, batch in pairs)
+
+
+def ramp_of(job: Job) -> tuple[int, ...]:
+    """train.batch_ramp of --rampup-batch-size or --step-batch-size-schedule; empty if the batch does not grow."""
+    if not job.has("step-batch-size-schedule"):
+        return tuple(whole(word) for word in job.words("rampup-batch-size"))
+    steps = _scheduled(job)
+    if len(steps) == 1:
+        return ()
+    samples, first, increment = steps[-1][0], steps[0][1], steps[1][1] - steps[0][1]
+    growths = len(steps) - 1
+    even = [(-(-samples * growth // growths), first + growth * increment) for growth in range(growths + 1)]
+    if increment < 1 or steps != even or batch_of(job) != steps[-1][1]:
+        raise NoCounterpart("train.batch_ramp grows by equal increments at equal distances")
+    return (first, increment, samples)
+
+
+def stepped(job: Job, words: Words) -> Ours:
+    """--step-batch-size-schedule, as far as it is a ramp."""
+    ramp = ramp_of(job)
+    batch: Ours = {"train.global_batch_size": (str(batch_of(job)),)}
+    return {**batch, "train.batch_ramp": tuple(map(str, ramp))} if ramp else batch
+
+
 def steps_of(job: Job, samples: int) -> int:
     """The steps of so many samples, with a batch that grows too."""
     batch = batch_of(job)
-    ramp = tuple(whole(word) for word in job.words("rampup-batch-size"))
+    ramp = ramp_of(job)
     if len(ramp) != 3:
         return samples // max(batch, 1)
     train = TrainConfig(global_batch_size=batch, batch_ramp=ramp)
@@ -88,7 +122,7 @@ def steps_of(job: Job, samples: int) -> int:
         steps += 1
         consumed += size
         if size < 1 or steps > _MOST_STEPS:
-            raise NoCounterpart("the batch of rampup-batch-size does not grow to global-batch-size")
+            raise NoCounterpart("the batch of a ramp does not grow to global-batch-size")
     return steps + max(samples - consumed, 0) // max(batch, 1)
 
 
@@ -155,8 +189,7 @@ def to_decay(job: Job, words: Words) -> Ours:
 
 def _samples_of_run(job: Job) -> int:
     """Samples of all steps of a run."""
-    ramp = tuple(whole(word) for word in job.words("rampup-batch-size"))
-    train = TrainConfig(global_batch_size=batch_of(job), batch_ramp=ramp, steps=train_steps(job))
+    train = TrainConfig(global_batch_size=batch_of(job), batch_ramp=ramp_of(job), steps=train_steps(job))
     return train.samples()
 
 

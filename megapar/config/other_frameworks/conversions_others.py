@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Callable
 
 from megapar.config.other_frameworks.conversions import split_elements
 from megapar.config.other_frameworks.job import Job, NoCounterpart, Ours, Words, number, shown, whole
@@ -48,15 +49,31 @@ def micro_batch(job: Job, words: Words) -> Ours:
     return {"train.micro_batch_size": (str(hf_micro_batch(job)),)}
 
 
+def hf_epoch(job: Job) -> int:
+    """Optimizer steps of an epoch. Raises NoCounterpart if the number of samples is not known."""
+    if not job.samples:
+        raise NoCounterpart("the number of samples is not known; give it with --samples")
+    batches = math.ceil(job.samples / (hf_micro_batch(job) * hf_replicas(job)))
+    return math.ceil(batches / job.whole("gradient_accumulation_steps", 1))
+
+
 def hf_steps(job: Job) -> int:
     """Optimizer steps of the run. Raises NoCounterpart if they depend on an unknown number of samples."""
     if job.whole("max_steps", -1) > 0:
         return job.whole("max_steps")
-    if not job.samples:
-        raise NoCounterpart("the number of samples is not known; give it with --samples")
-    batches = math.ceil(job.samples / (hf_micro_batch(job) * hf_replicas(job)))
-    epoch = math.ceil(batches / job.whole("gradient_accumulation_steps", 1))
-    return math.ceil(epoch * job.number("num_train_epochs", 3))
+    return math.ceil(hf_epoch(job) * job.number("num_train_epochs", 3))
+
+
+def times_an_epoch(option: str) -> Callable[[Job, Words], Ours]:
+    """Axolotl's evals_per_epoch and saves_per_epoch: so many in each epoch."""
+
+    def convert(job: Job, words: Words) -> Ours:
+        times = number(words[0])
+        if times <= 0:
+            return {}
+        return {option: (str(math.ceil(hf_steps(job) / (times * job.number("num_train_epochs", 3)))),)}
+
+    return convert
 
 
 def max_steps(job: Job, words: Words) -> Ours:
@@ -104,14 +121,75 @@ def checkpointing_arguments(job: Job, words: Words) -> Ours:
     return {}
 
 
+# trl, PEFT and programs with a loop of their own
+
+_OBJECTIVES = {"sigmoid": "dpo", "sigmoid_norm": "dpo_norm", "ipo": "ipo", "robust": "dpo"}
+# Fields that trl's other trainers have beside beta, which is then another.
+_NOT_OF_DPO = (
+    "num_generations",
+    "desirable_weight",
+    "undesirable_weight",
+    "cpo_alpha",
+    "simpo_gamma",
+    "max_new_tokens",
+)
+_MATRICES = {f"{name}_proj": name for name in ("q", "k", "v", "o", "gate", "up", "down")}
+
+
+def preferences(job: Job, words: Words) -> Ours:
+    """loss_type of trl's DPO, and its beta, which decides the objective too: a run without it would read no beta."""
+    kinds = job.words("loss_type") or ("sigmoid",)
+    if any(job.names(name) for name in _NOT_OF_DPO):
+        raise NoCounterpart("of trl's trainers DPO's and the reward model's have an objective here")
+    if len(kinds) > 1 or kinds[0] not in _OBJECTIVES:
+        raise NoCounterpart(f"{', '.join(_OBJECTIVES)} have a counterpart")
+    return {"train.objective": (_OBJECTIVES[kinds[0]],)}
+
+
+def beta(job: Job, words: Words) -> Ours:
+    """beta of trl's DPO."""
+    return {**preferences(job, ()), "train.beta": words}
+
+
+def smoothed(job: Job, words: Words) -> Ours:
+    """label_smoothing of trl's DPO: ours is that of the robust loss."""
+    if not number(words[0]):
+        return {}
+    if job.text("loss_type") != "robust":
+        raise NoCounterpart("train.label_smoothing is that of loss_type robust")
+    return {"train.label_smoothing": words}
+
+
+def adapted(job: Job, words: Words) -> Ours:
+    """lora_target_modules: matrices by transformers' names of Llama and its like, or ours."""
+    names = [name for word in words for name in word.split(",") if name]
+    if names == ["all-linear"]:
+        return {}
+    unknown = [name for name in names if name not in _MATRICES and name not in _MATRICES.values()]
+    if unknown or not names:
+        raise NoCounterpart(f"{', '.join(unknown)}: {', '.join(_MATRICES)} and all-linear have a counterpart")
+    return {"adapter.targets": tuple(_MATRICES.get(name, name) for name in names)}
+
+
+def chat_adapters(job: Job, words: Words) -> Ours:
+    """lora_module_name of DeepSpeed-Chat: its products are divided by lora_dim, and what has no adapter is trained."""
+    if words not in (("layers.",), ("decoder.layers.",), ("h.",), ("transformer.h.",)):
+        raise NoCounterpart("the layers, such as layers., have a counterpart; adapter.targets names matrices")
+    if job.is_on("only_optimize_lora"):
+        return {"adapter.alpha": ("1",)}
+    return {"adapter.alpha": ("1",), "train.trainable": ("*.lora_*", "*norm*", "embedding.*", "head.*")}
+
+
 def texts(job: Job, words: Words) -> Ours:
     """A file of texts: data.train names tokens."""
     raise NoCounterpart("tools/preprocess_data.py makes tokens of it first")
 
 
 def save_strategy(job: Job, words: Words) -> Ours:
-    """save_strategy: steps, no, or epochs, whose length is not known here."""
+    """save_strategy: steps, no, or epoch, whose length follows from the samples."""
     never = words[0] in ("no", "false")  # YAML reads no as false
+    if words[0] == "epoch":
+        return {"checkpoint.every": (str(hf_epoch(job)),)}
     if words[0] != "steps" and not never:
         raise NoCounterpart("checkpoint.every counts steps")
     return {"checkpoint.every": ("0",)} if never else {}
@@ -127,6 +205,8 @@ def save_steps(job: Job, words: Words) -> Ours:
 
 def eval_strategy(job: Job, words: Words) -> Ours:
     """eval_strategy: without data.validation nothing is evaluated."""
+    if words[0] == "epoch":
+        return {"train.eval_every": (str(hf_epoch(job)),)}
     if words[0] not in ("steps", "no", "false"):
         raise NoCounterpart("train.eval_every counts steps")
     return {}

@@ -170,8 +170,8 @@ FLAGS = (
     lacking("sparse_attention", "attention sees all earlier positions, or a window of them (model.sliding_window)"),
     always("zero_allow_untested_optimizer", "every optimizer of optimizer.name runs with every zero_stage"),
     # The launcher
-    lacking("deepspeed", "tools/from_deepspeed.py turns a ds_config into options"),
-    lacking("deepspeed_config", "tools/from_deepspeed.py turns a ds_config into options"),
+    always("deepspeed", "tools/from_deepspeed.py turns the ds_config into options"),
+    always("deepspeed_config", "tools/from_deepspeed.py turns the ds_config into options"),
     same("num_gpus", "launch.nproc"),
     lacking("hostfile", "start a torchrun or a Slurm task on each node"),
 )

@@ -42,6 +42,7 @@ MEGATRON = (
     lacking("valid-weighted-split-paths-path", "data.validation names the sets"),
     always("sync-tp-duplicated-parameters", "parameters that several ranks hold are updated alike"),
     always("valid-num-workers", "a thread is enough for token files"),
+    lacking("codecarbon-dir", "energy is not measured"),
     always("data-impl", "the same files, read rather than mapped into memory", "mmap"),
     always("DDP-impl", "gradients lie in flat buffers"),
     computed("dropout", "model.hidden_dropout", "of family gpt", convert=dropout("model.hidden_dropout")),

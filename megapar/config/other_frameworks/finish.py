@@ -1,8 +1,10 @@
 """What the programs tools/from_*.py have in common: their command lines, and what they write."""
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megapar.config.other_frameworks.account import Account, report
@@ -89,6 +91,29 @@ def _dry_run(account: Account, output: Path) -> str:
     replica = parallel.tp * parallel.cp * parallel.pp
     dp = f" --parallel.dp {account.ranks // replica}" if account.ranks >= replica else ""
     return f"megapar pretrain --config {shlex.quote(str(output))} --dry_run{dp}"
+
+
+# trl's trainers of preferences, as the names of its scripts call them.
+_TRAINERS = frozenset(("dpo", "kto", "orpo", "cpo", "grpo", "rloo", "xpo", "bco", "ppo", "nash"))
+
+
+def with_objective(moved: Moved, program: str) -> None:
+    """Take the objective from the name of a script of trl, such as dpo.py; kto.py and its like have none here."""
+    named = _TRAINERS & set(re.split("[^a-z]+", program.lower()))
+    if not named:
+        return
+    if named != {"dpo"}:
+        lines = [line for line in moved.carried if "train.objective = " in line.here]
+        moved.carried = [line for line in moved.carried if line not in lines]
+        for option in ("train.objective", "train.beta"):
+            moved.ours.pop(option, None)
+            moved.sources.pop(option, None)
+        why = f"of trl's {'/'.join(sorted(named)).upper()}, which has no objective here"
+        moved.left += [replace(line, here=why) for line in lines]
+    elif "train.objective" not in moved.ours and not any(line.theirs.lstrip("-") == "loss_type" for line in moved.left):
+        moved.ours["train.objective"], moved.sources["train.objective"] = ("dpo",), program
+        here = "train.objective = dpo, written down; the default here is cross_entropy"
+        moved.defaults.append(Line(program.rpartition("/")[2], "", here, is_default=True))
 
 
 def with_model(moved: Moved, model: str, *names: str) -> None:

@@ -58,7 +58,7 @@ TRAINING_ARGUMENTS = (
     always(
         "optim",
         "AdamW, and kernels.backend decides its kernel; optimizer.name has other optimizers",
-        *("adamw_torch", "adamw_torch_fused", "adamw_apex_fused"),
+        *("adamw_torch", "adamw_torch_fused", "adamw_apex_fused", "paged_adamw", "paged_adamw_32bit"),
     ),
     lacking("optim_args", "each has an option of its own under optimizer"),
     same("weight_decay", "optimizer.weight_decay", default="0.0"),
@@ -207,6 +207,7 @@ CONFIG_JSON = (
         "model.family",
         {model_type: family for family, model_types in _MODEL_TYPES.items() for model_type in model_types.split()},
     ),
+    always("architectures", "model.family says which, and model_type in a config.json"),
     same("n_embd", "model.hidden_size"),
     same("n_layer", "model.num_hidden_layers"),
     same("n_head", "model.num_attention_heads"),

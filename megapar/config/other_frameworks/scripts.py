@@ -1,6 +1,7 @@
 """Flags of scripts around Hugging Face's Trainer: earlier names, and those of TRL and other fine-tuning scripts."""
 
 from megapar.config.other_frameworks import conversions_others as c
+from megapar.config.other_frameworks.conversions import nothing
 from megapar.config.other_frameworks.rows import (
     NO_HUB,
     OF_MEMORY,
@@ -39,12 +40,19 @@ FLAGS = (
     same("lora_r", "adapter.rank"),
     same("lora_alpha", "adapter.alpha"),
     same("lora_dropout", "adapter.dropout"),
-    same("lora_target_modules", "adapter.targets", "the last words of names, such as q k v o gate up down"),
+    computed("lora_target_modules", "adapter.targets", "q_proj: q, and so on; all-linear: unset", convert=c.adapted),
+    always("lora_target_linear", "all matrices of the layers have adapters by default", "true", "True"),
+    computed("lora_module_name", "adapter.alpha", "1 in DeepSpeed-Chat; adapter.targets", convert=c.chat_adapters),
+    computed("only_optimize_lora", "train.trainable", "unset: adapters alone are trained", convert=nothing),
     always("use_peft", "adapter.rank decides"),
     always("load_in_4bit", "weights have the dtype of train.precision", "false", "False"),
+    always("load_in_8bit", "weights have the dtype of train.precision", "false", "False"),
+    same("zero_stage", "optimizer.zero_stage"),
     # Preferences
-    same("beta", "train.beta", "with train.objective dpo"),
-    lacking("max_prompt_length", OF_PREPARATION),
+    computed("beta", "train.beta", "the same, with train.objective dpo", convert=c.beta),
+    computed("loss_type", "train.objective", "sigmoid: dpo, sigmoid_norm: dpo_norm, ipo: ipo", convert=c.preferences),
+    computed("label_smoothing", "train.label_smoothing", "the same, of loss_type robust", convert=c.smoothed),
+    lacking("max_prompt_length", "--max_length of tools/preprocess_data.py preferences is that of a pair"),
     # Texts
     same("max_seq_length", "train.seq_length"),
     same("max_length", "train.seq_length"),
@@ -66,7 +74,11 @@ FLAGS = (
     always("preprocessing_num_workers", OF_PREPARATION),
     always("lazy_preprocess", "tokens are prepared once"),
     always("dataset_kwargs", OF_PREPARATION),
+    computed("val_set_size", "data.split", "in percent, such as 95 5 0"),
+    computed("evals_per_epoch", "train.eval_every", "steps between two", convert=c.times_an_epoch("train.eval_every")),
+    computed("saves_per_epoch", "checkpoint.every", "steps between two", convert=c.times_an_epoch("checkpoint.every")),
     same("wandb_project", "log.wandb"),
+    always("deepspeed_config", "tools/from_deepspeed.py turns the ds_config into options"),
 )
 
 # Names of programs with a loop of their own, and those of axolotl, by the names of the Trainer and its scripts. They
@@ -79,6 +91,13 @@ OWN_LOOPS = {
     "num_warmup_steps": "warmup_steps",
     "model_name": "model_name_or_path",
 }
+# Names that programs around the Trainer have too.
+OF_ANY_PROGRAM = {
+    "log_interval": "logging_steps",
+    "wandb_run_name": "run_name",
+    "data_split": "dataset_splits",
+    "dataset_percentage": "dataset_splits",
+}
 AXOLOTL = {
     "base_model": "model_name_or_path",
     "num_epochs": "num_train_epochs",
@@ -86,6 +105,10 @@ AXOLOTL = {
     "sequence_len": "max_seq_length",
     "lr_scheduler": "lr_scheduler_type",
     "sample_packing": "packing",
-    "saves_per_epoch": "save_strategy",
     "flash_attention": "use_flash_attn",
+    "adapter": "use_peft",
+    "optimizer": "optim",
+    "datasets": "dataset_mixer",
+    "model_type": "architectures",
+    "tokenizer_type": "use_fast_tokenizer",
 }

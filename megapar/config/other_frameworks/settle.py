@@ -13,7 +13,7 @@ Settle = Callable[[Moved, Values], None]
 
 def settle(moved: Moved, values: Values) -> None:
     """Change `values`, the options by dotted path, and what `moved` says of them."""
-    for one in (_evaluation, _warmup, _micro_batch, _gathers, _rounds):
+    for one in (_evaluation, _warmup, _micro_batch, _gathers, _rounds, _preferences):
         one(moved, values)
 
 
@@ -79,3 +79,16 @@ def _rounds(moved: Moved, values: Values) -> None:
         values["checkpoint.keep_last"] = 1
         moved.ours["checkpoint.keep_last"] = ("1",)
         moved.sources["checkpoint.keep_last"] = "beside checkpoint.keep_every"
+
+
+def _preferences(moved: Moved, values: Values) -> None:
+    """A sample of trl's DPO is one answer of a pair, and ours are both, each apart."""
+    if values["train.objective"] not in ("dpo", "dpo_norm", "ipo"):
+        return
+    if values["data.documents"] != "apart":
+        _set(moved, values, "data.documents", "apart", "the two answers of a pair do not see each other")
+    if "train.seq_length" in moved.ours:
+        length = 2 * values["train.seq_length"]
+        _set(moved, values, "train.seq_length", length, "a sample holds both answers of a pair")
+    if values["adapter.rank"]:
+        _set(moved, values, "train.references", "adapters_off", "trl's reference is the base")
