@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models.llama.model import LlamaModel
-from megapar_models.registry import FOR_OPTIONS, named_configs, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, presets, validate
 
 from megapar.config.options import flatten
 from megapar.config.other_frameworks import carry, sources
@@ -921,6 +921,41 @@ def test_a_job_of_preferences_takes_its_objective_too(tmp_path):
     assert other.config.train.objective == "cross_entropy"
     assert left(other) == {"beta": "of trl's KTO, which has no objective here"}
     assert not account("dpo.py", "--loss_type hinge").config.train.objective.startswith("dpo")
+
+
+def test_a_file_of_gpt_neox_becomes_its_model_and_batches(tmp_path):
+    """Keys of GPT-NeoX's pythia 6.9B (configs/pythia/6-9B.yml), and the sizes of that preset."""
+    pytest.importorskip("yaml")
+    job = tmp_path / "6-9B.yml"
+    job.write_text(json.dumps({
+        "pipe_parallel_size": 1, "model_parallel_size": 2, "num_layers": 32, "hidden_size": 4096,
+        "num_attention_heads": 32, "seq_length": 2048, "max_position_embeddings": 2048, "norm": "layernorm",
+        "pos_emb": "rotary", "rotary_pct": 0.25, "no_weight_tying": True, "gpt_j_residual": True,
+        "attention_config": [[["flash"], 32]], "min_lr": 1.2e-5, "train_micro_batch_size_per_gpu": 8,
+        "optimizer": {"type": "Adam", "params": {"lr": 1.2e-4, "betas": [0.9, 0.95], "eps": 1e-8}},
+        "zero_optimization": {"stage": 1}, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+        "fp16": {"fp16": True, "enabled": True, "loss_scale": 0}, "train_iters": 143000, "lr_decay_iters": 143000,
+        "lr_decay_style": "cosine", "warmup": 0.01, "checkpoint_factor": 1000, "log_interval": 10,
+    }))  # fmt: skip
+    found, _ = from_megatron.account(from_megatron.Arguments(job, world_size=64), [])
+    assert found.is_whole, report(found)
+    assert found.moved.options == 30
+    ours, preset = flatten(found.config), flatten(load(["--config", str(presets()["pythia-6.9b"])]).config)
+    assert {path: ours[path] for path in preset if path.startswith("model.")} == {
+        path: value for path, value in preset.items() if path.startswith("model.")
+    } | {
+        "model.vocab_size": 0,
+        "model.intermediate_size": 0,
+        "model.initializer_range": ours["model.initializer_range"],
+    }
+    assert (ours["parallel.tp"], ours["train.global_batch_size"], ours["optimizer.warmup_steps"]) == (2, 512, 1430)
+    assert (ours["optimizer.betas"], ours["optimizer.weight_decay"]) == ((0.9, 0.95), 0.1)
+    job.write_text("model_parallel_size: 1\npos_emb: learned\nnum_layers: 2\nactivation: swiglu\n")
+    found, _ = from_megatron.account(from_megatron.Arguments(job, world_size=1), [])
+    assert left(found) == {
+        "activation": "cannot be resolved: its width follows from mlp_multiple_of; give intermediate_size"
+    }
+    assert found.config.model.hidden_dropout == 0
 
 
 def test_a_model_given_beside_the_job_answers_every_name_of_it():

@@ -5,9 +5,9 @@
     python tools/from_megatron.py CHECKPOINT
     python tools/from_megatron.py -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 ...
 
-A launch script is read, not run. Of a checkpoint (--ckpt-format torch) the saved arguments are read, and no code in it
-is run. Three lists say what was carried over, which defaults differ here, and what has no counterpart. The exit code is
-0 if everything was carried over, and 2 otherwise.
+YAML of GPT-NeoX is read too. A launch script is read, not run. Of a checkpoint (--ckpt-format torch) the saved
+arguments are read, and no code in it is run. Three lists say what was carried over, which defaults differ here, and
+what has no counterpart. The exit code is 0 if everything was carried over, and 2 otherwise.
 """
 
 import sys
@@ -19,7 +19,7 @@ import tyro
 from megapar_models.convert.megatron import FILE, find, load_file
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
-from megapar.config.other_frameworks import sources
+from megapar.config.other_frameworks import neox, sources
 from megapar.config.other_frameworks.account import Account, account_of
 from megapar.config.other_frameworks.carry import Option, move
 from megapar.config.other_frameworks.finish import behind_dashes, read_command, settings, show
@@ -70,8 +70,19 @@ def saved_options(saved: dict[str, object]) -> tuple[list[Option], int, list[str
     return found, world if isinstance(world, int) else 0, [f"{unset} saved arguments are unset, off or nobody's choice"]
 
 
+def of_neox(table: dict[str, object], world: int) -> Account:
+    """Carry a job of GPT-NeoX over."""
+    moved = move(neox.options_of(table, world), FOR_OPTIONS, world=world, without_defaults=(neox.DEEPSPEED,))
+    neox.settle_neox(moved, table)
+    return account_of(moved, FOR_OPTIONS, presets(), validate, world)
+
+
 def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
     """Carry the job over."""
+    if args.source is not None and args.source.suffix in (".yml", ".yaml"):
+        table = sources.read_table(args.source)
+        if neox.is_neox(table):
+            return of_neox(table, args.world_size), ["its keys are GPT-NeoX's"]
     options, world, notes = options_of(args, words)
     if not options:
         raise ConfigError(f"{args.source or 'the command'}: has no flags")
