@@ -33,6 +33,7 @@ from megapar.params import Piece, spec_of
 from megapar.random import initialize
 from megapar.train import checkpoints, trainer
 from tests.support import reference_models, tiny_models
+from tests.support.checkpoints import edit_manifest
 from tests.support.hugging_face import (
     Case,
     assert_parity,
@@ -396,7 +397,7 @@ def dense_checkpoint(folder: Path, kind: str, **changes: Any) -> dict[str, Tenso
 
 @pytest.mark.parametrize(
     ("kind", "family", "experts", "per_token"),
-    slow_but([0, 1], [("llama", "mixtral", 8, 2), ("qwen3", "qwen3_moe", 5, 3), ("mistral", "qwen3_moe", 3, 1)]),
+    slow_but([0, 1], [("llama", "mixtral", 8, 2), ("qwen3", "qwen3_moe", 5, 3), ("mistral", "qwen3_moe", 3, 2)]),
 )
 def test_an_upcycled_mixture_computes_the_dense_model(
     kind: str, family: Any, experts: int, per_token: int, tmp_path: Path
@@ -430,6 +431,25 @@ def test_an_upcycled_mixture_computes_the_dense_model(
     assert loaded.model == config.model
     assert loaded.data.tokenizer == f"hf:{target / 'tokenizer.json'}"
     assert read_manifest(target).trainer["config"]["data.tokenizer"] == loaded.data.tokenizer
+
+
+def test_a_dense_model_of_a_users_family_is_upcycled_if_the_user_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "from megapar_models.registry import find\n\nFAMILY = find('llama')\n"
+    (tmp_path / "family_of_mine.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    dense_checkpoint(tmp_path / "dense", "llama")
+    name = "family_of_mine:FAMILY"
+
+    def plant(body: dict[str, Any]) -> None:
+        body["trainer"]["config"]["model.family"] = body["model_config"]["family"] = name
+
+    edit_manifest(tmp_path / "dense", plant)
+    with pytest.raises(CheckpointError, match=f"; --source_family {name} imports it, if you trust it"):
+        upcycle_dense(Upcycle(tmp_path / "dense", tmp_path / "mixture"))
+    upcycle_dense(Upcycle(tmp_path / "dense", tmp_path / "mixture", source_family=name))
+    assert load_fp32(tmp_path / "mixture", torch.float32)[0].model.family == "mixtral"
 
 
 def test_what_is_no_dense_llama_is_not_upcycled(tmp_path: Path) -> None:

@@ -106,10 +106,9 @@ def test_no_tool_imports_what_a_manifest_names(name: str, tmp_path: Path) -> Non
         return
     assert ended.code == CheckpointError.exit_code, (ended.code, ended.err)
     assert f"model.family={EVIL} is no family of megapar" in ended.err
-    if name.endswith("upcycle"):
-        return  # it takes Llama alone
-    assert f"--family {EVIL} imports it, if you trust it" in ended.err
-    run_tool(name, *flags, "--family", EVIL, cwd=tmp_path)  # that the tensors are not this family's does not matter
+    flag = "--source_family" if name.endswith("upcycle") else "--family"  # upcycle's --family is the mixture's
+    assert f"{flag} {EVIL} imports it, if you trust it" in ended.err
+    run_tool(name, *flags, flag, EVIL, cwd=tmp_path)  # that the tensors are not this family's does not matter
     assert (tmp_path / "ran").exists()
 
 

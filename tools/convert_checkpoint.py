@@ -163,7 +163,7 @@ class Upcycle:
     """
 
     src: Annotated[Path, tyro.conf.Positional]
-    """Folder of one checkpoint of family llama, such as RUN_DIR/checkpoints/step_00000300."""
+    """Folder of one checkpoint with the layers of Llama, such as RUN_DIR/checkpoints/step_00000300."""
     dst: Annotated[Path, tyro.conf.Positional]
     """Folder of the checkpoint of the mixture; must not exist."""
     experts: int = 8
@@ -172,6 +172,8 @@ class Upcycle:
     """Experts that each token is sent to."""
     family: Literal["mixtral", "qwen3_moe"] = "mixtral"
     """qwen3_moe has norms of queries and keys; a model with model.qk_norm needs it."""
+    source_family: str = ""
+    """The family of the dense model, if it is MODULE:NAME of your own: a file's name of a module is not imported."""
     seed: int = TrainConfig.seed
     """Decides the weights of the routers, which start at random, as train.seed does."""
     verify: bool = True
@@ -322,7 +324,8 @@ def upcycle_dense(options: Upcycle) -> None:
     """
     manifest = read_manifest(options.src)
     experts = (options.experts, options.experts_per_token)
-    config = upcycle.mixture_of(saved_config(manifest, flag=""), options.family, *experts, options.seed)
+    dense = saved_config(manifest, options.source_family, flag="--source_family")
+    config = upcycle.mixture_of(dense, options.family, *experts, options.seed)
     tokenizer = copied_tokenizer(options.src, options.dst) or config.data.tokenizer
     config = replace(config, data=replace(config.data, tokenizer=tokenizer))
     make = upcycle.tensor_of(options.src, manifest, config)
@@ -336,7 +339,8 @@ def upcycle_dense(options: Upcycle) -> None:
         copy_files(options.src, folder, TOKENIZER_FILES)
         write_options(folder, config, options.src)
         if options.verify:
-            write_json(folder / PARITY, verify(folder, native_reference(options.src), torch.float32))
+            reference = native_reference(options.src, options.source_family)
+            write_json(folder / PARITY, verify(folder, reference, torch.float32))
     counts = WholeModel(config.model).size_in_words()
     print(f"{options.dst}: {options.family}, {counts}, of step {manifest.step} of {options.src}")
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")

@@ -70,9 +70,9 @@ def transformers_reference(folder: Path) -> Reference:
     return Reference(name, logits)
 
 
-def native_reference(checkpoint: Path) -> Reference:
-    """The model of a native checkpoint, in fp32."""
-    _, stage = load_fp32(checkpoint, torch.float32)
+def native_reference(checkpoint: Path, family: str = "") -> Reference:
+    """The model of a native checkpoint, in fp32. `family` is as in `saved_config`."""
+    _, stage = load_fp32(checkpoint, torch.float32, family)
     return Reference(str(checkpoint), lambda tokens_s, first: native_logits(stage, tokens_s, first))
 
 

@@ -43,8 +43,8 @@ def saved_config(manifest: Manifest, family: str = "", *, flag: str = "--family"
 
     Options without meaning for the model or its data have their defaults (`is_kept`), and so have options newer than
     the checkpoint. The data section is kept but not validated, because no text will be read. `family` is MODULE:NAME if
-    the user has named the model's family so, by `flag`; "" without the flag: such a name in the manifest is no reason
-    to import a module. Raises CheckpointError if the manifest does not hold the options of such a model.
+    the user has named the model's family so, by `flag`. Such a name in the manifest alone is no reason to import a
+    module. Raises CheckpointError if the manifest does not hold the options of such a model.
     """
     where = f"checkpoint of step {manifest.step}"
     model = _family_of(_stated(manifest, where), family, flag, where).options
@@ -87,7 +87,7 @@ def _family_of(stated: Mapping[str, Any], given: str, flag: str, where: str) -> 
         text = (
             f"{where}: model.family={shown(name)} is no family of megapar, and to import what a file names would run it"
         )
-        raise CheckpointError(f"{text}; {flag} {shown(name)} imports it, if you trust it" if flag else text)
+        raise CheckpointError(f"{text}; {flag} {shown(name)} imports it, if you trust it")
     return find(name)
 
 
