@@ -178,8 +178,53 @@ def test_a_tokenizer_file_that_cannot_be_read_is_refused_unless_nothing_is_verif
     options = NativeToHf(source, tmp_path / "export", verify=False)
     with pytest.raises(DataError, match=r"not a tokenizer\.json"):
         native_to_hf(options)
-    native_to_hf(replace(options, verify_tokenizer=False))
+    named = f"hf:{tmp_path / 'tokenizer.json'}"
+    native_to_hf(replace(options, tokenizer=named, verify_tokenizer=False))
     assert (tmp_path / "export" / "tokenizer.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("kind", ["hf", "tiktoken"])
+def test_no_private_file_that_a_manifest_names_gets_into_an_export(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Fault copies-of-private-files: as the tokenizer, or quoted in what says why there is none."""
+    (tmp_path / "tokenizer.json").write_text("secret")
+    (tmp_path / "special_tokens_map.json").write_text("secret")
+    spec = f"{kind}:{tmp_path / 'tokenizer.json'}"
+    source = make_checkpoint(tmp_path / "native", data=DataConfig(tokenizer=spec))
+    native_to_hf(NativeToHf(source, tmp_path / "export", verify=False, verify_tokenizer=False))
+    written = {path.name: path.read_bytes() for path in (tmp_path / "export").iterdir()}
+    assert written.keys() == {"config.json", "model.safetensors", "parity.json"}
+    assert not any(b"secret" in data for data in written.values())
+    assert f"the folder has no tokenizer: data.tokenizer {spec} cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+def test_links_out_of_a_folder_are_not_copied(file: str, tmp_path: Path) -> None:
+    """Fault copies-of-private-files: there and back. The links in Hugging Face's cache are followed."""
+    cache = tmp_path / "models--a--b"
+    source = cache / "snapshots/0123"
+    native_to_hf(NativeToHf(make_checkpoint(tmp_path / "run"), tmp_path / "plain", verify=False))
+    make_tokenizer(tmp_path / "plain", "hf, eos_token alone")
+    source.mkdir(parents=True)
+    (cache / "blobs").mkdir()
+    for path in (tmp_path / "plain").iterdir():
+        path.rename(cache / "blobs" / path.name)
+        (source / path.name).symlink_to(f"../../blobs/{path.name}")
+    hf_to_native(HfToNative(source, tmp_path / "native", verify=False))
+    wanted = (cache / "blobs" / file).read_text()
+    assert (tmp_path / "native" / file).read_text() == wanted
+    assert not (tmp_path / "native" / file).is_symlink()
+    (tmp_path / "private").write_text(wanted)
+    for folder, convert in (
+        (source, lambda: hf_to_native(HfToNative(source, tmp_path / "again", verify=False))),
+        (tmp_path / "native", lambda: native_to_hf(NativeToHf(tmp_path / "native", tmp_path / "again", verify=False))),
+    ):
+        (folder / file).unlink()
+        (folder / file).symlink_to(tmp_path / "private")
+        with pytest.raises(CheckpointError, match=f"{file}: is a link to .*private, out of the folder"):
+            convert()
+        assert not (tmp_path / "again").exists()
 
 
 # What follows from a tokenizer that nobody named

@@ -8,7 +8,6 @@ into their base, and become PEFT's files and back.
 
 import importlib.util
 import json
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from megapar_models.convert.config_json import (
     to_hugging_face,
     warnings_of,
 )
+from megapar_models.convert.copied_files import copy_files, files_inside
 from megapar_models.convert.exported import buffer_shapes, hf_infos, hf_recipes, in_fp32, native_shapes
 from megapar_models.convert.huggingface import Weights, hugging_face_tensor, native_tensor, write_model
 from megapar_models.convert.multimodal import PREFIXES
@@ -189,6 +189,7 @@ def hf_to_native(options: HfToNative) -> None:
     raised before anything is written.
     """
     check_transformers(options.verify)
+    copied = files_inside(options.src, (HF_CONFIG, *TOKENIZER_FILES))
     raw = read_object(options.src / HF_CONFIG)
     config = whole_config(from_hugging_face(raw, options.family, options.accept_fields))
     for line in warnings_of(raw, options.family):
@@ -222,7 +223,7 @@ def hf_to_native(options: HfToNative) -> None:
                 buffers=buffers,
                 accepted=options.accept_fields,
             )
-        copy_files(options.src, folder, (HF_CONFIG, *TOKENIZER_FILES))
+        copy_files(copied, folder)
         write_options(folder, config, options.src)
         if options.verify:
             write_json(folder / PARITY, verify(folder, transformers_reference(options.src), dtype, options.family))
@@ -240,6 +241,7 @@ def native_to_hf(options: NativeToHf) -> None:
     config = saved_config(manifest, options.family)
     training = training_tokenizer(config, options)
     origin = described_by(config, options)
+    copied = exported_files(training, origin, options)
     raw = hf_config(config, origin, training.tokenizer)
     shapes = native_shapes(config.model)
     buffers = buffer_shapes(config.model)
@@ -261,10 +263,7 @@ def native_to_hf(options: NativeToHf) -> None:
                 shard_bytes=options.shard_bytes,
             )
         write_json(folder / HF_CONFIG, raw)
-        copy_files(options.like or options.src, folder, TOKENIZER_FILES)
-        copy_own_tokenizer(training, folder)
-        if origin is not None and not (folder / GENERATION).exists():
-            copy_files(origin, folder, (GENERATION,))
+        copy_files(copied, folder)
         compared = {"tokenizer": verify_tokenizer(folder, training, config.model, options)}
         for line in write_chat_files(folder, text_record(options.src), training.spec, training.tokenizer):
             print(line, file=sys.stderr)
@@ -322,6 +321,7 @@ def upcycle_dense(options: Upcycle) -> None:
     Raises ConfigError if the options do not fit the model, and CheckpointError if it is damaged or not dense. Both are
     raised before DST exists.
     """
+    copied = files_inside(options.src, TOKENIZER_FILES)
     manifest = read_manifest(options.src)
     experts = (options.experts, options.experts_per_token)
     dense = saved_config(manifest, options.source_family, flag="--source_family")
@@ -336,7 +336,7 @@ def upcycle_dense(options: Upcycle) -> None:
             write_weights(
                 folder, config, shapes, lambda name: advance(make(name)), shard_bytes=options.shard_bytes, texts=texts
             )
-        copy_files(options.src, folder, TOKENIZER_FILES)
+        copy_files(copied, folder)
         write_options(folder, config, options.src)
         if options.verify:
             reference = native_reference(options.src, options.source_family)
@@ -428,12 +428,6 @@ def computed(model: ModelConfig) -> dict[str, Any]:
 # Files
 
 
-def copy_files(src: Path, dst: Path, names: tuple[str, ...]) -> None:
-    for name in names:
-        if (src / name).is_file():
-            shutil.copyfile(src / name, dst / name)
-
-
 def copied_tokenizer(src: Path, dst: Path) -> str:
     """The tokenizer in `src`, as data.tokenizer names its copy in `dst`; "" if there is none."""
     # Its name in DST: SRC may be gone when the model is trained.
@@ -485,7 +479,12 @@ def training_tokenizer(config: Config, options: NativeToHf) -> Training:
     except (DataError, ConfigError) as error:
         if options.verify_tokenizer:
             raise type(error)(f"{error}; or give --no-verify_tokenizer") from None
-        return Training(None, spec, file, str(error))
+        if options.tokenizer:
+            return Training(None, spec, file, str(error))
+        # A manifest may name any file of the user's. If it is no tokenizer, the export gets no copy, and parity.json
+        # has nothing of what the error quotes.
+        print(error, file=sys.stderr)
+        return Training(None, spec, None, f"data.tokenizer {spec} cannot be read; --tokenizer {spec} copies it unread")
 
 
 def made_of_bytes(config: Config) -> bool:
@@ -498,16 +497,22 @@ def made_of_bytes(config: Config) -> bool:
     return False
 
 
-def copy_own_tokenizer(training: Training, folder: Path) -> None:
-    """Copy the files of the training's tokenizer to `folder`, unless it has a tokenizer already."""
+def exported_files(training: Training, origin: Path | None, options: NativeToHf) -> dict[str, Path]:
+    """The files to copy into an export, by their names there: of a tokenizer, and settings of generation.
+
+    The tokenizer is that of --like or SRC, else the training's. Raises CheckpointError for links out of these folders.
+    """
+    copied = files_inside(options.like or options.src, TOKENIZER_FILES)
     kind = training.spec.partition(":")[0]
     file = training.file
-    if kind not in TOKENIZERS or file is None or any((folder / name).exists() for name in TOKENIZERS.values()):
-        return
-    # A file with another name lies in a folder of other things, so only the file itself is taken.
-    if file.name == TOKENIZERS[kind]:
-        copy_files(file.parent, folder, TOKENIZER_FILES)
-    shutil.copyfile(file, folder / TOKENIZERS[kind])
+    if kind in TOKENIZERS and file is not None and not copied.keys() & set(TOKENIZERS.values()):
+        # A file with another name lies in a folder of other things, so only the file itself is taken.
+        if file.name == TOKENIZERS[kind]:
+            copied |= files_inside(file.parent, [name for name in TOKENIZER_FILES if name != file.name])
+        copied[TOKENIZERS[kind]] = file.resolve()
+    settings = files_inside(origin, (GENERATION, HF_CONFIG)) if origin else {}
+    settings.pop(HF_CONFIG, None)  # `hf_config` writes it
+    return settings | copied
 
 
 def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, options: NativeToHf) -> dict[str, Any]:
