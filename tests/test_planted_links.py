@@ -4,8 +4,10 @@ A stranger's folder on a scratch disk gives a run no weights. The page on threat
 """
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -22,6 +24,11 @@ from tests.support import program
 from tests.support.faults import error
 from tests.support.stranger import as_root
 
+sys.path.append(str(program.ROOT / "tools"))  # calibrate.py uses its neighbours as modules
+import build_corpus
+import calibrate
+import gpu_facts
+
 TOKEN = "0123456789abcdef"  # what the random letters of a name are made to be
 PRECIOUS = b"precious"
 
@@ -36,6 +43,21 @@ def write_block(path: Path) -> None:
         file.write(b"new")
 
 
+def write_calibration(path: Path) -> None:
+    """What calibrate.py does around its measurement, which takes a minute."""
+    made = hardware.load("h100-80g")
+    with mock.patch.multiple(calibrate, run_ranks=mock.DEFAULT, medians=mock.DEFAULT, hardware_of=lambda *_: made):
+        calibrate.main(calibrate.Arguments(output=path, device="cpu"))
+
+
+def write_gpu_facts(path: Path) -> None:
+    with (
+        mock.patch.object(gpu_facts, "machine", return_value={"gpus": []}),
+        mock.patch.object(sys, "argv", ["gpu_facts.py", "--json", str(path)]),
+    ):
+        gpu_facts.main()
+
+
 WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "replace_file": ("ranks.json", lambda path: atomic_files.replace_file(path, b"new")),
     "replacing": ("scores.jsonl", write_block),
@@ -45,11 +67,15 @@ WRITERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "indexed": ("tokens.idx", write_indexed),
     "weights": ("tokens.weights", lambda path: write_weights(path.with_suffix(""), [np.ones(3, np.uint8)])),
     "hardware": ("machine.toml", lambda path: hardware.write(hardware.load("h100-80g"), path)),
+    "calibrate.py": ("cpu.toml", write_calibration),
+    "gpu_facts.py": ("facts.json", write_gpu_facts),
+    "build_corpus.py": ("train.jsonl", lambda path: build_corpus.write(path, ["{}"])),
 }
 
 
 @pytest.mark.parametrize("name", WRITERS)
-def test_no_writer_follows_a_link(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("target", ["precious", "missing"])
+def test_no_writer_follows_a_link(name: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fault planted-links: under the file's name, and under each name that its draft could have."""
     monkeypatch.setattr(atomic_files.secrets, "token_hex", lambda size: TOKEN)
     (tmp_path / "precious").write_bytes(PRECIOUS)
@@ -62,9 +88,10 @@ def test_no_writer_follows_a_link(name: str, tmp_path: Path, monkeypatch: pytest
         *(f"{n}{end}" for n in names for end in (f".{TOKEN}.tmp", ".tmp")),
         *map(".{}.partial".format, names),
     }:
-        (folder / planted).symlink_to(tmp_path / "precious")
+        (folder / planted).symlink_to(tmp_path / target)
     write(folder / file_name)
     assert (tmp_path / "precious").read_bytes() == PRECIOUS
+    assert not (tmp_path / "missing").exists()
     made = [path for path in folder.iterdir() if not path.is_symlink()]
     assert made
     assert all(path.stat().st_size for path in made)

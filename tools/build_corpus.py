@@ -13,6 +13,7 @@ from rich.progress import track
 
 from megapar.errors import ConfigError, DataError, storing
 from megapar.launch.reporting import reported
+from megapar.system.atomic_files import replace_file
 
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 
@@ -77,7 +78,7 @@ def build(args: Arguments) -> dict[str, tuple[int, int]]:
 def write(path: Path, lines: list[str]) -> None:
     with storing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        replace_file(path, "".join(f"{line}\n" for line in lines).encode())
 
 
 def main() -> None:

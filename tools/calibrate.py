@@ -26,8 +26,9 @@ from megapar.config.messages import counted
 from megapar.errors import ConfigError
 from megapar.grid import Grid
 from megapar.launch.reporting import reported
-from megapar.plan.hardware import AttentionRate, Hardware, HostMemory, Link, MatrixRates, load, write
+from megapar.plan.hardware import AttentionRate, Hardware, HostMemory, Link, MatrixRates, in_toml, load
 from megapar.precision import model_dtype
+from megapar.system.atomic_files import replacing
 
 Precision = Literal["fp32", "bf16", "fp16"]
 REPETITIONS = 25
@@ -305,13 +306,13 @@ def main(arguments: Arguments) -> None:
     if not world:
         world = gpus if target == "cuda" else min(2, environment.usable_cores())
     task = _task(target, precision, world)
-    # In the file's own folder, so that an error of the path comes before minutes of measuring.
-    arguments.output.touch()
-    print(f"measuring {precision} on {counted(world, 'rank')} at the same time, for about a minute", flush=True)
-    ranks = run_ranks(world, target, partial(measure, task), seconds=SECONDS)
-    made = hardware_of(medians(ranks), world, precision, arguments.output.stem, like)
-    write(made, arguments.output, _comments(arguments.like))
-    print(arguments.output.read_text(), end="")
+    with replacing(arguments.output) as file:  # an error of the path comes before minutes of measuring
+        print(f"measuring {precision} on {counted(world, 'rank')} at the same time, for about a minute", flush=True)
+        ranks = run_ranks(world, target, partial(measure, task), seconds=SECONDS)
+        made = hardware_of(medians(ranks), world, precision, arguments.output.stem, like)
+        text = in_toml(made, _comments(arguments.like))
+        file.write(text.encode())
+    print(text, end="")
 
 
 def _task(target: str, precision: Precision, world: int) -> Task:

@@ -13,6 +13,7 @@ import platform
 import shutil
 import statistics
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,11 @@ def main() -> None:
     text = json.dumps(machine(), indent=1)
     print(text)
     if options.json:
-        options.json.write_text(text + "\n")
+        # Here, because --missing runs before anything is installed.
+        sys.path.insert(0, str(ROOT))
+        from megapar.system.atomic_files import write_text
+
+        write_text(options.json, text + "\n")
 
 
 if __name__ == "__main__":

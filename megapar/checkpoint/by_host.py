@@ -76,7 +76,7 @@ def find_disks(root: Path, ctx: ParallelContext) -> Disks:
     def leave() -> None:
         with storing(root):
             root.mkdir(parents=True, exist_ok=True)
-            mine.touch()
+            mine.touch(exist_ok=False)
 
     def look() -> int:
         return min(int(path.name.rpartition("-")[2]) for path in root.glob(f".probe-{token}-*"))
@@ -295,7 +295,7 @@ def _read(path: Path, first: int, length: int) -> Tensor:
 
 
 def _append(path: Path, first: int, piece: Tensor) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | (os.O_TRUNC if first == 0 else 0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | (os.O_TRUNC if first == 0 else 0)
     with open(open_regular(path, flags), "wb") as file:
         file.seek(first)
         file.write(piece.numpy().tobytes())

@@ -208,7 +208,12 @@ def load(name: str, gpus_per_node: int = 0) -> Hardware:
 
 
 def write(hardware: Hardware, path: Path, comments: Mapping[str, str] | None = None) -> None:
-    """Write `hardware` as a file for `load`. `comments` are put beside the figures, by dotted key."""
+    """Write the file `in_toml` for `load`."""
+    write_text(path, in_toml(hardware, comments))
+
+
+def in_toml(hardware: Hardware, comments: Mapping[str, str] | None = None) -> str:
+    """The text of a file for `load`. `comments` are put beside the figures, by dotted key."""
     notes = comments or {}
     lines: list[str] = []
     tables: list[str] = []
@@ -217,7 +222,7 @@ def write(hardware: Hardware, path: Path, comments: Mapping[str, str] | None = N
             tables += _table(key, value, notes)
         else:
             lines.append(_line(key, value, notes.get(key, "")))
-    write_text(path, "\n".join([*lines, *tables]) + "\n")
+    return "\n".join([*lines, *tables]) + "\n"
 
 
 def _table(name: str, values: Mapping[Any, Any], notes: Mapping[str, str]) -> list[str]:
