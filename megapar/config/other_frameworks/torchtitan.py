@@ -3,13 +3,13 @@
 from megapar.config.other_frameworks import conversions_others as c
 from megapar.config.other_frameworks.conversions import if_on, nothing
 from megapar.config.other_frameworks.rows import (
+    COLLECTS_TOGETHER,
     COMPILES,
     COUNTS_TOKENS,
     LAYERS_OF_STAGES,
     LESS_WARMUP,
     NO_CUDA_GRAPHS,
     NO_PROFILER,
-    PYTHON_COLLECTS,
     RESUMES,
     always,
     choice,
@@ -47,8 +47,8 @@ FLAGS = (
         convert=if_on("optimizer.offload", "1"),
     ),
     always("training.disable_cuda_graphs", NO_CUDA_GRAPHS),
-    lacking("training.gc_freq", PYTHON_COLLECTS),
-    lacking("training.gc_debug", PYTHON_COLLECTS),
+    always("training.gc_freq", COLLECTS_TOGETHER),
+    always("training.gc_debug", COLLECTS_TOGETHER, "false"),
     # Parallelism
     same("parallelism.tensor_parallel_degree", "parallel.tp", convert=c.tensor_parallel),
     same("parallelism.pipeline_parallel_degree", "parallel.pp"),
