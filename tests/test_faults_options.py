@@ -296,9 +296,11 @@ def test_ranks_that_disagree_are_told_the_option(option: str, tmp_path: Path) ->
     scene = Scene(tmp_path)
     port = str(free_port())
     ranks = []
+    # Programs of tests choose a micro-batch of their own where the batch is the default one.
+    both = ("--train.micro_batch_size", "2") if option == "train.global_batch_size" else ()
     for rank in (0, 1):
         value = OTHER[option]
-        flags = () if not rank else (f"--{option}", *(value.split() if value is not None else ()))
+        flags = both if not rank else (*both, f"--{option}", *(value.split() if value is not None else ()))
         env = TORCHRUN | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": port}
         ranks.append(scene.start(*flags, env=env))
     first, second = (scene.finish(rank) for rank in ranks)

@@ -306,7 +306,7 @@ class SleepingStage(nn.Module):
 
 
 def ends_of_steps(schedule: str, pp: int, vpp: int, microbatches: int) -> list[float]:
-    """The seconds from the start of each of three steps to the end of the last action of this rank."""
+    """The seconds from the start of each of eight steps to the end of the last action of this rank."""
     ctx = context.create(Grid(pp=pp))
     ranks = placement(schedule, pp, vpp)
     stages = {number: SleepingStage(number, pp * vpp) for number, rank in enumerate(ranks) if rank == ctx.pp.rank}
@@ -316,7 +316,7 @@ def ends_of_steps(schedule: str, pp: int, vpp: int, microbatches: int) -> list[f
     tokens = torch.zeros(1, 1, dtype=torch.int64)
     batches = [MicroBatch.of_samples(tokens, tokens, torch.ones(1, 1), tokens[0])] * microbatches
     found = []
-    for _ in range(3):
+    for _ in range(8):
         collectives.barrier(ctx.pp)
         start = time.monotonic()
         runtime.step(batches)
@@ -330,7 +330,7 @@ def ends_of_steps(schedule: str, pp: int, vpp: int, microbatches: int) -> list[f
     [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2), ("dualpipe-v", 2)],
 )
 def test_a_step_of_known_times_takes_as_long_as_simulated(schedule: str, vpp: int) -> None:
-    """Within 5%. Stages sleep, so few processors are enough. The fastest of three steps has waited least for them."""
+    """Within 5%. Stages sleep, so few processors are enough. The fastest of eight steps has waited least for them."""
     pp = 3
     microbatches = 6
     factors = [factor(stage) for stage in range(pp * vpp)]
