@@ -65,7 +65,7 @@ def write_all(folder: Path) -> None:
     for name in ("evil", "averaged", "adapters"):
         plant(make_checkpoint(folder / name, vocab_size=257), {"model.family": EVIL})
     of_base = {BASE: {"weights": digest}}
-    edit_manifest(folder / "adapters", lambda body: body["trainer"].update(of_base))
+    edit_manifest(plant(folder / "adapters", {"adapter.rank": 4}), lambda body: body["trainer"].update(of_base))
 
     def average(body: dict[str, Any]) -> None:
         body["tensors"]["average.norm.weight"] = body["tensors"].pop("main.norm.weight")
