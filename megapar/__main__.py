@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megapar import __version__
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.launch.reporting import open_streams, reported
 
 PROGRAMS = "megapar_programs"  # setup.py maps the folders of the programs into it

@@ -16,14 +16,15 @@ from megapar_models.objectives import Losses, Objective, Scored
 from megapar_models.registry import validate
 from torch import Tensor
 
-from megapar import context, environment
-from megapar.batch import MicroBatch
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import CheckpointConfig, Config, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
 from megapar.launch.grid import grid_of
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import reported
-from megapar.train.step import train_step
+from megapar.step.step import train_step
+from megapar.system import environment
 from megapar.train.trainer import start
 
 EQUALS, VOCABULARY = 10, 11

@@ -7,13 +7,13 @@ from pathlib import Path
 from megapar_models.build import build_stages
 from megapar_models.registry import FOR_OPTIONS, num_targets, validate
 
-from megapar import environment
 from megapar.config.files import load
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import reported
+from megapar.step.step import train_step
+from megapar.system import environment
 from megapar.train.checkpoints import Saver, lock_run_dir
 from megapar.train.data import go_on, identity, open_loaders
-from megapar.train.step import train_step
 from megapar.train.trainer import start
 
 with reported():

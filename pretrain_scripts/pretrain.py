@@ -11,25 +11,24 @@ from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import size_and_flops
 from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, sample_kind, validate
 
-from megapar import environment
+from megapar.base.errors import Preempted
 from megapar.comm.flight import Board
 from megapar.config.derive import smallest_world
 from megapar.config.elastic import fitted
 from megapar.config.files import Resolved, load, to_toml
 from megapar.config.options import Config
-from megapar.config.other_frameworks.hints import hint
 from megapar.dashboard.page import ReportAtEnd
-from megapar.errors import Preempted
 from megapar.launch.rank_process import join, leave, rank_process, refuse_start
 from megapar.launch.reporting import exits_refused, open_streams, reported
 from megapar.launch.restarts import keep_running
+from megapar.migrate.hints import hint
+from megapar.observe.report import write_run_header
 from megapar.plan import choose_memory, dry_run, memory, out_of_memory, predicted
 from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.plan.parts import Parts
-from megapar.system import limits
+from megapar.system import environment, limits
 from megapar.train.checkpoints import lock_run_dir
 from megapar.train.data import go_on, identity, open_loaders, with_vocabulary_of_tokenizer
-from megapar.train.report import write_run_header
 from megapar.train.trainer import Run, initializes_by_unit, start, train
 
 

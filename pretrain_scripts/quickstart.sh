@@ -9,7 +9,7 @@ source pretrain_scripts/quickstart_data.sh
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 
 # On GPUs the largest of these layouts that they allow, over NCCL; without GPUs 8 ranks on the CPU, over gloo.
-gpus=$(python -c 'from megapar.device import cuda_devices; print(cuda_devices())')
+gpus=$(python -c 'from megapar.system.device import cuda_devices; print(cuda_devices())')
 case $gpus in
     1) layout="--launch.nproc 1 --parallel.dp 1 --parallel.tp 1 --parallel.pp 1" ;;
     2 | 3) layout="--launch.nproc 2 --parallel.dp 1 --parallel.tp 2 --parallel.pp 1" ;;

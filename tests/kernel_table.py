@@ -55,7 +55,7 @@ from megapar_kernels import (
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as megapar.device.prepare sets it
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as megapar.system.device.prepare sets it
 BINARIES = Path(triton.__file__).parent / "backends/nvidia/bin"
 ARCHITECTURES = (80, 90, 100)
 REGISTERS, MOST_WARPS = 65536, 64  # of one SM

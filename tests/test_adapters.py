@@ -11,21 +11,22 @@ from megapar_models.convert import adapters as files
 from megapar_models.deepseek.model import DeepseekExperts
 from torch import Tensor
 
-from megapar import context, low_rank
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig, Config
-from megapar.errors import CheckpointError, ConfigError
-from megapar.low_rank import LoraRule
-from megapar.params import ZEROS, spec_of
-from megapar.random import Tokens, initialize
-from megapar.sharding import Sharding
+from megapar.declare import context
+from megapar.declare.params import ZEROS, spec_of
+from megapar.declare.random import Tokens, initialize
+from megapar.declare.sharding import Sharding
+from megapar.linear import low_rank
+from megapar.linear.low_rank import LoraRule
+from megapar.step.step import train_step
 from megapar.tensor_parallel.columns import Columns
 from megapar.tensor_parallel.layers import ColumnParallelLinear
 from megapar.tensor_parallel.lora import lora_of_columns
 from megapar.train.checkpoints import Saver
-from megapar.train.step import train_step
 from megapar.train.trainer import start
 from megapar.verify import logical
 from tests.support import adapters, tiny_models

@@ -16,13 +16,13 @@ from megapar_models.registry import validate
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megapar import context
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.options import AdapterConfig, CheckpointConfig, Config, DataConfig
-from megapar.errors import CheckpointError, ConfigError
+from megapar.declare import context
+from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver
-from megapar.train.step import train_step
 from megapar.train.trainer import start
 from tests.support import adapters
 from tests.support.distributed import run_ranks

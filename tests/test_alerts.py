@@ -15,10 +15,11 @@ from typing import Any
 import pytest
 
 from megapar.comm.flight import Flight
+from megapar.observe import watch
+from megapar.observe.watch import Watch
 from megapar.system import alert_command
 from megapar.system.alert_command import Alerts
-from megapar.train import trainer, watch
-from megapar.train.watch import Watch
+from megapar.train import trainer
 from tests.support import program
 
 QUIET = ("--log.no-tensorboard", "--checkpoint.no-save_last")

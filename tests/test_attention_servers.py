@@ -10,12 +10,12 @@ from megapar_kernels.block_attention import ScoreRule
 from torch import nn
 from torch._subclasses import FakeTensorMode
 
-from megapar.batch import MicroBatch
 from megapar.comm.axis import Axis
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.scoring import Scoring
-from megapar.train.report import attention_in_words
+from megapar.declare.batch import MicroBatch
+from megapar.observe.report import attention_in_words
 from tests.support.attention_blocks import Calls
 
 FUSED = Kernels(masked_attention="triton", attention="cudnn")

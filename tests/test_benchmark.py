@@ -12,7 +12,7 @@ import torch
 import torch._dynamo  # FSDP2 and pipelining import it: once here rather than in every forked rank
 from megapar_models.registry import validate
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from tests.support import options
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))

@@ -11,7 +11,7 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import calibrate
 from benchmarks.ranks import run_ranks
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.plan.hardware import Hardware, Link, load, write
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 import pytest
 
+from megapar.base.errors import ConfigError, DataError
 from megapar.data import template_process
 from megapar.data.chat import ChatTemplate, load_template
 from megapar.data.chat_data import example_of, marked
@@ -16,7 +17,6 @@ from megapar.data.conversations import Beside, conversation_of
 from megapar.data.row_keys import Keys
 from megapar.data.template_process import TemplateProcess
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
-from megapar.errors import ConfigError, DataError
 from tests.support.chat import CALL, TOOL, answer, asked
 
 PROCESS = TemplateProcess()

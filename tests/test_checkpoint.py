@@ -15,16 +15,16 @@ from megapar_models.convert.saved import load_model
 from megapar_models.registry import validate, weight_options
 from torch import Tensor
 
-from megapar import context
+from megapar.base.errors import CheckpointError, StorageError
+from megapar.base.grid import Grid
 from megapar.checkpoint.format import find_complete, logical_boxes, read_manifest
 from megapar.checkpoint.load import Reader, choose, load, load_weights
 from megapar.checkpoint.save import save
 from megapar.config.options import CheckpointConfig, Config, flatten
-from megapar.errors import CheckpointError, StorageError
-from megapar.grid import Grid
-from megapar.params import make_piece
+from megapar.declare import context
+from megapar.declare.params import make_piece
+from megapar.step.state import TrainState
 from megapar.train.checkpoints import Saver
-from megapar.train.state import TrainState
 from megapar.train.trainer import start
 from tests.support.checkpoints import (
     STATE,

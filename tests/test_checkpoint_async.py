@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from megapar import context, device
+from megapar.base.errors import NumericError, StorageError
 from megapar.checkpoint import save as saving
 from megapar.checkpoint.format import checkpoint_folders, find_complete, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.checkpoint.save import Save, snapshot, snapshot_bytes
 from megapar.config.options import CheckpointConfig, Config
-from megapar.errors import NumericError, StorageError
+from megapar.declare import context
+from megapar.system import device
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support.checkpoints import (
     MODEL,

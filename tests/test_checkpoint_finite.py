@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from megapar import context
+from megapar.base.errors import CheckpointError, NumericError
+from megapar.base.precision import model_dtype
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.checkpoint.load import load, load_weights, weight_slices
 from megapar.checkpoint.values import examine
 from megapar.config.options import CheckpointConfig
-from megapar.errors import CheckpointError, NumericError
+from megapar.declare import context
 from megapar.optimizer.optimizers import Optimizers
-from megapar.precision import model_dtype
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support import program
 from tests.support.checkpoints import MODEL, STATE, edit_tensor, load_toy, outcome, save_toy, toy_slices

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 from megapar_models.registry import validate
 
-from megapar import context
+from megapar.base.grid import Grid
 from megapar.checkpoint import folder as folders
 from megapar.checkpoint import save as saving
 from megapar.checkpoint.folder import Keep, check, exclusive, prune, sweep
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.config.options import CheckpointConfig, Config
-from megapar.grid import Grid
+from megapar.declare import context
 from megapar.train.checkpoints import FOLDER, lock_run_dir
 from tests.support.checkpoints import killed_at, load_toy, outcome, save_toy, toy_slices
 from tests.support.distributed import run_ranks

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from megapar import context
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint import format as checkpoint_format
 from megapar.checkpoint.format import (
     Chunk,
@@ -30,9 +30,9 @@ from megapar.checkpoint.format import (
 from megapar.checkpoint.load import choose
 from megapar.checkpoint.save import owned_boxes
 from megapar.checkpoint.values import content, sum_of_contents
-from megapar.errors import CheckpointError
-from megapar.optimizer_state import StateTensor
-from megapar.params import Box, make_piece
+from megapar.declare import context
+from megapar.declare.optimizer_state import StateTensor
+from megapar.declare.params import Box, make_piece
 from tests.support.checkpoints import (
     FILE,
     MANIFEST,

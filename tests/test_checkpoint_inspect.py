@@ -10,10 +10,10 @@ import pytest
 import torch
 from rich.console import Console
 
-from megapar import context
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.save import save
-from megapar.errors import CheckpointError
+from megapar.declare import context
 from tests.support.checkpoints import MODEL, STATE, edit_bytes, edit_tensor, flip_bit, save_toy, toy_slices
 from tools.inspect_checkpoint import Options, describe, inspect, show
 

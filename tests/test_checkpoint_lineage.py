@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from megapar import context
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint import lineage as lineages
 from megapar.checkpoint.folder import sweep
 from megapar.checkpoint.format import checkpoint_folders, open_manifest, step_of
 from megapar.checkpoint.lineage import leads_to, lineage_of, set_aside
 from megapar.checkpoint.load import choose
-from megapar.errors import CheckpointError
-from megapar.train.metrics import cut_back
+from megapar.declare import context
+from megapar.observe.metrics import cut_back
 from tests.support import program
 from tests.support.checkpoints import killed_at, load_toy, save_toy, toy_slices
 

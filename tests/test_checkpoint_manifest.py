@@ -9,15 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapar import context
+from megapar.base.errors import CheckpointError
+from megapar.base.grid import Grid
 from megapar.checkpoint import format as checkpoint_format
 from megapar.checkpoint.folder import Keep, prune
 from megapar.checkpoint.format import Manifest, checkpoint_folders, open_manifest, read_manifest
 from megapar.checkpoint.load import load_weights
 from megapar.checkpoint.manifest import encode, index, seal
 from megapar.checkpoint.save import save
-from megapar.errors import CheckpointError
-from megapar.grid import Grid
+from megapar.declare import context
 from tests.support.checkpoints import cut_slices, edit_manifest, load_toy, save_toy, toy_slices
 from tests.support.distributed import run_ranks
 

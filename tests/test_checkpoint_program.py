@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from megapar import context
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import find_complete, read_manifest
 from megapar.checkpoint.load import choose
-from megapar.errors import CheckpointError
+from megapar.declare import context
 from megapar.train.position import position
 from tests.support import program
 from tests.support.checkpoints import edit_bytes, edit_manifest, flip_bit, save_toy

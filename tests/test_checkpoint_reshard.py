@@ -18,18 +18,18 @@ from megapar_models.qwen3_moe.model import Qwen3MoeExperts
 from megapar_models.registry import validate, weight_options
 from torch import Tensor
 
-from megapar import context
+from megapar.base.errors import CheckpointError
+from megapar.base.grid import Grid
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import differences, fill, load_weights, weight_slices
 from megapar.checkpoint.save import first_copies, publish, share, write_part
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.config.options import flatten as flatten_options
-from megapar.context import ParallelContext, single
-from megapar.errors import CheckpointError
-from megapar.grid import Grid
-from megapar.optimizer_state import StateSlice
-from megapar.params import ParamSpec
+from megapar.declare import context
+from megapar.declare.context import ParallelContext, single
+from megapar.declare.optimizer_state import StateSlice
+from megapar.declare.params import ParamSpec
 from tests.support import tiny_models
 from tests.support.checkpoints import STATE, exported
 from tests.support.flat import flatten

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from megapar import context
+from megapar.base.errors import StorageError
+from megapar.base.grid import Grid
 from megapar.checkpoint import folder as folders
 from megapar.checkpoint import load as loading
 from megapar.checkpoint import save as saving
@@ -20,12 +21,11 @@ from megapar.checkpoint.folder import exclusive
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.checkpoint.load import load
 from megapar.checkpoint.save import save
-from megapar.comm import agreement, collectives
-from megapar.comm.agreement import from_first, on_all_ranks
+from megapar.comm import collectives
 from megapar.config.options import CheckpointConfig
-from megapar.context import ParallelContext
-from megapar.errors import StorageError
-from megapar.grid import Grid
+from megapar.declare import agreement, context
+from megapar.declare.agreement import from_first, on_all_ranks
+from megapar.declare.context import ParallelContext
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support.checkpoints import cut_slices
 from tests.support.distributed import run_ranks

@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar import context
+from megapar.base.errors import CommunicationError
+from megapar.base.grid import Grid
 from megapar.comm import collectives, transport_torch
 from megapar.comm.axis import Axis, Traffic
-from megapar.comm.exchange import exchange_rows
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Counts
-from megapar.errors import CommunicationError
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.expert_parallel.exchange import exchange_rows
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 from tests.support.sweeps import slow_but
 

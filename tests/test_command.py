@@ -17,7 +17,7 @@ import tyro
 from megapar_models.registry import named_configs
 
 from megapar import __main__ as command
-from megapar.errors import ConfigError, DataError
+from megapar.base.errors import ConfigError, DataError
 from tests.support.options import load
 from tests.support.source_tree import LIBRARY, ROOT, relative, setup_argument
 from tools import completion, plan, presets, simulate

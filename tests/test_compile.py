@@ -18,12 +18,12 @@ from megapar_models.registry import validate
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megapar.compiled import compiled_so_far
+from megapar.base.compiled import compiled_so_far
+from megapar.base.errors import ConfigError
 from megapar.config.options import option_types
-from megapar.errors import ConfigError
+from megapar.observe.rehearsal import rehearse
 from megapar.pipeline.schedules import SCHEDULES
-from megapar.train.rehearsal import rehearse
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 from tests.support import program
 from tests.support.distributed import apart, run_ranks
 from tests.support.faults import session

@@ -23,6 +23,7 @@ from megapar_models.rotary_options import RopeScaling
 
 import megapar.config.model_options
 import megapar.config.options
+from megapar.base.errors import ConfigError
 from megapar.config import compatible
 from megapar.config.compatible import changes
 from megapar.config.derive import num_microbatches, with_vocabulary
@@ -39,8 +40,7 @@ from megapar.config.options import (
     option_types,
     unflatten,
 )
-from megapar.errors import ConfigError
-from megapar.train.report import length_of_run, warnings
+from megapar.observe.report import length_of_run, warnings
 from tests.support.options import load
 from tests.support.sweeps import slow_but
 
@@ -193,7 +193,7 @@ def test_validation_needs_no_torch_and_so_precedes_every_process_group():
     code = """
 import sys
 from megapar.config.files import load
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.config.model_rules import ModelRules
 from megapar.config.validate import validate
 from megapar.config.virtual_stages import ONE

@@ -15,8 +15,8 @@ from megapar_models.convert.config_json import from_hugging_face, warnings_of
 from megapar_models.convert.typed_fields import read_object
 from megapar_models.registry import presets, validate
 
+from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import read_manifest
-from megapar.errors import ConfigError
 from tests.support.model_types import TYPES
 from tests.support.options import load
 from tests.support.published import config_of, model_of, random_model

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megapar import context
+from megapar.base.grid import Grid, coordinates, expert_rank_groups, rank_groups
 from megapar.comm import collectives, process_groups
 from megapar.comm.axis import Axis
 from megapar.comm.transport import ALONE
 from megapar.comm.transport_torch import TorchDistributed
-from megapar.grid import Grid, coordinates, expert_rank_groups, rank_groups
+from megapar.declare import context
 
 AXES = ("tp", "cp", "dp", "pp")
 

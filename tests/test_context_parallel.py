@@ -22,16 +22,17 @@ from megapar_kernels.dropout import RowDropout
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megapar import context, recompute
-from megapar.batch import MicroBatch
+from megapar.activations import recompute
+from megapar.base.grid import Grid
 from megapar.comm.axis import Axis
 from megapar.context_parallel import deal
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.order import parts_of, whole_of
 from megapar.context_parallel.partial import Dropped, Gradient, Result
-from megapar.grid import Grid
-from megapar.random import row_keys
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.declare.random import row_keys
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from tests.support.attention_blocks import brute_mask, packed
 from tests.support.distributed import run_ranks

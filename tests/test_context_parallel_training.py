@@ -14,8 +14,7 @@ from megapar_models.llama.model import LlamaStage
 from megapar_models.registry import validate
 from torch import Tensor, nn
 
-from megapar import context
-from megapar.batch import MicroBatch, add_loss
+from megapar.base.errors import ConfigError, DataError
 from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config
@@ -24,11 +23,12 @@ from megapar.context_parallel.dropout import AttentionDropout
 from megapar.data.loader import Loader, Mixture
 from megapar.data.samples import Treatment
 from megapar.data.sources import SyntheticDataset
-from megapar.errors import ConfigError, DataError
-from megapar.sharding import Sharding
-from megapar.stage_set import AddedLoss, Declared
-from megapar.train.metrics import attention_load
-from megapar.train.step import train_step
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, add_loss
+from megapar.declare.sharding import Sharding
+from megapar.declare.stage_set import AddedLoss, Declared
+from megapar.observe.metrics import attention_load
+from megapar.step.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients, held_weights
 from tests.support import close

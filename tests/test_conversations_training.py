@@ -10,9 +10,9 @@ import torch
 
 from megapar.config.options import Config, DataConfig
 from megapar.context_parallel import deal
+from megapar.step.evaluation import evaluate
+from megapar.step.step import train_step
 from megapar.train.data import open_loaders
-from megapar.train.evaluation import evaluate
-from megapar.train.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients
 from tests.support import close

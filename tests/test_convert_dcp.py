@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.config.model_options import ModelConfig
-from megapar.errors import CheckpointError, ConfigError
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
 from tools.convert_checkpoint import NativeToDcp, native_to_dcp

@@ -21,16 +21,16 @@ from megapar_models.registry import FAMILIES, presets, validate, weight_options
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megapar import random
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint.format import read_manifest, write_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.config.options import CheckpointConfig, Config, DataConfig
-from megapar.context import single
-from megapar.errors import CheckpointError, ConfigError
+from megapar.declare import random
+from megapar.declare.context import single
+from megapar.declare.params import Piece, spec_of
+from megapar.declare.random import initialize
 from megapar.expert_parallel.balance import Router
-from megapar.params import Piece, spec_of
-from megapar.random import initialize
 from megapar.train import checkpoints, trainer
 from tests.support import reference_models, tiny_models
 from tests.support.checkpoints import edit_manifest

@@ -24,13 +24,13 @@ from megapar_models.rotary_options import RopeScaling
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megapar.batch import MicroBatch
+from megapar.base.errors import CheckpointError, ConfigError, StorageError
 from megapar.checkpoint.format import read_manifest
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import CheckpointConfig, Config
-from megapar.errors import CheckpointError, ConfigError, StorageError
+from megapar.declare.batch import MicroBatch
+from megapar.step.step import train_step
 from megapar.train import checkpoints
-from megapar.train.step import train_step
 from tests.support.distributed import run_ranks
 from tests.support.grid import Layout, make_state, micro_batches
 from tests.support.hugging_face import (

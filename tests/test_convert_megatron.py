@@ -19,8 +19,8 @@ from megapar_models.counts import WholeModel
 from megapar_models.rotary_options import RopeScaling
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError
 from megapar.config.model_options import ModelConfig
-from megapar.errors import CheckpointError
 from tests.support import reference_models, tiny_models
 from tests.support.megatron_folders import (
     LAYERS,

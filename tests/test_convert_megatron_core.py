@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from megapar_models.convert import megatron, megatron_args, megatron_core
 
+from megapar.base.errors import CheckpointError
 from megapar.config.model_options import ModelConfig
-from megapar.errors import CheckpointError
 from tests.support import tiny_models
 from tests.support.megatron_folders import MODELS, megatron_folder
 from tools import convert_checkpoint

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megapar_models.convert.config_json import from_hugging_face
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from tests.support.hugging_face import tensors
 from tests.support.model_types import TYPES
 from tests.support.published import assert_equal_logits, converted, model_of, random_batch

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megapar.errors import CheckpointError
+from megapar.base.errors import CheckpointError
 from tests.support.hugging_face import tensors
 from tests.support.model_types import TYPES
 from tests.support.published import random_model

@@ -14,8 +14,8 @@ from megapar_models.tensor_layouts import Layout, Pairs
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megapar.errors import CheckpointError, ConfigError
-from megapar.params import Box
+from megapar.base.errors import CheckpointError, ConfigError
+from megapar.declare.params import Box
 
 SIZES = SimpleNamespace(num_attention_heads=6, num_key_value_heads=2)
 D = 4

@@ -14,10 +14,10 @@ import tokenizers
 from megapar_models.convert.tokenizer_files import TEXTS, check_texts, differences, sentencepiece_json
 from megapar_models.convert.word_pattern import InexpressibleError
 
+from megapar.base.errors import CheckpointError, DataError
 from megapar.config.options import CheckpointConfig, DataConfig
 from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
-from megapar.errors import CheckpointError, DataError
 from tests.support.exports import make_checkpoint, make_run, report
 from tests.support.sweeps import slow_but
 from tests.support.tokenizers import hugging_face, trained_byte_pairs

@@ -10,10 +10,10 @@ from megapar_kernels.backend import Kernels
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megapar import context
+from megapar.base.grid import Grid
 from megapar.comm.axis import Axis
 from megapar.context_parallel import deal
-from megapar.grid import Grid
+from megapar.declare import context
 from tests.support.attention_blocks import LENGTH, PACKED, WIDTH, Calls, attend
 from tests.support.distributed import run_ranks
 from tests.support.kernel_checks import relative_error

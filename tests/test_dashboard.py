@@ -20,12 +20,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapar.base.errors import ConfigError, DataError
 from megapar.dashboard import server
 from megapar.dashboard.curves import Curve, Curves
 from megapar.dashboard.page import ReportAtEnd, write_report
 from megapar.dashboard.record import RunFolder
 from megapar.dashboard.server import Dashboard
-from megapar.errors import ConfigError, DataError
 from megapar.system.atomic_files import as_json
 from tests.support import program
 from tools import report as report_tool

@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 from megapar_models.registry import validate
 from numpy.typing import NDArray
 
+from megapar.base.errors import ConfigError
 from megapar.config.data_spec import blend_stages
 from megapar.config.options import Config, DataConfig, TrainConfig
 from megapar.data.blend import BLEND_VERSION, BLOCK, PARTS, Blend, Stage, block_counts, parts_of
 from megapar.data.loader import Mixture
-from megapar.errors import ConfigError
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
 

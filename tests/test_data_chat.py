@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from megapar.base.errors import ConfigError, DataError
 from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
 from megapar.data.chat_data import ChatCounts, Example, end_token, example_of, examples, marked
 from megapar.data.chat_masks import rendered
@@ -16,7 +17,6 @@ from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import merge_prepared, read_sidecar, read_weights, split, verify
 from megapar.data.row_keys import Keys
 from megapar.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
-from megapar.errors import ConfigError, DataError
 from tests.support.conversations import prepare
 
 FOLDER = Path(__file__).parent / "support/chat_templates"

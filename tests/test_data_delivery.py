@@ -16,8 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from megapar_models.registry import validate
 
-from megapar import context
-from megapar.batch import MicroBatch
+from megapar.base.errors import ConfigError, DataError
+from megapar.base.grid import Grid
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, ParallelConfig, TrainConfig
 from megapar.data.blend import Stage
@@ -26,10 +26,10 @@ from megapar.data.indexed import IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.order import sample_ids
 from megapar.data.sources import ChunkDataset, SyntheticDataset
-from megapar.errors import ConfigError, DataError
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.step.step import count_targets
 from megapar.train.data import open_loaders
-from megapar.train.step import count_targets
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.runs import metrics

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megapar.base.errors import DataError, OutOfMemoryError
 from megapar.data.file_array import DataFile, FileArray
 from megapar.data.indexed import IndexedDataset, IndexedWriter
-from megapar.errors import DataError, OutOfMemoryError
 
 NUMBERS = np.arange(1000, 2000, dtype="<i4")
 

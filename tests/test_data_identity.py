@@ -8,15 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megapar import context
+from megapar.base.errors import DataError
+from megapar.base.grid import Grid
 from megapar.comm import collectives
 from megapar.data import contents
 from megapar.data.contents import content_hash
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.prepared import write_sidecar
 from megapar.data.sources import stream_fingerprints
-from megapar.errors import DataError
-from megapar.grid import Grid
+from megapar.declare import context
 from megapar.train import data
 from megapar.train.data import ORDER, compare
 from tests.support import program

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from megapar.batch import MicroBatch
+from megapar.base.errors import DataError
 from megapar.data.indexed import IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset, Dataset, StreamDataset, SyntheticDataset, open_dataset
-from megapar.errors import DataError
+from megapar.declare.batch import MicroBatch
 from tools.entropy import cross_entropies
 
 S = 8

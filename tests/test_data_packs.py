@@ -13,15 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from megapar import context
-from megapar.batch import MicroBatch
+from megapar.base.errors import DataError
 from megapar.data.blend import Stage
 from megapar.data.loader import Loader, Mixture
 from megapar.data.packs import PACKS_VERSION, PackDataset, best_fit
 from megapar.data.prepared import weights_path
 from megapar.data.samples import Treatment
 from megapar.data.sources import ChunkDataset, SyntheticDataset, open_dataset
-from megapar.errors import DataError
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
 from megapar.launch.grid import grid_of
 from megapar.train.data import open_loaders
 from tests.support import program, tiny_models

@@ -13,6 +13,7 @@ import torch
 from megapar_models.convert.adapters import Merge, merge
 from numpy.typing import NDArray
 
+from megapar.base.errors import DataError
 from megapar.data.indexed import IndexedDataset
 from megapar.data.loader import Loader, Mixture
 from megapar.data.pairs import PairDataset
@@ -20,7 +21,6 @@ from megapar.data.prepared import merge_prepared, read_sidecar, read_weights, sp
 from megapar.data.samples import Treatment
 from megapar.data.scores import read_scores, references_path, writing_scores
 from megapar.data.sources import open_dataset
-from megapar.errors import DataError
 from tests.support import program
 from tests.support.pairs import ROWS, prepare
 from tests.support.runs import assert_bitwise, stored

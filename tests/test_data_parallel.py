@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megapar import context
+from megapar.base.grid import Grid
 from megapar.config.options import OptimizerConfig
-from megapar.context import ParallelContext
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.optimizers import Optimizers
 from tests.support.distributed import run_ranks

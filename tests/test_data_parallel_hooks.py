@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar import context
+from megapar.base.grid import Grid
 from megapar.comm.axis import Axis
-from megapar.context import ParallelContext
-from megapar.grid import Grid
-from megapar.params import ONES, ParamSpec, parameter, shared_piece
-from megapar.sharding import Sharding
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import ONES, ParamSpec, parameter, shared_piece
+from megapar.declare.sharding import Sharding
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, column_linear
 from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten

@@ -23,6 +23,7 @@ import tokenizers
 import zstandard
 from numpy.typing import NDArray
 
+from megapar.base.errors import ConfigError, DataError
 from megapar.data import corpus, prepared
 from megapar.data import preprocess as preprocessing
 from megapar.data.corpus import Place, Reading, Span, cut, find_files
@@ -31,7 +32,6 @@ from megapar.data.prepared import first_occurrences, merge_prepared, read_sideca
 from megapar.data.preprocess import Counts, Recipe, Shard, encode, preprocess, read_documents
 from megapar.data.tokenizer import ByteTokenizer, train_sentencepiece
 from megapar.data.workers import run, worker_pool
-from megapar.errors import ConfigError, DataError
 from tests.support.faults import gone
 from tests.support.sweeps import slow_but
 

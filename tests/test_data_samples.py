@@ -8,12 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megapar.batch import MicroBatch
+from megapar.base.errors import DataError
 from megapar.data.indexed import IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.samples import SHORTEST, MiddleTokens, Treatment, fill_in_the_middle, packed_starts, weights
 from megapar.data.sources import ChunkDataset
-from megapar.errors import DataError
+from megapar.declare.batch import MicroBatch
 
 MARKS = MiddleTokens(1001, 1002, 1003)
 

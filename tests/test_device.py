@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megapar import device, environment
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
+from megapar.system import device, environment
 
 TORCHRUN = {
     "RANK": "5",

@@ -24,8 +24,8 @@ from matplotlib.font_manager import FontProperties
 from matplotlib.textpath import TextPath
 from megapar_models.registry import FOR_OPTIONS
 
-from megapar import errors
-from megapar.config.other_frameworks.table import TABLE
+from megapar.base import errors
+from megapar.migrate.table import TABLE
 from tests.support.program import Program
 from tests.support.source_tree import ROOT, TESTS, imports, setup_argument, tree
 from tests.support.sweeps import slow_but
@@ -276,7 +276,9 @@ def test_exit_codes_are_those_of_the_classes_and_signals() -> None:
         int(code): name for code, name in re.findall(r"^\| (\d+) \|[^|]*\|\s*`?(\w*)`?\s*\|$", text, re.MULTILINE)
     }
     classes = [errors.MegaparError, *errors.MegaparError.__subclasses__()]
-    expected = {0: ""} | {error.exit_code: error.__name__ for error in classes if error.__module__ == "megapar.errors"}
+    expected = {0: ""} | {
+        error.exit_code: error.__name__ for error in classes if error.__module__ == "megapar.base.errors"
+    }
     expected |= {
         128 + number: "" for number in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGPIPE, signal.SIGTERM)
     }
@@ -290,7 +292,7 @@ def files_to_read(text: str) -> list[str]:
 
 
 # What these rooms do is plain from the page, or from the names of their functions.
-BY_NAME = ("config", "comm", "system", "launch", "plan", "data", "checkpoint", "train", "errors", "device")
+BY_NAME = ("config", "comm", "system", "launch", "plan", "data", "checkpoint", "train", "base", "migrate", "observe")
 
 
 def test_the_files_to_read_need_no_other_file() -> None:
@@ -374,7 +376,10 @@ def curve(path: str) -> list[tuple[float, float]]:
 def with_rooms_to_come() -> str:
     """The picture of a larger table than ours: a package more on two floors, and modules with long names."""
     may_import, modules = draw_architecture.rooms_and_modules()
-    added = {"megapar.plan": {"foundation", "megapar.pipeline"}, "megapar.launching_of_ranks": {"foundation"}}
+    added = {
+        "megapar.plan": {"megapar.base", "megapar.pipeline"},
+        "megapar.launching_of_ranks": {"megapar.base"},
+    }
     may_import = {**may_import, **added, "main": may_import["main"] | {*added}}
     names = {room: [f"a_module_with_a_long_name_{i}" for i in range(9)] for room in added}
     return draw_architecture.draw(may_import, modules | names)
@@ -393,7 +398,7 @@ def test_nothing_on_the_architecture_picture_covers_anything_else(draw: Callable
     picture = draw()
     boxes = boxes_of(picture)
     rooms = {texts[0].text for texts in boxes.values()}
-    assert {"programs", "train", "megapar_models.convert", "foundation"} <= rooms
+    assert {"programs", "train", "megapar_models.convert", "declare"} <= rooms
     for (left, top, right, bottom), (other_left, other_top, other_right, other_bottom) in combinations(boxes, 2):
         assert left > other_right or right < other_left or top > other_bottom or bottom < other_top
     for (left, top, right, bottom), texts in boxes.items():
@@ -466,7 +471,7 @@ def test_the_site_is_built_strictly(tmp_path: Path) -> None:
     assert (tmp_path / "site/javascripts/iframe-worker.js").is_file()
     assert {"default", "slate"} <= {*re.findall(r'data-md-color-scheme="(\w+)"', page)}
     pages = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")}
-    assert {"index.html", "contributing.html", "options.html", "files/megapar/train/step.py.html"} <= pages
+    assert {"index.html", "contributing.html", "options.html", "files/megapar/step/step.py.html"} <= pages
     assert {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")} <= pages
     assert "step_of" in (tmp_path / "site/api/megapar.checkpoint.html").read_text()
     loading = re.compile(

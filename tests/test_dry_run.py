@@ -20,7 +20,7 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.plan.memory import RankReport, report_rank, reports
-from megapar.train.state import TrainState
+from megapar.step.state import TrainState
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import (
     DENSE_BETWEEN,

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from megapar_models.registry import sample_kind, validate
 
+from megapar.base.errors import ConfigError
 from megapar.config.options import Config, DataConfig
 from megapar.data.indexed import IndexedWriter
-from megapar.errors import ConfigError
+from megapar.step.evaluation import Evaluated, evaluate
+from megapar.step.evaluation import validate as evaluate_set
 from megapar.train.data import open_loaders
-from megapar.train.evaluation import Evaluated, evaluate
-from megapar.train.evaluation import validate as evaluate_set
 from tests.support import pairs, program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LENGTH, LLAMA, MIXTRAL, Layout, make_state, name

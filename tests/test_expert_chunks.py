@@ -10,15 +10,15 @@ import torch
 from megapar_models.registry import validate
 from torch import Tensor
 
+from megapar.base.errors import ConfigError
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.config.options import AdapterConfig, Config, ParallelConfig
-from megapar.errors import ConfigError
 from megapar.expert_parallel import experts
 from megapar.expert_parallel.row_counts import experts_of, place_of_expert
-from megapar.train.evaluation import evaluate
-from megapar.train.step import train_step
+from megapar.step.evaluation import evaluate
+from megapar.step.step import train_step
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.grid import DENSE_BETWEEN, LLAMA, MIXTRAL, SHARED, SIGMOID, Layout, make_state, micro_batches, name

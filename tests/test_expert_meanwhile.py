@@ -11,20 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapar.base.errors import CommunicationError, MegaparError
 from megapar.comm import collectives
-from megapar.comm.exchange import ArrivingRows
 from megapar.comm.pending import Pending
 from megapar.config.options import AdapterConfig
-from megapar.errors import CommunicationError, MegaparError
 from megapar.expert_parallel import row_counts
+from megapar.expert_parallel.exchange import ArrivingRows
 from megapar.expert_parallel.experts import Experts
-from megapar.main_grad import DeferredWeightGradient
-from megapar.meanwhile import Meanwhile
+from megapar.linear.main_grad import DeferredWeightGradient
+from megapar.linear.meanwhile import Meanwhile
+from megapar.linear.products import MatrixProducts
 from megapar.pipeline.actions import Action
 from megapar.pipeline.runtime import _Execution
-from megapar.products import MatrixProducts
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from tests.support.distributed import run_ranks
 from tests.support.flat import flatten
 from tests.support.grid import MIXTRAL, SHARED, SIGMOID, Layout, make_state, micro_batches, name

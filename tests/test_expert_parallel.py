@@ -14,24 +14,25 @@ from megapar_kernels.activations import clamped_swiglu, swiglu
 from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
-from megapar import context, recompute
+from megapar.activations import recompute
+from megapar.base.grid import Grid, expert_rank_groups
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import fill
 from megapar.checkpoint.save import publish, share, write_part
 from megapar.config.options import OptimizerConfig
-from megapar.context import ParallelContext, single
+from megapar.declare import context
+from megapar.declare.context import ParallelContext, single
+from megapar.declare.optimizer_state import StateSlice
+from megapar.declare.params import Init, selected, spec_of
+from megapar.declare.random import initialize
+from megapar.declare.sharding import Sharding
 from megapar.expert_parallel import balance, dispatch, route
 from megapar.expert_parallel.balance import Float32Products
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.expert_parallel.row_counts import experts_of
-from megapar.grid import Grid, expert_rank_groups
-from megapar.low_rank import LoraRule
-from megapar.optimizer_state import StateSlice
-from megapar.params import Init, selected, spec_of
-from megapar.products import MatrixProducts
-from megapar.random import initialize
-from megapar.sharding import Sharding
+from megapar.linear.low_rank import LoraRule
+from megapar.linear.products import MatrixProducts
 from megapar.verify import logical
 from tests.support.distributed import run_ranks
 from tests.support.flat import flatten

@@ -8,16 +8,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar import context
-from megapar.batch import MicroBatch, add_loss
-from megapar.context import ParallelContext, single
+from megapar.base.grid import Grid
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, add_loss
+from megapar.declare.context import ParallelContext, single
+from megapar.declare.params import Init
+from megapar.declare.sharding import Sharding
+from megapar.declare.tally import end_step
 from megapar.expert_parallel import balance, route
 from megapar.expert_parallel.balance import BalanceRule, Router
 from megapar.expert_parallel.route import RouterRule
-from megapar.grid import Grid
-from megapar.params import Init
-from megapar.sharding import Sharding
-from megapar.tally import end_step
 from megapar.verify import logical
 from tests.support import close
 from tests.support.distributed import rank_device, run_ranks

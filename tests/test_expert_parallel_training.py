@@ -11,17 +11,17 @@ from matplotlib import pyplot as plt
 from megapar_models.mixtral.model import MixtralModel
 from torch import Tensor
 
+from megapar.base.grid import coordinates, expert_rank_groups
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config import validate as checks
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.expert_parallel.balance import Router
-from megapar.grid import coordinates, expert_rank_groups
-from megapar.train.evaluation import evaluate
-from megapar.train.metrics import tally_load
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
+from megapar.observe.metrics import tally_load
+from megapar.step.evaluation import evaluate
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import DENSE_BETWEEN, SHARED, SIGMOID, Layout, make_state, micro_batches

@@ -14,11 +14,11 @@ from megapar_models.gpt.model import GPTStage
 from megapar_models.registry import FAMILIES, find, validate, weight_options
 from megapar_models.rope import read_rope
 
+from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, option_types
-from megapar.errors import ConfigError
 from tests.support import program
 
 ROOT = Path(__file__).parents[1]

@@ -10,8 +10,8 @@ from megapar_models.convert.config_json import warnings_of
 from megapar_models.registry import presets, validate
 from safetensors.torch import load_file, save_file
 
-from megapar.errors import CheckpointError
-from megapar.params import spec_of
+from megapar.base.errors import CheckpointError
+from megapar.declare.params import spec_of
 from tests.support import tiny_models
 from tests.support.model_types import LLAMA3, TYPES
 from tests.support.options import load

@@ -20,7 +20,9 @@ from megapar.comm import transport_shared_memory
 from megapar.comm.flight import AxisLog
 from megapar.data.delivery import Delivery
 from megapar.launch import rank_process
-from megapar.train import checkpoints, evaluation, metrics, trainer
+from megapar.observe import metrics
+from megapar.step import evaluation
+from megapar.train import checkpoints, trainer
 from tests.support import faults
 from tests.support.faults import LAYOUTS, RANKS, Scene
 from tests.support.program import Ended

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 
+from megapar.base.errors import CommunicationError
 from megapar.checkpoint import save
 from megapar.comm import collectives
-from megapar.errors import CommunicationError
 from megapar.launch import rank_process
 from megapar.launch.signals import Signals
+from megapar.step.state import TrainState
 from megapar.train import trainer
-from megapar.train.state import TrainState
 from tests.support import program
 from tests.support.faults import FOUR, LONG, TWO, children, error, gone, on_rank
 from tests.support.program import Ended, Program
@@ -153,7 +153,7 @@ def test_operations_that_do_not_match_are_named_for_both_ranks(tmp_path: Path) -
     assert ended.code == 6
     message = error(tmp_path)["message"]
     assert message.startswith("ranks did different things: all_reduce ")
-    assert "on grad (4 bytes float32, megapar/train/step.py:" in message
+    assert "on grad (4 bytes float32, megapar/step/step.py:" in message
     assert ", step 3) on rank 0 (process " in message
     assert "but all_gather " in message
     assert "on grad (1,200 bytes float32, " in message

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from megapar.checkpoint import save
-from megapar.train import step, trainer
+from megapar.step import step
+from megapar.train import trainer
 from tests.support import program
 from tests.support.faults import TWO, Scene, error, metrics, on_rank
 

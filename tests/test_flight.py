@@ -16,15 +16,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapar import context
-from megapar.comm import agreement, collectives, flight
+from megapar.comm import collectives, flight
 from megapar.comm.axis import Axis
 from megapar.comm.flight import RING, AxisLog, Board, Flight, read
 from megapar.comm.flight_file import FlightFile
 from megapar.comm.pending import Pending
 from megapar.comm.rendezvous import Member
 from megapar.comm.transport import Meta
-from megapar.context import ParallelContext
+from megapar.declare import agreement, context
+from megapar.declare.context import ParallelContext
 from megapar.expert_parallel.dispatch import plan_dispatch
 from megapar.launch.diagnosis import as_table, diagnose
 

@@ -10,9 +10,9 @@ from megapar_models.convert.saved import is_kept, load_model, saved_config
 from megapar_models.counts import WholeModel
 from megapar_models.generation import Sampling, generate
 
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import read_manifest
 from megapar.config.options import flatten
-from megapar.errors import CheckpointError
 from tests.support import tiny_models
 
 CONFIG = tiny_models.config(tiny_models.model("llama", num_hidden_layers=1, vocab_size=257))

@@ -10,7 +10,7 @@ from megapar_models.generation import Sampling, decoding, generate, next_logits,
 from megapar_models.stage import Stage
 from torch import nn
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from tests.support.close import assert_close
 from tests.support.model_types import TYPES, VOCABULARY
 from tests.support.published import Published

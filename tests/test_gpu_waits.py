@@ -21,19 +21,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar import context, device
-from megapar.batch import MicroBatch
+from megapar.base.grid import Grid
+from megapar.base.precision import Precision
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.declare.random import initialize
 from megapar.expert_parallel import dispatch, row_counts
-from megapar.grid import Grid
-from megapar.precision import Precision
-from megapar.products import MatrixProducts
-from megapar.random import initialize
+from megapar.linear.products import MatrixProducts
+from megapar.step.state import TrainState
+from megapar.step.step import queue_step, train_step
+from megapar.system import device
 from megapar.train import trainer
 from megapar.train.data import open_loaders
-from megapar.train.state import TrainState
-from megapar.train.step import queue_step, train_step
 from megapar.train.trainer import assemble
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
@@ -398,8 +399,8 @@ def test_heads_that_straddle_ranks_wait_for_nothing() -> None:
     from megapar_models.llama.model import LlamaStage
 
     from megapar.comm.axis import Axis
-    from megapar.params import ONES
-    from megapar.sharding import Sharding
+    from megapar.declare.params import ONES
+    from megapar.declare.sharding import Sharding
 
     model = validate(Config(model=STRADDLING, parallel=ParallelConfig(tp=4, dp=1)), 4).model
     sharding = Sharding(Axis("tp", 4, 1, (0, 1, 2, 3)), Axis("grad"), False, torch.float32, META)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_weights
 from megapar.verify.run import see_gradients

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config
 from megapar.pipeline.schedules import SCHEDULES
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients
 from tests.support import close, cover

@@ -14,12 +14,12 @@ from megapar_models.counts import WholeModel
 from megapar_models.stage import Stage
 from torch import Tensor
 
-from megapar import context
-from megapar.batch import MicroBatch
 from megapar.config.options import AdapterConfig
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.declare.params import spec_of
 from megapar.expert_parallel import route
 from megapar.launch.grid import grid_of
-from megapar.params import spec_of
 from tests.support import tiny_models
 from tests.support.grid import (
     DENSE_BETWEEN,

@@ -7,8 +7,8 @@ import pytest
 import torch
 from megapar_models.objectives import Scored
 
-from megapar import context
 from megapar.comm.axis import Axis
+from megapar.declare import context
 from pretrain_scripts.grpo import CLIP, clipped_ratio, options, rollouts, run
 from tests.support.distributed import run_ranks
 from tests.support.grid import make_context

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_weights
 from megapar.verify.run import see_gradients

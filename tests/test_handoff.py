@@ -16,20 +16,20 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.convert.exported import hf_recipes
+from megapar_models.convert.giving import Giver, Taker
 from megapar_models.convert.handoff import Handoff, Loader, give, plan_buckets, write_safetensors
 from megapar_models.convert.huggingface import SINGLE
 from megapar_models.convert.saved import load_model
 from torch import Tensor
 from torch.profiler import profile
 
-from megapar.comm.giving import Giver, Taker
+from megapar.base.errors import CommunicationError, ConfigError
 from megapar.config.options import AdapterConfig
-from megapar.errors import CommunicationError, ConfigError
+from megapar.declare.params import spec_of
 from megapar.launch.grid import grid_of
-from megapar.params import spec_of
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
     GPT,

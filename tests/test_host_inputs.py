@@ -10,17 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapar import recompute
+from megapar.activations import recompute
+from megapar.activations.host_inputs import HostInputs
+from megapar.activations.recompute import Recompute
+from megapar.base.errors import ConfigError, NumericError
 from megapar.config.options import Config
-from megapar.errors import ConfigError, NumericError
-from megapar.host_inputs import HostInputs
+from megapar.observe import memory_report
+from megapar.observe.kept import KeptBytes
 from megapar.plan.memory import host_bytes_of_inputs, report_rank
-from megapar.recompute import Recompute
-from megapar.side_stream import SideStream
-from megapar.train import host_memory, memory_report
-from megapar.train.evaluation import evaluate
-from megapar.train.kept import KeptBytes
-from megapar.train.step import train_step
+from megapar.step.evaluation import evaluate
+from megapar.step.step import train_step
+from megapar.system.side_stream import SideStream
+from megapar.train import host_memory
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, SHARED, Layout, make_state, micro_batches, name

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 from megapar_models.convert.saved import is_kept, load_model, saved_config
 
+from megapar.base.errors import CheckpointError, MegaparError
 from megapar.checkpoint.format import BASE, read_manifest
-from megapar.errors import CheckpointError, MegaparError
 from tests.support.checkpoints import edit_manifest
 from tests.support.exports import make_checkpoint
 from tests.support.program import Ended, Program

@@ -21,55 +21,65 @@ from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, imp
 KERNELS, MODELS = "megapar_kernels", "megapar_models"
 CONVERT, JUDGING = f"{MODELS}.convert", f"{MODELS}.judging"
 PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchmarks is imported as benchmarks
-FOUNDATION = {
-    f"megapar.{name}": "foundation"
-    for name in (
-        *(
-            "config",
-            "comm",
-            "system",
-            "context",
-            "grid",
-            "device",
-            "environment",
-            "params",
-            "main_grad",
-            "meanwhile",
-            "products",
-            "converted_weight",
-            "linear",
-        ),
-        *("sharding", "random", "recompute", "precision", "batch", "stage_set", "tally", "recorder", "expert_load"),
-        *("side_stream", "host_inputs", "optimizer_state", "environment", "largest_logits", "compiled"),
-        *("errors", "low_rank", "__version__"),
-    )
-}
+BASE, SYSTEM, COMM, CONFIG = (f"megapar.{name}" for name in ("base", "system", "comm", "config"))
+# What each room above stands on: a run's options and collectives, what a rank declares, linear layers, recomputation.
+GROUND = {BASE, SYSTEM, COMM, CONFIG, *(f"megapar.{name}" for name in ("linear", "declare", "activations"))}
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}
 LAYERS = {f"megapar.{name}" for name in ("tensor_parallel", "context_parallel", "expert_parallel")}
 MAY_IMPORT: dict[str, set[str]] = {
     KERNELS: set(),
-    "foundation": {KERNELS},
-    "megapar.tensor_parallel": {"foundation", KERNELS},
-    "megapar.expert_parallel": {"foundation", KERNELS},
-    "megapar.context_parallel": {"foundation", KERNELS},
-    "megapar.pipeline": {"foundation"},
-    "megapar.data_parallel": {"foundation", KERNELS},
-    "megapar.optimizer": {"foundation", "megapar.data_parallel", KERNELS},  # they work on the flat buffers
-    "megapar.data": {"foundation"},
-    "megapar.checkpoint": {"foundation"},
-    MODELS: {"foundation", *LAYERS, KERNELS},
-    CONVERT: {"foundation", "megapar.checkpoint", "megapar.data", MODELS},  # only programs import it, and judging
-    JUDGING: {"foundation", *LAYERS, *ENGINES, "megapar.train", MODELS, CONVERT},  # only programs import it
-    "megapar.launch": {"foundation", "megapar.pipeline"},
-    "megapar.train": {"foundation", "megapar.context_parallel", "megapar.launch", *ENGINES},
-    "megapar.plan": {"foundation", "megapar.launch", "megapar.train", *ENGINES},
+    BASE: {KERNELS},
+    SYSTEM: {BASE, KERNELS},
+    COMM: {BASE, SYSTEM},
+    CONFIG: {BASE, SYSTEM},
+    "megapar.linear": {BASE, SYSTEM, COMM, KERNELS},
+    "megapar.declare": {BASE, SYSTEM, COMM, "megapar.linear", KERNELS},
+    "megapar.activations": {BASE, SYSTEM, CONFIG},
+    "megapar.tensor_parallel": {*GROUND, KERNELS},
+    "megapar.expert_parallel": {*GROUND, KERNELS},
+    "megapar.context_parallel": {*GROUND, "megapar.expert_parallel", KERNELS},
+    "megapar.pipeline": GROUND,
+    "megapar.data_parallel": {*GROUND, KERNELS},
+    "megapar.optimizer": {*GROUND, "megapar.data_parallel", KERNELS},  # they work on the flat buffers
+    "megapar.data": GROUND,
+    "megapar.checkpoint": GROUND,
+    MODELS: {*GROUND, *LAYERS, KERNELS},
+    CONVERT: {*GROUND, "megapar.checkpoint", "megapar.data", MODELS},  # only programs import it, and judging
+    "megapar.migrate": {BASE, SYSTEM, CONFIG},  # commands of other frameworks, read for programs
+    # Only programs import it.
+    JUDGING: {*GROUND, *LAYERS, *ENGINES, "megapar.migrate", "megapar.step", "megapar.train", MODELS, CONVERT},
+    "megapar.launch": {*GROUND, "megapar.pipeline"},
+    "megapar.step": {*GROUND, *ENGINES},
+    "megapar.trace": {*GROUND, "megapar.launch", "megapar.pipeline"},
+    "megapar.observe": {*GROUND, "megapar.step", "megapar.context_parallel", *ENGINES},
+    "megapar.train": {
+        *GROUND,
+        "megapar.context_parallel",
+        "megapar.launch",
+        "megapar.step",
+        "megapar.observe",
+        *ENGINES,
+    },
+    "megapar.plan": {
+        *GROUND,
+        *("megapar.launch", "megapar.step", "megapar.observe", "megapar.train", "megapar.trace"),
+        *ENGINES,
+    },
     # Reads the folders of runs, and shows them.
-    "megapar.dashboard": {"foundation", "megapar.launch", "megapar.train", "megapar.plan", *ENGINES},
+    "megapar.dashboard": {*GROUND, "megapar.step", "megapar.observe", "megapar.trace", "megapar.launch", *ENGINES},
     # It runs all of them, and compares: programs and tests import it, and no other room.
-    "megapar.verify": {"foundation", *LAYERS, *ENGINES, "megapar.launch", "megapar.train"},
+    "megapar.verify": {
+        *GROUND,
+        *LAYERS,
+        *ENGINES,
+        *("megapar.launch", "megapar.step", "megapar.observe", "megapar.train"),
+    },
     "main": {
-        *("foundation", KERNELS, MODELS, CONVERT, JUDGING, *LAYERS, *ENGINES),
-        *("megapar.launch", "megapar.train", "megapar.plan", "megapar.verify", "megapar.dashboard"),
+        *(*GROUND, KERNELS, MODELS, CONVERT, JUDGING, *LAYERS, *ENGINES, "megapar.launch"),
+        *(
+            f"megapar.{name}"
+            for name in ("step", "observe", "train", "trace", "migrate", "plan", "verify", "dashboard")
+        ),
     },
 }
 # Single modules that reach further: how many stages there are, which layers each holds and where it lives is the
@@ -81,7 +91,7 @@ ALSO = {
 }
 
 ONLY_CALLERS_OF_DISTRIBUTED = {
-    "megapar/context.py",
+    "megapar/declare/context.py",
     *(
         f"megapar/comm/{name}.py"
         for name in ("collectives", "process_groups", "store", "transports", "transport_symmetric", "transport_torch")
@@ -100,7 +110,7 @@ PYTORCH_CONTENDERS = {
 }
 
 # Kernels import nothing of ours, and must know how many multiprocessors there are.
-KNOW_MACHINE = {"megapar/device.py", "megapar/environment.py", "kernels/megapar_kernels/dispatch.py"}
+KNOW_MACHINE = {"megapar/system/device.py", "megapar/system/environment.py", "kernels/megapar_kernels/dispatch.py"}
 
 # Never required: imported where somebody asks for them. (apex on PyPI is another package: see kernels' apex.py.)
 OPTIONAL = (
@@ -139,13 +149,12 @@ def within(name: str, *packages: str) -> bool:
 @cache
 def room(module: str) -> str:
     """Raises KeyError for a module of megapar outside all rooms: a new room needs a line in MAY_IMPORT."""
-    if module.partition(".")[0] in PROGRAMS or within(module, "megapar.__main__"):
+    if module.partition(".")[0] in PROGRAMS or within(module, "megapar.__main__", "megapar.__version__"):
         return "main"
-    found = [name for name in (*FOUNDATION, *MAY_IMPORT) if within(module, name)]
+    found = [name for name in MAY_IMPORT if within(module, name)]
     if not found:
         raise KeyError(f"{module} is in no room of MAY_IMPORT")
-    longest = max(found, key=len)
-    return FOUNDATION.get(longest, longest)
+    return max(found, key=len)
 
 
 def ours(name: str) -> bool:
@@ -265,7 +274,7 @@ def closure(*modules: str) -> set[Path]:
 def test_a_training_imports_no_preparation_conversion_or_benchmark() -> None:
     files = closure("pretrain_scripts.pretrain")
     names = {relative(path) for path in files}
-    assert "megapar/train/step.py" in names
+    assert "megapar/step/step.py" in names
     others = ("tools/", "megapar/data/preprocess.py", "models/megapar_models/convert/")
     assert not [name for name in names if name.startswith(others)]
 

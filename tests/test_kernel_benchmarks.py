@@ -21,7 +21,7 @@ import torch
 from megapar_kernels.backend import Kernels
 from megapar_kernels.dispatch import HAS_TRITON, triton
 
-from megapar.errors import ConfigError, StorageError
+from megapar.base.errors import ConfigError, StorageError
 from megapar.system.atomic_files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))

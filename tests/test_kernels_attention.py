@@ -19,7 +19,7 @@ from megapar_kernels.ruled_attention import ruled_attention
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.random import row_keys
+from megapar.declare.random import row_keys
 from tests.support.kernel_checks import DEVICE, relative_error
 
 pytestmark = pytest.mark.gpu

@@ -18,9 +18,9 @@ from megapar_kernels.backend import FUSED, Kernels, select
 from megapar_kernels.norms import add_rms_norm, layer_norm, rms_norm
 from torch import Tensor
 
-from megapar.device import choose_kernels
-from megapar.errors import ConfigError
-from megapar.products import MatrixProducts
+from megapar.base.errors import ConfigError
+from megapar.linear.products import MatrixProducts
+from megapar.system.device import choose_kernels
 from tests.support.kernel_checks import needs_triton, relative_error
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

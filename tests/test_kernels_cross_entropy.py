@@ -11,10 +11,10 @@ from megapar_kernels import cross_entropy as kernel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar import context
+from megapar.base.grid import Grid
 from megapar.comm.axis import Axis
 from megapar.data_parallel.accumulate import MainGradView
-from megapar.grid import Grid
+from megapar.declare import context
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 from tests.support.distributed import apart, rank_device, run_ranks

@@ -1,4 +1,4 @@
-"""Dropout-add: the kernel's mask is megapar.random's to the bit, in both directions, and its sum rounds once."""
+"""Dropout-add: the kernel's mask is that of megapar.declare.random in both directions, and its sum rounds once."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 from megapar_kernels.dropout import dropout_add, keep_mask, mix
 from torch import Tensor
 
-from megapar.random import row_keys
+from megapar.declare.random import row_keys
 from tests.support.kernel_checks import DEVICE, Guarded, compare, needs_triton, poisoned
 
 pytestmark = [needs_triton, pytest.mark.gpu]

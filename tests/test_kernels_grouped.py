@@ -13,13 +13,13 @@ from megapar_kernels.grouped import RowGroups, add_weight_gradients
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.context import single
+from megapar.declare.context import single
+from megapar.declare.params import Init
+from megapar.declare.random import initialize
+from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.experts import Experts, _GroupedBias
-from megapar.low_rank import LoraRule
-from megapar.params import Init
-from megapar.products import MatrixProducts
-from megapar.random import initialize
-from megapar.sharding import Sharding
+from megapar.linear.low_rank import LoraRule
+from megapar.linear.products import MatrixProducts
 from tests.support.flat import flatten
 from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, relative_error, strided
 from tests.support.sweeps import slow_but

@@ -7,8 +7,9 @@ import torch
 from megapar_kernels import norms
 from torch import Tensor, nn
 
-from megapar import context, recompute
-from megapar.params import ONES, ParamSpec, parameter, shared_piece
+from megapar.activations import recompute
+from megapar.declare import context
+from megapar.declare.params import ONES, ParamSpec, parameter, shared_piece
 from tests.support.flat import flatten
 from tests.support.kernel_checks import (
     DEVICE,

@@ -6,7 +6,7 @@ from megapar_kernels import onednn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.products import MatrixProducts
+from megapar.linear.products import MatrixProducts
 from tests.support import grid
 from tests.support.kernel_checks import relative_error, strided
 from tests.support.width import in_each_layout, trains_as_one_process

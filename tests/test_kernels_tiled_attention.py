@@ -12,7 +12,6 @@ from megapar_kernels.dropout import RowDropout
 from megapar_kernels.tiled_attention import Attended, Tiles, of_documents
 from torch import Tensor
 
-from megapar.batch import MicroBatch
 from megapar.comm.axis import Axis
 from megapar.context_parallel import attention, deal
 from megapar.context_parallel.attention import CoreAttention
@@ -20,7 +19,8 @@ from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.partial import Dropped, Gradient, Result
 from megapar.context_parallel.scoring import Scoring
 from megapar.context_parallel.whole import whole_attention
-from megapar.random import row_keys
+from megapar.declare.batch import MicroBatch
+from megapar.declare.random import row_keys
 from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error, strided
 from tests.support.sweeps import slow_but
 

@@ -17,19 +17,20 @@ import pytest
 import torch
 from megapar_models.build import build_stages
 
-from megapar import context, device
-from megapar.batch import MicroBatch
+from megapar.base.errors import NumericError
+from megapar.base.grid import Grid
+from megapar.base.precision import LossScale
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.config.options import CheckpointConfig, Config, LogConfig
 from megapar.data.delivery import Delivery
-from megapar.errors import NumericError
-from megapar.grid import Grid
-from megapar.precision import LossScale
-from megapar.train import step as step_module
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.step import step as step_module
+from megapar.step.state import TrainState
+from megapar.step.step import queue_step, train_step
+from megapar.system import device
 from megapar.train.checkpoints import FOLDER
 from megapar.train.data import open_loaders
-from megapar.train.state import TrainState
-from megapar.train.step import queue_step, train_step
 from megapar.train.trainer import Run, start, train
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.faults import SPEED

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapar.comm import exchange
-from megapar.errors import NumericError
-from megapar.expert_parallel import dispatch
+from megapar.base.errors import NumericError
+from megapar.expert_parallel import dispatch, exchange
 from tests.support.distributed import run_ranks
 from tests.support.grid import MIXTRAL, SHARED, SIGMOID, Layout, name
 from tests.support.late import arrive_late

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megapar.errors import NumericError
+from megapar.base.errors import NumericError
 from megapar.expert_parallel import row_counts
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, ONE_KV_HEAD, SIGMOID, Layout, name

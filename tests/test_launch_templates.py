@@ -19,7 +19,7 @@ import pytest
 import yaml
 from megapar_models.registry import named_configs, validate
 
-from megapar import errors
+from megapar.base import errors
 from megapar.config.elastic import fitted
 from megapar.config.options import Config
 from megapar.launch import torchrun

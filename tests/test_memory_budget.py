@@ -9,9 +9,9 @@ import pytest
 import torch
 from megapar_models.registry import presets, validate
 
+from megapar.base.errors import ConfigError
 from megapar.config.derive import recomputed_layers
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar.plan import choose_memory, hardware
 from megapar.plan.choose_memory import check_memory, choices, in_ranges, with_choices_of
 from megapar.plan.memory import fullest_rank

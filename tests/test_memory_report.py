@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from megapar.train.kept import BETWEEN, DEFERRED, ENDS, KeptBytes
-from megapar.train.memory_report import ALL, OTHER
+from megapar.observe.kept import BETWEEN, DEFERRED, ENDS, KeptBytes
+from megapar.observe.memory_report import ALL, OTHER
 from tests.support import program
 from tests.support.grid import GPT, LLAMA, SHARED, Layout, make_state, micro_batches
 from tests.support.kept_bytes import kept_for_backward

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from megapar_models.registry import FAMILIES
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from tests import families_page
 from tests.support.grid import Layout, check_on_ranks
 from tests.support.model_types import FORMS, TYPES, ModelTypeCase

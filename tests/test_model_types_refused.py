@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
-from megapar.errors import ConfigError
 from tests.support.grid import LLAMA, Layout
 from tests.support.model_types import HEADS, LONGROPE, MIXED, PLAIN, RMS
 from tests.support.published import model_of

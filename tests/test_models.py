@@ -16,10 +16,10 @@ from megapar_models.registry import FAMILIES, presets, validate
 from megapar_models.rotary_options import RopeScaling
 from torch.utils.flop_counter import FlopCounterMode
 
-from megapar import context
-from megapar.batch import MicroBatch
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
 from megapar.verify import logical
 from tests.support import close, reference_models, tiny_models
 from tests.support.flat import flatten

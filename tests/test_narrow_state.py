@@ -18,18 +18,18 @@ from hypothesis import strategies as st
 from megapar_models.registry import validate
 from torch import Tensor
 
+from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import logical_boxes
 from megapar.checkpoint.save import snapshot, snapshot_bytes
 from megapar.config.options import Config
-from megapar.errors import ConfigError
+from megapar.declare.params import MAIN, Box, Init
+from megapar.declare.random import initial_values
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.logical_rows import lines, name_key
-from megapar.params import MAIN, Box, Init
 from megapar.plan.memory import report_rank
-from megapar.random import initial_values
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver, find, resume
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
     GPT,

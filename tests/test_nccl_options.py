@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from megapar_models.registry import FOR_OPTIONS, named_configs
 
-from megapar import device
+from megapar.base.grid import Grid
 from megapar.comm import process_groups
 from megapar.comm.process_groups import ProcessGroups, world_is_of_gradients
 from megapar.config import files
-from megapar.grid import Grid
 from megapar.launch.rank_process import hardware_queues
+from megapar.system import device
 from tests.support.source_tree import ROOT
 
 CONFIGS = ROOT / "pretrain_scripts/configs"

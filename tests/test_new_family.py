@@ -13,7 +13,7 @@ from megapar_models.convert.huggingface import INDEX, header_of
 from megapar_models.convert.sketch import sketch
 from safetensors.torch import save_file
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from tests.support.drafts import importable, outcome_of_draft, sketch_of, written
 from tests.support.hugging_face import assert_same_tensors
 from tests.support.survey import SURVEYED, save_noisy

@@ -17,14 +17,14 @@ from megapar_models.build import build_stages
 from megapar_models.mlp import GatedMLP
 from torch import Tensor
 
-from megapar import context
+from megapar.base.errors import NumericError
+from megapar.base.grid import Grid
 from megapar.config.options import LogConfig
 from megapar.data.delivery import Delivery
-from megapar.errors import NumericError
-from megapar.grid import Grid
-from megapar.train import not_finite
+from megapar.declare import context
+from megapar.step import not_finite
+from megapar.step.state import TrainState
 from megapar.train.data import open_loaders
-from megapar.train.state import TrainState
 from megapar.train.trainer import Run, start, train
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.grid import LLAMA, SAMPLES, Layout

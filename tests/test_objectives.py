@@ -11,13 +11,13 @@ from megapar_models.objectives import Losses, Objective, Scored
 from megapar_models.registry import validate
 from torch import Tensor
 
-from megapar.batch import MicroBatch
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig, Config, DataConfig, TrainConfig
-from megapar.errors import ConfigError
-from megapar.train.evaluation import evaluate
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
+from megapar.declare.batch import MicroBatch
+from megapar.step.evaluation import evaluate
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.verify import logical
 from tests.support import reference_models
 from tests.support.grid import (

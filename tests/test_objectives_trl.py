@@ -10,10 +10,10 @@ from megapar_models.build import build_stages
 from megapar_models.registry import validate
 from torch import Tensor
 
-from megapar import context
-from megapar.batch import MicroBatch
 from megapar.config.options import Config, DataConfig, OptimizerConfig, TrainConfig
-from megapar.train.step import train_step
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.step.step import train_step
 from megapar.train.trainer import assemble
 from megapar.verify import logical
 from tests.support import close

@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapar.base.errors import ConfigError, NumericError
 from megapar.config.options import Config
-from megapar.errors import ConfigError, NumericError
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import placed
 from megapar.optimizer.table import check
 from megapar.plan.memory import report_rank
-from megapar.side_stream import SideStream
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.system.host_memory import available_bytes
+from megapar.system.side_stream import SideStream
 from megapar.train.checkpoints import Saver, find, resume
 from megapar.train.host_memory import optimizer_bytes, too_small
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_state, micro_batches, name

@@ -10,15 +10,15 @@ import torch
 from megapar_kernels.adamw import FlatRanges
 from torch import Tensor, nn
 
-from megapar import context
+from megapar.base.grid import Grid
 from megapar.config.options import OptimizerConfig
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.optimizer_state import StateTensor
+from megapar.declare.params import ZEROS, ParamSpec, parameter, shared_piece
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.optimizers import Optimizers
 from megapar.optimizer.visits import Shard, Step
-from megapar.optimizer_state import StateTensor
-from megapar.params import ZEROS, ParamSpec, parameter, shared_piece
 from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
 from tests.support.kernel_checks import needs_triton

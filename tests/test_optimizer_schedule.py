@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megapar_models.registry import validate
 
+from megapar.base.errors import ConfigError
 from megapar.config.files import to_toml
 from megapar.config.lengths import lengths_in_steps
 from megapar.config.options import Config, Length, OptimizerConfig, TrainConfig
-from megapar.errors import ConfigError
 from megapar.optimizer.schedule import change_of_rate
 from megapar.optimizer.schedule import learning_rate as rate_of_run
 from tests.support.options import load

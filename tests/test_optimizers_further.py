@@ -13,17 +13,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.comm.axis import Axis
 from megapar.config.groups import Group
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import OPTIMIZER_NAMES, OptimizerConfig
-from megapar.errors import CheckpointError, ConfigError
+from megapar.declare.params import cut, make_piece, shared_piece
 from megapar.optimizer import owners, table
 from megapar.optimizer.muon import Muon, orthogonalized
-from megapar.params import cut, make_piece, shared_piece
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver, find, resume
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients, held_weights
 from tests.support import program

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from megapar_models.registry import FAMILIES, FOR_OPTIONS
 
+from megapar.base.errors import ConfigError
 from megapar.config.options import option_types
-from megapar.config.other_frameworks import hugging_face
-from megapar.config.other_frameworks.table import SOURCES, TABLE
-from megapar.errors import ConfigError
+from megapar.migrate import hugging_face
+from megapar.migrate.table import SOURCES, TABLE
 from tests.support.options import load
 from tests.support.source_tree import ROOT
 from tools import compare_flags

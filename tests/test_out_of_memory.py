@@ -17,12 +17,13 @@ import pytest
 import torch
 from megapar_models.registry import validate
 
-from megapar import context, device
-from megapar.errors import OutOfMemoryError
-from megapar.grid import Grid
+from megapar.base.errors import OutOfMemoryError
+from megapar.base.grid import Grid
+from megapar.declare import context
 from megapar.plan import out_of_memory
 from megapar.plan.memory import report_rank, reports
 from megapar.plan.out_of_memory import Explanation
+from megapar.system import device
 from megapar.train import trainer
 from tests.support import program
 from tests.support.options import load

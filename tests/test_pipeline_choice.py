@@ -11,12 +11,12 @@ from megapar_models import balance
 from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
-from megapar import context
+from megapar.base.errors import ConfigError
+from megapar.base.grid import Grid
 from megapar.config.files import Resolved
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
-from megapar.errors import ConfigError
-from megapar.grid import Grid
+from megapar.declare import context
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.choice import FAMILY, Choice, StageTimes, choose

@@ -14,20 +14,21 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar import context
-from megapar.batch import MicroBatch, PipelineStage, TensorSpec
+from megapar.base.errors import ConfigError
+from megapar.base.grid import Grid
 from megapar.config.options import Config
-from megapar.context import ParallelContext
-from megapar.device import DeviceClock
-from megapar.errors import ConfigError
-from megapar.grid import Grid
-from megapar.params import ONES, Init, spec_of
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import ONES, Init, spec_of
+from megapar.declare.random import initialize
+from megapar.declare.sharding import Sharding
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, Schedule, interleaved, one_f_one_b, placement
 from megapar.plan.memory import report_rank
-from megapar.random import initialize
-from megapar.recorder import Recorder
-from megapar.sharding import Sharding
+from megapar.step.step import train_step
+from megapar.system.device import DeviceClock
+from megapar.system.recorder import Recorder
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,
     Columns,
@@ -36,7 +37,6 @@ from megapar.tensor_parallel.layers import (
     shared_vector,
 )
 from megapar.train.data import open_loaders
-from megapar.train.step import train_step
 from megapar.verify import logical
 from tests.support import close
 from tests.support.distributed import run_ranks

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megapar import context
-from megapar.batch import MicroBatch, TensorSpec
-from megapar.device import DeviceClock
-from megapar.errors import ConfigError
-from megapar.grid import Grid
+from megapar.base.errors import ConfigError
+from megapar.base.grid import Grid
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, TensorSpec
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, make, placement
-from megapar.recorder import Recorder
+from megapar.system.device import DeviceClock
+from megapar.system.recorder import Recorder
 from tests.support.distributed import run_ranks
 from tests.support.sweeps import slow_but
 

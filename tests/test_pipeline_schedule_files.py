@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch.distributed.pipelining.schedules as torch_schedules
 
+from megapar.base.errors import ConfigError
 from megapar.config import plugins
 from megapar.config.options import Config, ParallelConfig
-from megapar.errors import ConfigError
 from megapar.launch.rank_process import what_ranks_share
 from megapar.pipeline.actions import show
 from megapar.pipeline.schedule_files import is_file, read

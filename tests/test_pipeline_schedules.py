@@ -8,12 +8,12 @@ import matplotlib.image
 import numpy as np
 import pytest
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.pipeline.lowering import MessageBatch, lower, lower_one, producer
 from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import Action, Schedule, make, show
 from megapar.pipeline.simulation import simulate
-from megapar.plan import timeline
+from megapar.trace import timeline
 
 GRID = [
     (name, pp, vpp, m)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.pipeline.actions import Action, Orders, looped, peak, v_shaped
 from megapar.pipeline.lowering import MessageBatch, lower
 from megapar.pipeline.schedules import SCHEDULES, ZERO_BUBBLE, Schedule, make

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from megapar_models.registry import presets, validate
 
+from megapar.base.errors import ConfigError
 from megapar.config.options import Config, ParallelConfig
-from megapar.errors import ConfigError
 from megapar.plan import hardware
 from megapar.plan.choose_chunks import Option, check_chunks, possible, with_chunks
 from megapar.plan.estimate import Estimator

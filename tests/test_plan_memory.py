@@ -13,11 +13,11 @@ import pytest
 from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
 
-from megapar.batch import PipelineStage
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig, Config, KernelsConfig, ParallelConfig, TrainConfig
-from megapar.context import ParallelContext
-from megapar.errors import ConfigError
+from megapar.declare.batch import PipelineStage
+from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.plan.memory import fullest_rank, report_rank, reports
 from megapar.plan.moments import WINDOW, without_repeats

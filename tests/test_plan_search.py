@@ -13,9 +13,9 @@ import matplotlib.image
 import pytest
 from megapar_models.registry import presets, validate, validate_layout
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import divisors
 from megapar.config.options import BY_LAYER, Config, option_types
-from megapar.errors import ConfigError
 from megapar.plan import hardware
 from megapar.plan.estimate import Estimator
 from megapar.plan.hardware import Hardware, Link

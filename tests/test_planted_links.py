@@ -13,13 +13,13 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
+from megapar.base.errors import StorageError
 from megapar.data import preprocess as preprocessing
 from megapar.data.indexed import IndexedWriter
 from megapar.data.prepared import weights_path, write_weights
-from megapar.errors import StorageError
+from megapar.observe import metrics
 from megapar.plan import hardware
 from megapar.system import atomic_files, events
-from megapar.train import metrics
 from tests.support import program
 from tests.support.faults import error
 from tests.support.stranger import as_root

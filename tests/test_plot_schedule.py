@@ -14,7 +14,7 @@ from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import ZERO_BUBBLE, make
 from megapar.pipeline.simulation import simulate
 from megapar.pipeline.zero_bubble import Durations
-from megapar.plan import timeline
+from megapar.trace import timeline
 from tests.support.profiles import write_profile
 from tools import plot_schedule
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from megapar_models.registry import validate
 
-from megapar import context
+from megapar.base.errors import ConfigError
 from megapar.config.options import Config
-from megapar.errors import ConfigError
+from megapar.declare import context
 from megapar.plan import hardware, memory, predicted, target
 from megapar.plan.hardware import write
 from tests.support.options import load

@@ -16,12 +16,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar import context
+from megapar.base.errors import CommunicationError
+from megapar.base.grid import Grid
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.rendezvous import Member
-from megapar.errors import CommunicationError
-from megapar.grid import Grid
+from megapar.declare import context
 from megapar.launch import preflight, reach
 from tests.support import namespaces, program
 from tests.support.distributed import run_ranks

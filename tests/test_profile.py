@@ -19,19 +19,20 @@ from typing import Any
 import pytest
 import torch
 
-from megapar import context
+from megapar.base.errors import DataError
+from megapar.base.grid import Grid
 from megapar.comm import collectives
 from megapar.comm.transport_shared_memory import SharedMemory
-from megapar.device import DeviceClock
-from megapar.errors import DataError
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.observe import metrics
+from megapar.observe.prediction import Prediction
 from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import _Execution
-from megapar.plan import profile, profile_report
-from megapar.plan.profile import RankAxis, RankRecord
-from megapar.recorder import Recorder
-from megapar.train import metrics, trainer
-from megapar.train.prediction import Prediction
+from megapar.system.device import DeviceClock
+from megapar.system.recorder import Recorder
+from megapar.trace import profile, profile_report
+from megapar.trace.profile import RankAxis, RankRecord
+from megapar.train import trainer
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.source_tree import ROOT

@@ -13,12 +13,12 @@ from megapar_kernels import block_attention
 from megapar_kernels.block_attention import ScoreRule, largest_scores
 from torch import Tensor
 
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import OptimizerConfig
-from megapar.errors import ConfigError
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver, find, resume
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_weights
 from tests.support import program, tiny_models

@@ -17,14 +17,14 @@ from megapar_models.build import build_stages
 from megapar_models.gpt import model as gpt
 from torch import Tensor
 
-from megapar import context
-from megapar.batch import MicroBatch
+from megapar.base.grid import Grid
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config
 from megapar.context_parallel.dropout import AttentionDropout
-from megapar.grid import Grid
-from megapar.params import Box, Init, ParamSpec, Piece, Sizes, parameter
-from megapar.random import fill, initial_values, initialize, row_keys
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.declare.params import Box, Init, ParamSpec, Piece, Sizes, parameter
+from megapar.declare.random import fill, initial_values, initialize, row_keys
 from megapar.verify import logical
 from tests.support import tiny_models
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
@@ -129,7 +129,7 @@ def test_a_rank_draws_the_tiles_that_it_holds_alone() -> None:
             drawn.append(out.size)
             return super().standard_normal(*words, out=out, **named)
 
-    with mock.patch("megapar.random.np.random.Generator", Counting):
+    with mock.patch("megapar.declare.random.np.random.Generator", Counting):
         initial_values(part_of((40, 8192), (0, 3072), (40, 1024)), Init("normal", 1.0), 7)
         assert sum(drawn) == 40 * 1024
         drawn.clear()
@@ -143,7 +143,7 @@ def test_threads_and_kept_elements_change_no_bit(held: tuple[Sizes, Sizes]) -> N
     piece = part_of((600, 1000), *held)
     init = Init("normal", 0.02)
     whole = initial_values(piece, init, 7)
-    with mock.patch.multiple("megapar.random", _NUMBERS_PER_THREAD=10_000, _NUMBERS_WHILE_LOCKED=100):
+    with mock.patch.multiple("megapar.declare.random", _NUMBERS_PER_THREAD=10_000, _NUMBERS_WHILE_LOCKED=100):
         assert torch.equal(initial_values(piece, init, 7, threads=3), whole)
         assert torch.equal(initial_values(piece, init, 7, rows=slice(5, 17), threads=3), whole[5:17])
     spec = ParamSpec((piece,), init, decay=True, grad_axis=context.single().grad)

@@ -14,9 +14,9 @@ from megapar_models.norms import RMSNorm
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar import recompute
+from megapar.activations import recompute
 from megapar.config.options import AdapterConfig
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.grid import (

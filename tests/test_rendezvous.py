@@ -18,15 +18,15 @@ import pytest
 import torch.distributed as dist
 from megapar_models.registry import find
 
-from megapar import context
+from megapar.base.errors import CommunicationError, ConfigError
+from megapar.base.grid import Grid
 from megapar.comm import collectives, rendezvous
 from megapar.comm.rendezvous import Member, differences, hashes_of_files, in_runs, meet
 from megapar.comm.store import StoreUser, connect, part_of, quiet_log
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, LaunchConfig, ParallelConfig, TrainConfig
-from megapar.context import single
-from megapar.errors import CommunicationError, ConfigError
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.context import single
 from megapar.launch.rank_process import leave, what_ranks_share
 from megapar.pipeline import schedules
 from tests.support import program

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from megapar.train import replicas, trainer
-from megapar.train.replicas import hash_of
+from megapar.observe import replicas
+from megapar.observe.replicas import hash_of
+from megapar.train import trainer
 from tests.support import faults
 from tests.support.faults import Scene
 from tests.support.sweeps import slow_but

@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
+from megapar.base.errors import CommunicationError, DataError
 from megapar.checkpoint import tiers
 from megapar.checkpoint.format import open_manifest
-from megapar.errors import CommunicationError, DataError
 from megapar.launch import rank_process, restarts
 from megapar.launch.restarts import Fault as Past
 from megapar.launch.restarts import judge

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megapar.base.errors import CheckpointError, DataError
 from megapar.checkpoint.format import Manifest
 from megapar.config.options import Config, DataConfig, TrainConfig, flatten
 from megapar.data.blend import Blend, Stage
 from megapar.data.indexed import IndexedWriter
-from megapar.errors import CheckpointError, DataError
 from megapar.train.resumed_samples import Resumed, resumed_blend, stages_of
 from tests.support import program
 

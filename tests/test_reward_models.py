@@ -16,13 +16,13 @@ from megapar_models.convert.exported import hf_recipes
 from megapar_models.convert.recipes import places
 from megapar_models.convert.saved import saved_config
 
+from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig
-from megapar.errors import ConfigError
-from megapar.params import MAIN
-from megapar.train.state import StepResult
-from megapar.train.step import train_step
+from megapar.declare.params import MAIN
+from megapar.step.state import StepResult
+from megapar.step.step import train_step
 from megapar.verify import logical
 from tests.support import program
 from tests.support.grid import Layout, make_state, micro_batches

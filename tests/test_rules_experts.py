@@ -16,9 +16,9 @@ from megapar_models.reference import Tensors, linear
 from megapar_models.registry import presets, validate
 from torch import Tensor
 
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig, Config, TrainConfig
-from megapar.errors import ConfigError
 from megapar.expert_parallel.route import RouterRule, scores, select, weights
 from tests.support import grid
 from tests.support.options import load

@@ -14,8 +14,8 @@ from megapar_models.norms import NormRule
 from megapar_models.reference import Tensors, linear
 from torch import Tensor
 
-from megapar import context
 from megapar.config.model_options import ModelConfig
+from megapar.declare import context
 from megapar.tensor_parallel.cross_entropy import LogitRule
 from tests.support import tiny_models
 from tests.support.grid import LLAMA

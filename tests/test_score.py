@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from megapar.base.errors import DataError
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.scores import read_scores
-from megapar.errors import DataError
 from tests.support.hugging_face import Case, save_model, save_rewards
 from tests.support.sweeps import slow_but
 from tools import score

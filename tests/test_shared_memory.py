@@ -10,12 +10,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar import context
+from megapar.base.errors import CommunicationError
+from megapar.base.grid import Grid
 from megapar.comm import collectives, host_meeting
 from megapar.comm.transport_shared_memory import SharedMemory
-from megapar.context import ParallelContext
-from megapar.errors import CommunicationError
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
 from megapar.system.own_folder import OwnFolder
 from tests.support.distributed import run_ranks
 

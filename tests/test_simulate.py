@@ -14,15 +14,18 @@ from megapar_models.counts import size_and_flops
 from megapar_models.registry import presets, validate
 from torch import Tensor, nn
 
-from megapar import context
-from megapar.batch import MicroBatch, TensorSpec
+from megapar.base.expert_load import EVEN, ExpertLoad
+from megapar.base.grid import Grid
 from megapar.comm import collectives
 from megapar.config.options import AdapterConfig, Config
 from megapar.data_parallel.accumulate import MainGradView
-from megapar.expert_load import EVEN, ExpertLoad
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, TensorSpec
 from megapar.launch.grid import grid_of
-from megapar.main_grad import DeferredWeightGradient
+from megapar.linear.main_grad import DeferredWeightGradient
+from megapar.observe import memory_report
+from megapar.observe.expert_rows import FOLDER, ExpertRows
+from megapar.observe.kept import KeptBytes
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import make, placement
@@ -30,10 +33,7 @@ from megapar.pipeline.simulation import simulate as simulate_schedule
 from megapar.plan.expert_loads import logged
 from megapar.plan.memory import report_rank
 from megapar.plan.simulate import Simulation, simulate
-from megapar.train import memory_report
-from megapar.train.expert_rows import FOLDER, ExpertRows
-from megapar.train.kept import KeptBytes
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 from tests.support import program
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import (

@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 from megapar.config.options import LogConfig
-from megapar.train.metrics import Reporter
-from megapar.train.sinks import base
-from megapar.train.sinks.base import Line, RunInfo, Sender, scalars
-from megapar.train.sinks.curve import FILE, curve_of, replayed
-from megapar.train.sinks.prometheus import Prometheus
+from megapar.observe.metrics import Reporter
+from megapar.observe.sinks import base
+from megapar.observe.sinks.base import Line, RunInfo, Sender, scalars
+from megapar.observe.sinks.curve import FILE, curve_of, replayed
+from megapar.observe.sinks.prometheus import Prometheus
 from tests.support import program, trackers
 
 LINE = {
@@ -141,8 +141,8 @@ def test_a_run_with_sinks_that_hang_ends_within_seconds(tmp_path: Path, monkeypa
     """All sinks share the few seconds at the end."""
     hangs = threading.Event()
     sinks = [Kept(hangs.wait) for _ in range(3)]
-    monkeypatch.setattr("megapar.train.metrics.chosen", lambda *_: sinks)
-    monkeypatch.setattr("megapar.train.metrics.CLOSING_SECONDS", 0.3)
+    monkeypatch.setattr("megapar.observe.metrics.chosen", lambda *_: sinks)
+    monkeypatch.setattr("megapar.observe.metrics.CLOSING_SECONDS", 0.3)
     reporter = Reporter(LogConfig(), RunInfo(tmp_path, {}, 2), speaks=True)
     with reporter:
         reporter.write({"step": 1, "loss": 2.0})

@@ -14,19 +14,19 @@ import pytest
 import torch
 from megapar_models.registry import validate
 
-from megapar import context
+from megapar.base.errors import Rewind, StorageError
+from megapar.base.grid import Grid
+from megapar.base.precision import LossScale
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import GuardConfig
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.units import UnitGradients
-from megapar.errors import Rewind, StorageError
-from megapar.grid import Grid
-from megapar.largest_logits import measuring_modules
-from megapar.precision import LossScale
+from megapar.declare import context
+from megapar.declare.largest_logits import measuring_modules
+from megapar.step import step
+from megapar.step.spikes import FILE, Spikes, compute_again, past_rewinds
+from megapar.step.state import StepResult
 from megapar.system import events
-from megapar.train import step
-from megapar.train.spikes import FILE, Spikes, compute_again, past_rewinds
-from megapar.train.state import StepResult
 from tests.support import faults, tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.faults import Scene

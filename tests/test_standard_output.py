@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from megapar.errors import StorageError
+from megapar.base.errors import StorageError
 from tests.support.source_tree import SOURCES, dotted, relative, tree
 
 READER_GONE = 128 + signal.SIGPIPE

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from megapar.base.errors import DataError
 from megapar.dashboard.status import look
-from megapar.errors import DataError
 from tests.support import program
 from tools import status
 

@@ -16,11 +16,13 @@ from megapar_kernels import backend, dispatch
 from megapar_kernels.attention import masked_causal_attention
 from megapar_models.registry import presets, validate
 
-from megapar import context, recompute
+from megapar.activations import recompute
+from megapar.base.errors import ConfigError
+from megapar.base.grid import Grid
 from megapar.config.options import Config
-from megapar.errors import ConfigError
-from megapar.grid import Grid
+from megapar.declare import context
 from megapar.launch.grid import grid_of
+from megapar.linear.products import MatrixProducts
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
@@ -35,7 +37,6 @@ from megapar.plan.space import layout_of
 from megapar.plan.step_time import OPTIMIZER, step_time
 from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited
 from megapar.plan.work import recording as recording_of
-from megapar.products import MatrixProducts
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 from tests.support.options import load
 from tests.support.plans import PARTS

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from megapar import device
 from megapar.comm.flight import Flight
-from megapar.train import stragglers, trainer
-from megapar.train.stragglers import Straggler, Stragglers, Waits
+from megapar.observe import stragglers
+from megapar.observe.stragglers import Straggler, Stragglers, Waits
+from megapar.system import device
+from megapar.train import trainer
 from tests.support import program
 
 WINDOW = 8

@@ -9,8 +9,8 @@ from megapar_kernels import backend, dispatch
 from megapar_models.counts import WholeModel
 from megapar_models.registry import FOR_OPTIONS, named_configs
 
+from megapar.base.errors import ConfigError
 from megapar.config.files import load
-from megapar.errors import ConfigError
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 from tests.support.plans import PARTS
 from tools import plan, strategy_tables

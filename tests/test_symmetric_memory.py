@@ -13,16 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar import context
+from megapar.base.errors import ConfigError
+from megapar.base.grid import Grid
 from megapar.comm import collectives, rendezvous
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.comm.transport_symmetric import SymmetricMemory
-from megapar.errors import ConfigError
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.sharding import Sharding
 from megapar.launch import rank_process
 from megapar.launch.rank_process import _check_symmetric_memory
-from megapar.sharding import Sharding
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks, shares_gpus
 from tests.support.linear_layers import fractions, results, whole_numbers
 

@@ -12,14 +12,14 @@ from megapar_models.attention import deal_heads
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar import context
+from megapar.base.grid import Grid
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
-from megapar.context import ParallelContext
-from megapar.grid import Grid
-from megapar.params import Init
-from megapar.sharding import Sharding
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import Init
+from megapar.declare.sharding import Sharding
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,

@@ -10,14 +10,14 @@ import torch.distributed as dist
 from megapar_kernels import onednn
 from torch import Tensor
 
-from megapar import context
+from megapar.base.grid import Grid
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.context import ParallelContext
-from megapar.grid import Grid
-from megapar.products import MatrixProducts
-from megapar.sharding import Sharding
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
+from megapar.declare.sharding import Sharding
+from megapar.linear.products import MatrixProducts
 from megapar.tensor_parallel.chunks import cut_in_chunks
 from megapar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.support.distributed import rank_device, run_ranks

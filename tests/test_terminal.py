@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from megapar.train.terminal import History, View
+from megapar.observe.terminal import History, View
 from tests.support.program import PRETRAIN, TINY
 
 

@@ -10,6 +10,7 @@ import tokenizers
 import torch
 from megapar_models.convert.saved import text_record
 
+from megapar.base.errors import ConfigError, DataError
 from megapar.config.options import DataConfig
 from megapar.data.chat import BUILT_IN
 from megapar.data.indexed import IndexedDataset
@@ -17,7 +18,6 @@ from megapar.data.prepared import merge_prepared, read_sidecar
 from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.texts import TextOptions, open_texts
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
-from megapar.errors import ConfigError, DataError
 from tests.support import program
 from tests.support.exports import make_checkpoint
 from tests.support.hugging_face import Case, save_model

@@ -22,14 +22,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megapar import context
+from megapar.base.errors import CommunicationError, OutOfMemoryError, StorageError
+from megapar.base.grid import Grid
 from megapar.comm import collectives, host_meeting
 from megapar.comm.flight import Flight, read
 from megapar.comm.flight_file import FlightFile
 from megapar.comm.shared_memory import Host
 from megapar.comm.transport_shared_memory import SharedMemory
-from megapar.errors import CommunicationError, OutOfMemoryError, StorageError
-from megapar.grid import Grid
+from megapar.declare import context
 from megapar.launch import reach
 from megapar.system import own_folder
 from tests.support import program, stranger

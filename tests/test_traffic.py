@@ -9,7 +9,7 @@ import pytest
 from megapar_models.build import stage_layers
 
 from megapar.config.options import Config
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LENGTH, LLAMA, SAMPLES, Layout, make_state, micro_batches
 

@@ -13,20 +13,20 @@ from megapar_models.counts import WholeModel
 from megapar_models.registry import validate
 from torch import Tensor, nn
 
-from megapar import context
-from megapar.batch import MicroBatch, add_loss
+from megapar.base.errors import CheckpointError, ConfigError
+from megapar.base.grid import Grid
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save, share
-from megapar.errors import CheckpointError, ConfigError
-from megapar.grid import Grid
-from megapar.params import ZEROS, ParamSpec, cut, make_piece
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, add_loss
+from megapar.declare.params import ZEROS, ParamSpec, cut, make_piece
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.plan.memory import reports
+from megapar.step.step import train_step
+from megapar.step.trainable import freeze, freeze_others
 from megapar.train.checkpoints import Saver
-from megapar.train.step import train_step
-from megapar.train.trainable import freeze, freeze_others
 from megapar.train.trainer import start
 from megapar.verify import logical
 from megapar.verify.logical import held_weights

@@ -19,20 +19,20 @@ import torch.distributed as dist
 from megapar_models.build import build_stages
 from torch import Tensor
 
-from megapar import context
-from megapar.batch import MicroBatch
+from megapar.base.errors import NumericError, StorageError
+from megapar.base.grid import Grid
+from megapar.base.precision import LossScale, Precision
 from megapar.checkpoint.format import folder_name
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import CheckpointConfig, Config, LogConfig
-from megapar.errors import NumericError, StorageError
-from megapar.grid import Grid
-from megapar.precision import LossScale, Precision
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.observe.metrics import Reporter
+from megapar.observe.sinks.base import RunInfo
+from megapar.step.state import TrainState
+from megapar.step.step import count_targets, sum_of_losses, train_step
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
-from megapar.train.metrics import Reporter
-from megapar.train.sinks.base import RunInfo
-from megapar.train.state import TrainState
-from megapar.train.step import count_targets, sum_of_losses, train_step
 from megapar.train.trainer import Run, start, train
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients

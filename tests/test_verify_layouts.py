@@ -12,9 +12,9 @@ import pytest
 import torch
 from megapar_models.registry import named_configs
 
+from megapar.base.errors import ConfigError
 from megapar.config.options import Config, ParallelConfig, flatten
-from megapar.errors import ConfigError
-from megapar.params import Box, Piece
+from megapar.declare.params import Box, Piece
 from megapar.verify import layout_words, plants
 from megapar.verify.compare import NOISES, ROUNDINGS, compare
 from megapar.verify.logical import Assembled, Held, assembled

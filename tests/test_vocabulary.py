@@ -6,6 +6,7 @@ import pytest
 import torch
 from megapar_models.convert.adapters import Merge, merge
 
+from megapar.base.errors import ConfigError, DataError
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig
@@ -13,7 +14,6 @@ from megapar.config.options import Config, DataConfig, TrainConfig
 from megapar.data.indexed import IndexedDataset
 from megapar.data.preprocess import Recipe, preprocess
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import ConfigError, DataError
 from megapar.train import data as train_data
 from tests.support import program
 from tests.support.tokenizers import hugging_face

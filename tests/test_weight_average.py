@@ -9,16 +9,16 @@ import torch
 from megapar_models.registry import validate
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.options import Config
-from megapar.errors import CheckpointError, ConfigError
-from megapar.params import AVERAGE, MAIN
+from megapar.declare.params import AVERAGE, MAIN
 from megapar.plan.memory import report_rank
+from megapar.step.evaluation import averaged, evaluate
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.train.checkpoints import FOLDER, Saver, find, resume
-from megapar.train.evaluation import averaged, evaluate
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_state, micro_batches, name
 from tests.support.plans import PARTS

@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megapar import context
+from megapar.base.grid import Grid
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save
 from megapar.config.options import OptimizerConfig
-from megapar.context import ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
+from megapar.declare.optimizer_state import StateTensor
+from megapar.declare.params import ONES, ParamSpec, cut, make_piece, parameter
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.clip import grad_norm
 from megapar.optimizer.optimizers import Optimizers
 from megapar.optimizer.visits import Shard, Step
-from megapar.optimizer_state import StateTensor
-from megapar.params import ONES, ParamSpec, cut, make_piece, parameter
 from tests.support.distributed import run_ranks
 
 SAMPLES, STEPS, LR = 8, 3, 0.1

@@ -22,13 +22,13 @@ from megapar_models.reference import Tensors, attend, heads, linear
 from megapar_models.rotary import Rotary
 from torch import Tensor, nn
 
-from megapar import context
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.context_parallel.attention import CoreAttention
-from megapar.errors import ConfigError
+from megapar.declare import context
+from megapar.declare.params import ZEROS, Init, shared_piece
+from megapar.declare.sharding import Sharding
 from megapar.launch.grid import grid_of
-from megapar.params import ZEROS, Init, shared_piece
-from megapar.sharding import Sharding
 from megapar.tensor_parallel.layers import Columns
 from megapar.verify.batches import four_documents
 from tests.support import tiny_models

@@ -19,19 +19,19 @@ from megapar_models.mlp import DenseMLP
 from megapar_models.moe import MixtureOfExperts
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint.format import read_manifest
 from megapar.comm import collectives
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, OptimizerConfig
-from megapar.errors import CheckpointError, ConfigError
+from megapar.declare.optimizer_state import StateTensor
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.table import check
 from megapar.optimizer.visits import Shard, Step
-from megapar.optimizer_state import StateTensor
 from megapar.plan.memory import reports
+from megapar.step.step import TrainState, train_step
 from megapar.train.checkpoints import FOLDER, Saver, find, resume
-from megapar.train.step import TrainState, train_step
 from megapar.verify.logical import assemble, held_weights
 from tests.support import program
 from tests.support.close import assert_close

@@ -13,14 +13,14 @@ from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.registry import FAMILIES, FOR_OPTIONS, validate, weight_options
 from torch import Tensor
 
-from megapar import context
+from megapar.base.errors import ConfigError
 from megapar.config.compatible import function_changes
 from megapar.config.files import Resolved, load, to_toml
 from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION, ModelConfig
 from megapar.config.model_rules import Families
 from megapar.config.options import Config, default_config, flatten
-from megapar.errors import ConfigError
+from megapar.declare import context
 from tests.support import program, tiny_models
 from tests.support.grid import LLAMA
 from tests.support.width import in_each_layout, trains_as_one_process

@@ -15,10 +15,10 @@ from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
 from torch import Tensor
 
 from megapar.comm.collectives import Pending
-from megapar.linear import LinearFunction, Local
-from megapar.products import MatrixProducts
-from megapar.train.evaluation import evaluate
-from megapar.train.step import train_step
+from megapar.linear.function import LinearFunction, Local
+from megapar.linear.products import MatrixProducts
+from megapar.step.evaluation import evaluate
+from megapar.step.step import train_step
 from tests.support import grid
 from tests.support.sweeps import slow_but
 from tests.support.width import in_each_layout, trains_as_one_process

@@ -10,11 +10,11 @@ from megapar_models.llama.family import LlamaModel
 from megapar_models.llama.model import LlamaStage
 from torch import Tensor, nn
 
-from megapar.batch import MicroBatch, add_loss
 from megapar.config.model_options import ModelConfig
-from megapar.sharding import Sharding
-from megapar.stage_set import AddedLoss, Declared
-from megapar.tally import Tally
+from megapar.declare.batch import MicroBatch, add_loss
+from megapar.declare.sharding import Sharding
+from megapar.declare.stage_set import AddedLoss, Declared
+from megapar.declare.tally import Tally
 from tests.support.grid import LLAMA
 from tests.support.width import in_each_layout, trains_as_one_process
 

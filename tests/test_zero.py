@@ -15,11 +15,11 @@ from megapar.comm.axis import Axis
 from megapar.config.options import Config
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
+from megapar.observe.kept import KeptBytes
 from megapar.pipeline.sharding_plan import UnitAction
 from megapar.plan.memory import report_rank
-from megapar.train.evaluation import evaluate
-from megapar.train.kept import KeptBytes
-from megapar.train.step import train_step
+from megapar.step.evaluation import evaluate
+from megapar.step.step import train_step
 from megapar.verify import logical
 from megapar.verify.logical import held_weights
 from megapar.verify.run import see_gradients

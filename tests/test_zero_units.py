@@ -11,19 +11,19 @@ import torch
 from megapar_models.build import build_stages
 from torch import Tensor, nn
 
-from megapar import context, random
+from megapar.base.grid import Grid
 from megapar.checkpoint.format import folder_name
 from megapar.comm.axis import Axis
 from megapar.config.options import AdapterConfig, CheckpointConfig, Config
-from megapar.context import ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.units import UnitGradients, UnitWeights
-from megapar.grid import Grid
-from megapar.params import ONES, Init, ParamSpec, Piece, parameter, shared_piece
-from megapar.random import initial_values
+from megapar.declare import context, random
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import ONES, Init, ParamSpec, Piece, parameter, shared_piece
+from megapar.declare.random import initial_values
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
 from megapar.train.trainer import initializes_by_unit, start
 from tests.support.distributed import run_ranks
 from tests.support.grid import ONE_KV_HEAD, Layout, micro_batches

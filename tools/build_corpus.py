@@ -11,7 +11,7 @@ import tyro
 from rich.console import Console
 from rich.progress import track
 
-from megapar.errors import ConfigError, DataError, storing
+from megapar.base.errors import ConfigError, DataError, storing
 from megapar.launch.reporting import reported
 from megapar.system.atomic_files import replace_file
 

@@ -19,15 +19,16 @@ import tyro
 from benchmarks.ranks import run_ranks
 from megapar_kernels.attention import causal_attention
 
-from megapar import context, device, environment
+from megapar.base.errors import ConfigError
+from megapar.base.grid import Grid
+from megapar.base.precision import model_dtype
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.config.messages import counted
-from megapar.errors import ConfigError
-from megapar.grid import Grid
+from megapar.declare import context
 from megapar.launch.reporting import reported
 from megapar.plan.hardware import AttentionRate, Hardware, HostMemory, Link, MatrixRates, in_toml, load
-from megapar.precision import model_dtype
+from megapar.system import device, environment
 from megapar.system.atomic_files import replacing
 
 Precision = Literal["fp32", "bf16", "fp16"]

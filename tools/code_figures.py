@@ -28,11 +28,23 @@ from megapar.system.atomic_files import write_json
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
-    "megapar/*.py": "foundation",
     **{
         f"megapar/{room}": room
         for room in (
-            *("config", "comm", "system", "launch", "plan", "train", "pipeline", "tensor_parallel", "context_parallel"),
+            *(
+                "base",
+                "system",
+                "comm",
+                "config",
+                "linear",
+                "declare",
+                "activations",
+                "launch",
+                "plan",
+                "train",
+                "step",
+            ),
+            *("observe", "trace", "migrate", "dashboard", "pipeline", "tensor_parallel", "context_parallel"),
             *("expert_parallel", "data_parallel", "optimizer", "data", "checkpoint", "verify"),
         )
     },
@@ -133,13 +145,13 @@ def hops() -> tuple[int, int]:
     from megapar_models.build import build_stages
     from megapar_models.registry import validate
 
-    from megapar import context
-    from megapar.batch import MicroBatch
     from megapar.config.model_options import ModelConfig
     from megapar.config.options import Config, ParallelConfig, TrainConfig
-    from megapar.products import MatrixProducts
-    from megapar.random import initialize
-    from megapar.train.step import train_step
+    from megapar.declare import context
+    from megapar.declare.batch import MicroBatch
+    from megapar.declare.random import initialize
+    from megapar.linear.products import MatrixProducts
+    from megapar.step.step import train_step
     from megapar.train.trainer import assemble
 
     frames: list[FrameType] = []

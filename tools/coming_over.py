@@ -11,10 +11,10 @@ from typing import Any
 
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
-from megapar.config.other_frameworks import sources
-from megapar.config.other_frameworks.account import Account, account_of
-from megapar.config.other_frameworks.carry import Option, move
-from megapar.config.other_frameworks.finish import with_model
+from megapar.migrate import sources
+from megapar.migrate.account import Account, account_of
+from megapar.migrate.carry import Option, move
+from megapar.migrate.finish import with_model
 
 JOBS = Path(__file__).parent / "public_jobs.json"
 PAGE = Path(__file__).parents[1] / "docs/coming-over.md"

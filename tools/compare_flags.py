@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from megapar.config.other_frameworks.rows import OtherFlag
-from megapar.config.other_frameworks.table import SOURCES, TABLE
+from megapar.migrate.rows import OtherFlag
+from megapar.migrate.table import SOURCES, TABLE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/comparison.md"
 BEGIN = "<!-- what follows is written by tools/compare_flags.py -->"

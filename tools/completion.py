@@ -21,8 +21,8 @@ import tyro
 from megapar_models.registry import FAMILIES, named_configs
 
 from megapar.__main__ import COMMANDS, module_of
+from megapar.base.errors import MegaparError
 from megapar.config.files import ASKS_FOR_COMPLETION
-from megapar.errors import MegaparError
 from megapar.launch.reporting import reported
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"

@@ -47,6 +47,8 @@ from megapar_models.convert.typed_fields import NAMES, read_object
 from megapar_models.counts import WholeModel
 from megapar_models.registry import validate, weight_options
 
+from megapar.base.errors import CheckpointError, ConfigError, DataError
+from megapar.base.precision import model_dtype
 from megapar.checkpoint.format import BUFFER, MANIFEST, read_manifest
 from megapar.checkpoint.load import differences
 from megapar.config.compatible import decided_by
@@ -58,10 +60,8 @@ from megapar.config.options import Config, DataConfig, TrainConfig, flatten
 from megapar.config.plugins import package_of
 from megapar.data.prepared import CHAT, START, read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
-from megapar.errors import CheckpointError, ConfigError, DataError
+from megapar.declare.params import MAIN
 from megapar.launch.reporting import reported
-from megapar.params import MAIN
-from megapar.precision import model_dtype
 
 HF_CONFIG = "config.json"
 CONFIG = "config.toml"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import tyro
 
+from megapar.base.errors import DataError
 from megapar.dashboard.server import Dashboard
-from megapar.errors import DataError
 from megapar.launch.reporting import open_streams, reported
 from megapar.system.say import say
 

@@ -70,9 +70,7 @@ def floors(may_import: Mapping[str, set[str]]) -> dict[str, int]:
             known[room] = 1 + max((floor(below) for below in may_import[room]), default=-1)
         return known[room]
 
-    for room in may_import:
-        floor(room)
-    return known
+    return {room: floor(room) for room in may_import}
 
 
 def direct(may_import: Mapping[str, set[str]]) -> dict[str, list[str]]:
@@ -310,7 +308,7 @@ def rooms_and_modules() -> tuple[dict[str, set[str]], dict[str, list[str]]]:
         if path.stem != "__init__":
             module = house["module_name"](path)
             room = house["room"](module)
-            # A folder within a room shows in the name: gpt.model. The foundation's modules have no folder in common.
+            # A folder within a room shows in the name: gpt.model.
             name = module.removeprefix(f"{room}.") if module.startswith(f"{room}.") else path.stem
             modules[room].append(name)
     modules["main"] = ["pretrain_scripts", "tools"]

@@ -8,9 +8,9 @@ import numpy as np
 import tyro
 from numpy.typing import NDArray
 
+from megapar.base.errors import ConfigError, DataError
 from megapar.data.indexed import IndexedDataset
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import ConfigError, DataError
 from megapar.launch.reporting import reported
 from megapar.system.atomic_files import write_json
 

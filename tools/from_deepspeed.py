@@ -18,22 +18,15 @@ from typing import Annotated, Any
 import tyro
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
-from megapar.config.other_frameworks import sources
-from megapar.config.other_frameworks.account import Account, account_of
-from megapar.config.other_frameworks.carry import Option, move
-from megapar.config.other_frameworks.finish import (
-    behind_dashes,
-    read_command,
-    settings,
-    show,
-    with_model,
-    with_objective,
-)
-from megapar.config.other_frameworks.hugging_face import TRAINING_ARGUMENTS
-from megapar.config.other_frameworks.job import plain
-from megapar.config.other_frameworks.scripts import AXOLOTL, OF_ANY_PROGRAM, OWN_LOOPS
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.launch.reporting import open_streams, reported
+from megapar.migrate import sources
+from megapar.migrate.account import Account, account_of
+from megapar.migrate.carry import Option, move
+from megapar.migrate.finish import behind_dashes, read_command, settings, show, with_model, with_objective
+from megapar.migrate.hugging_face import TRAINING_ARGUMENTS
+from megapar.migrate.job import plain
+from megapar.migrate.scripts import AXOLOTL, OF_ANY_PROGRAM, OWN_LOOPS
 
 DEEPSPEED, HUGGING_FACE = "DeepSpeed", "Hugging Face"
 OF_DS_CONFIG = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")

@@ -19,13 +19,13 @@ import tyro
 from megapar_models.convert.megatron import FILE, find, load_file
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
-from megapar.config.other_frameworks import neox, sources
-from megapar.config.other_frameworks.account import Account, account_of
-from megapar.config.other_frameworks.carry import Option, move
-from megapar.config.other_frameworks.finish import behind_dashes, read_command, settings, show
-from megapar.config.other_frameworks.megatron import SAVED_OPPOSITES
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.launch.reporting import open_streams, reported
+from megapar.migrate import neox, sources
+from megapar.migrate.account import Account, account_of
+from megapar.migrate.carry import Option, move
+from megapar.migrate.finish import behind_dashes, read_command, settings, show
+from megapar.migrate.megatron import SAVED_OPPOSITES
 
 MEGATRON = "Megatron-LM"
 

@@ -15,14 +15,14 @@ from typing import Annotated
 import tyro
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
-from megapar.config.other_frameworks import sources
-from megapar.config.other_frameworks.account import Account, account_of
-from megapar.config.other_frameworks.carry import Option, move
-from megapar.config.other_frameworks.earlier import RENAMED
-from megapar.config.other_frameworks.finish import behind_dashes, read_command, show, with_model
-from megapar.config.other_frameworks.job import plain
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.launch.reporting import open_streams, reported
+from megapar.migrate import sources
+from megapar.migrate.account import Account, account_of
+from megapar.migrate.carry import Option, move
+from megapar.migrate.earlier import RENAMED
+from megapar.migrate.finish import behind_dashes, read_command, show, with_model
+from megapar.migrate.job import plain
 
 TORCHTITAN = "torchtitan"
 

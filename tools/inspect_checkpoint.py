@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import Reader, flatten
-from megapar.errors import CheckpointError
 from megapar.launch.reporting import reported
 from megapar.system.atomic_files import write_json
 

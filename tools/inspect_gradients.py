@@ -21,8 +21,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from megapar import context, environment
-from megapar.batch import MicroBatch
+from megapar.base.errors import ConfigError
 from megapar.comm import collectives
 from megapar.comm.flight import Board
 from megapar.config.derive import num_microbatches
@@ -30,22 +29,24 @@ from megapar.config.files import load
 from megapar.config.lengths import Lengths
 from megapar.config.messages import problem
 from megapar.config.options import Config
-from megapar.config.other_frameworks.hints import hint
-from megapar.context import ParallelContext
 from megapar.data_parallel.buckets import intersect
-from megapar.device import DeviceClock
-from megapar.environment import Environment
-from megapar.errors import ConfigError
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.declare.context import ParallelContext
+from megapar.declare.random import initialize
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import reported
+from megapar.migrate.hints import hint
 from megapar.optimizer.schedule import learning_rate
-from megapar.random import initialize
-from megapar.recorder import Recorder
+from megapar.step.state import TrainState
+from megapar.step.step import Divisors
+from megapar.system import environment
 from megapar.system.atomic_files import save_figure, write_json
+from megapar.system.device import DeviceClock
+from megapar.system.environment import Environment
+from megapar.system.recorder import Recorder
 from megapar.train.data import go_on, open_loaders, with_vocabulary_of_tokenizer
-from megapar.train.state import TrainState
-from megapar.train.step import Divisors
 from megapar.train.trainer import assemble, start
 
 _MOST_RANKS = 8  # with a column each; of more ranks the table has the smallest and the largest norm

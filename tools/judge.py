@@ -24,18 +24,18 @@ from megapar_models.judging.perplexity import perplexity
 from megapar_models.judging.requests import Answer, answer_with, follow, leading
 from megapar_models.judging.scorer import config_of
 
-from megapar import environment
+from megapar.base.errors import ConfigError, DataError
 from megapar.comm.flight import Board
 from megapar.config.options import Config
-from megapar.context import ParallelContext
 from megapar.data.preprocess import Reading, read_documents
 from megapar.data.texts import TextOptions
-from megapar.environment import Environment
-from megapar.errors import ConfigError, DataError
+from megapar.declare.context import ParallelContext
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import open_streams, reported
+from megapar.system import environment
 from megapar.system.atomic_files import finite, replacing
+from megapar.system.environment import Environment
 from megapar.system.say import say
 
 HARNESS = "lm_eval==0.4.13"  # whose interface the tests compare with

@@ -23,8 +23,8 @@ from megapar_models.convert.recipes import starred
 from megapar_models.convert.sketch import Sketch, sketch
 from megapar_models.registry import FAMILIES
 
+from megapar.base.errors import CheckpointError, ConfigError, storing
 from megapar.checkpoint.format import Sizes
-from megapar.errors import CheckpointError, ConfigError, storing
 from megapar.launch.reporting import reported
 from megapar.system.regular_files import read_regular
 

@@ -22,15 +22,15 @@ from megapar_models.registry import FOR_OPTIONS, kinds_of, named_configs, valida
 from rich.console import Console
 from rich.progress import track
 
+from megapar.base.errors import ConfigError, MegaparError
 from megapar.config.derive import with_vocabulary
 from megapar.config.files import ASKS_FOR_COMPLETION, Resolved, load, to_toml
 from megapar.config.messages import first_few, layout_in_words
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, flatten, option_types, unflatten
-from megapar.config.other_frameworks.hints import hint
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import ConfigError, MegaparError
 from megapar.launch.reporting import open_streams, reported
+from megapar.migrate.hints import hint
 from megapar.plan import explain, hardware, memory
 from megapar.plan.choose_chunks import best, uncut, with_chunks
 from megapar.plan.choose_schedule import check_schedule

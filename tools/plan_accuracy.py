@@ -15,9 +15,9 @@ import tyro
 from megapar_models.build import StageBuilder
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
+from megapar.base.errors import ConfigError
 from megapar.config.files import load
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar.launch.reporting import reported
 from megapar.plan import hardware
 from megapar.plan.hardware import Hardware

@@ -8,16 +8,16 @@ from statistics import median
 
 import tyro
 
+from megapar.base.errors import ConfigError, storing
 from megapar.config.messages import counted
-from megapar.errors import ConfigError, storing
 from megapar.launch.reporting import reported
 from megapar.pipeline.actions import Event, Kind, Orders, show
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import ZERO_BUBBLE, find, make
 from megapar.pipeline.simulation import Timeline, simulate
 from megapar.pipeline.zero_bubble import Durations, counted_by_stage
-from megapar.plan import profile
-from megapar.plan.timeline import draw_over_each_other, write_chrome_trace
+from megapar.trace import profile
+from megapar.trace.timeline import draw_over_each_other, write_chrome_trace
 
 FORMATS = (".png", ".svg", ".json")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import tyro
 from megapar_models.registry import named_configs, presets
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.launch.reporting import reported
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import tyro
 
+from megapar.base.errors import DataError, reason_of
 from megapar.dashboard.page import write_report
-from megapar.errors import DataError, reason_of
 from megapar.launch.reporting import open_streams, reported
 from megapar.system.say import say
 

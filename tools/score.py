@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
 
-from megapar import environment
+from megapar.base.errors import storing
 from megapar.checkpoint.format import read_manifest
 from megapar.comm.flight import Board
 from megapar.config.options import Config
@@ -37,12 +37,12 @@ from megapar.data.indexed import IndexedDataset
 from megapar.data.preprocess import Reading, read_documents
 from megapar.data.scores import DTYPE, writing_scores
 from megapar.data.texts import TextOptions
-from megapar.environment import Environment
-from megapar.errors import storing
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import open_streams, reported
+from megapar.system import environment
 from megapar.system.atomic_files import as_json, replacing
+from megapar.system.environment import Environment
 
 
 @dataclass(frozen=True)

@@ -16,15 +16,15 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from megapar.base.errors import ConfigError, storing
+from megapar.base.expert_load import EVEN, ExpertLoad
 from megapar.config.derive import smallest_world
 from megapar.config.files import load
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
-from megapar.config.other_frameworks.hints import hint
-from megapar.errors import ConfigError, storing
-from megapar.expert_load import EVEN, ExpertLoad
 from megapar.launch.grid import grid_of
 from megapar.launch.reporting import open_streams, reported
+from megapar.migrate.hints import hint
 from megapar.plan.choose_memory import check_choices
 from megapar.plan.choose_schedule import check_schedule
 from megapar.plan.expert_loads import imbalanced, logged
@@ -34,9 +34,9 @@ from megapar.plan.simulate import Simulation, simulate
 from megapar.plan.stage_works import stages_of
 from megapar.plan.step_time import StepTime, step_time
 from megapar.plan.target import planned_device, with_planned_kernels
-from megapar.plan.timeline import draw_over_each_other, write_chrome_trace
 from megapar.plan.work import Attention, Kernel, Product, Started
 from megapar.system.atomic_files import write_json
+from megapar.trace.timeline import draw_over_each_other, write_chrome_trace
 from megapar.train.data import with_vocabulary_of_tokenizer
 
 FORMATS = (".png", ".svg", ".json")

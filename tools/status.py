@@ -11,8 +11,8 @@ from pathlib import Path
 
 import tyro
 
+from megapar.base.errors import DataError
 from megapar.dashboard.status import HEALTHY, Status, look, shown
-from megapar.errors import DataError
 from megapar.launch.reporting import open_streams, reported
 from megapar.system.atomic_files import as_json
 from megapar.system.say import say

@@ -14,9 +14,9 @@ from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
+from megapar.base.errors import ConfigError
 from megapar.config.files import load
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar.launch.reporting import reported
 from megapar.plan import hardware
 from megapar.plan.choose_chunks import best, with_chunks

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import tyro
 
+from megapar.base.errors import ConfigError
 from megapar.data.corpus import Reading
 from megapar.data.preprocess import read_documents
 from megapar.data.tokenizer import train_sentencepiece
-from megapar.errors import ConfigError
 from megapar.launch.reporting import reported
 
 

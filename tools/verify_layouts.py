@@ -27,15 +27,15 @@ from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, val
 from rich.console import Console
 from rich.progress import Progress
 
+from megapar.base.errors import ConfigError, NumericError
 from megapar.config.derive import smallest_world, with_vocabulary
 from megapar.config.files import load
 from megapar.config.messages import counted
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig, flatten, unflatten
-from megapar.config.other_frameworks.hints import hint
 from megapar.data.tokenizer import load_tokenizer
-from megapar.errors import ConfigError, NumericError
 from megapar.launch.reporting import open_streams, reported
+from megapar.migrate.hints import hint
 from megapar.system import limits
 from megapar.system.atomic_files import write_json
 from megapar.verify import layout_words, plants, small

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError, MegaparError, StorageError, storing
 from megapar.checkpoint.folder import remove, require_space
 from megapar.checkpoint.format import (
     MANIFEST,
@@ -35,10 +36,9 @@ from megapar.checkpoint.format import (
 )
 from megapar.checkpoint.save import needed_bytes, publish, write_part
 from megapar.comm import collectives
-from megapar.comm.agreement import from_first, on_all_ranks
-from megapar.context import ParallelContext
-from megapar.errors import CheckpointError, MegaparError, StorageError, storing
-from megapar.optimizer_state import StateSlice
+from megapar.declare.agreement import from_first, on_all_ranks
+from megapar.declare.context import ParallelContext
+from megapar.declare.optimizer_state import StateSlice
 from megapar.system.regular_files import open_regular
 
 _PIECE = 1 << 26  # bytes that are sent at a time

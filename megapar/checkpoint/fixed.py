@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from megapar.checkpoint.format import BUFFER, TRAINING_STATE
-from megapar.optimizer_state import StateSlice
-from megapar.params import MAIN, ParamSpec, spec_of
+from megapar.declare.optimizer_state import StateSlice
+from megapar.declare.params import MAIN, ParamSpec, spec_of
 
 
 def fixed_slices(

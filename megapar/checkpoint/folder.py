@@ -17,11 +17,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from megapar.base.errors import StorageError, storing
 from megapar.checkpoint.format import checkpoint_folders, is_complete, step_of
 from megapar.checkpoint.lineage import complete_plan
-from megapar.comm.agreement import on_all_ranks
-from megapar.context import ParallelContext
-from megapar.errors import StorageError, storing
+from megapar.declare.agreement import on_all_ranks
+from megapar.declare.context import ParallelContext
 from megapar.system.atomic_files import replace_file
 from megapar.system.regular_files import open_new, open_regular, read_regular
 

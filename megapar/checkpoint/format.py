@@ -29,10 +29,10 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.manifest import Span, encode, index, seal
-from megapar.device import out_of_memory
-from megapar.errors import CheckpointError
-from megapar.params import MAIN, ParamSpec, Piece, Sizes
+from megapar.declare.params import MAIN, ParamSpec, Piece, Sizes
+from megapar.system.device import out_of_memory
 from megapar.system.regular_files import open_new, open_regular, read_regular
 
 FORMAT = 1

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import checkpoint_folders, open_manifest, step_of, sync_folder, write_latest
-from megapar.errors import CheckpointError
 from megapar.system.atomic_files import replace_file
 from megapar.system.regular_files import read_regular
 

@@ -15,6 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint import vocabulary
 from megapar.checkpoint.format import (
     MANIFEST,
@@ -37,12 +38,11 @@ from megapar.checkpoint.format import (
 )
 from megapar.checkpoint.values import examine
 from megapar.comm import collectives
-from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.messages import counted
-from megapar.context import ParallelContext
-from megapar.errors import CheckpointError
-from megapar.optimizer_state import StateSlice
-from megapar.params import AVERAGE, MAIN, Sizes, spec_of
+from megapar.declare.agreement import from_first, on_all_ranks
+from megapar.declare.context import ParallelContext
+from megapar.declare.optimizer_state import StateSlice
+from megapar.declare.params import AVERAGE, MAIN, Sizes, spec_of
 
 Kind = tuple[str, Sizes]  # dtype and shape of a tensor
 

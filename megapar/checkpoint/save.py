@@ -19,7 +19,7 @@ from typing import Any
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megapar import device
+from megapar.base.errors import NumericError, StorageError
 from megapar.checkpoint.folder import KEEP_ALL, Keep, is_own, prune, require_space
 from megapar.checkpoint.format import (
     WEIGHTS,
@@ -38,11 +38,11 @@ from megapar.checkpoint.format import (
 )
 from megapar.checkpoint.values import content, examine, rounding_problem, sum_of_contents
 from megapar.comm import collectives
-from megapar.comm.agreement import Problem, any_rank, from_first, on_all_ranks, relayed, shared_error, until_all
-from megapar.context import ParallelContext
-from megapar.errors import NumericError, StorageError
-from megapar.optimizer_state import StateSlice, StateTensor
-from megapar.params import MAIN, Piece
+from megapar.declare.agreement import Problem, any_rank, from_first, on_all_ranks, relayed, shared_error, until_all
+from megapar.declare.context import ParallelContext
+from megapar.declare.optimizer_state import StateSlice, StateTensor
+from megapar.declare.params import MAIN, Piece
+from megapar.system import device
 
 _REMEDY = "a lower optimizer.lr or a longer optimizer.warmup_steps often helps from the newest checkpoint on"
 _PAUSE_SECONDS = 0.01  # between two checks of what other ranks have finished

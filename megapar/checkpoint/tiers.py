@@ -13,15 +13,15 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from megapar.base.errors import StorageError, storing
 from megapar.checkpoint.by_host import Disks, find_disks
 from megapar.checkpoint.folder import Keep, remove
 from megapar.checkpoint.folder import sweep as sweep_folder
 from megapar.checkpoint.lineage import Lineage, abandoned_by
 from megapar.comm import collectives
-from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.options import CheckpointConfig
-from megapar.context import ParallelContext
-from megapar.errors import StorageError, storing
+from megapar.declare.agreement import from_first, on_all_ranks
+from megapar.declare.context import ParallelContext
 from megapar.system.atomic_files import replace_file
 from megapar.system.own_folder import make_own, opened
 from megapar.system.regular_files import read_regular

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megapar.checkpoint.format import dtype_name
-from megapar.params import Sizes
+from megapar.declare.params import Sizes
 
 _BLOCK = 1 << 16  # elements; 256 KiB of fp32, which stay in the cache between the CRC and the check of values
 _MODULUS = 1 << 64

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from megapar.checkpoint.format import Manifest
 from megapar.comm import collectives
-from megapar.context import ParallelContext
-from megapar.optimizer_state import StateSlice
-from megapar.params import Sizes
+from megapar.declare.context import ParallelContext
+from megapar.declare.optimizer_state import StateSlice
+from megapar.declare.params import Sizes
 
 _ROWS = 4096  # read at a time; the mean is summed block by block, so it is the same whatever layout wrote the file
 _SIZE = "vocab_size"

@@ -22,7 +22,7 @@ from pathlib import Path
 from types import CodeType
 from typing import Any, Literal
 
-from megapar.recorder import Recorder
+from megapar.system.recorder import Recorder
 
 Phase = Literal["start", "data", "forward", "backward", "reduce", "optimizer", "save", "evaluate", "end", "device"]
 PHASES: tuple[Phase, ...] = (
@@ -202,7 +202,7 @@ class Flight:
         self.enter(phase)
 
     def span(self, name: str, stage: int = -1, microbatch: int = -1) -> AbstractContextManager[None]:
-        """A context whose time is recorded, if there is a recorder (`megapar.recorder.Span`)."""
+        """A context whose time is recorded, if there is a recorder (`megapar.system.recorder.Span`)."""
         if self.recorder is None:
             return _UNRECORDED
         return self.recorder.span(name, (stage, microbatch))

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megapar.base.errors import StorageError
 from megapar.comm.flight import BYTES
-from megapar.errors import StorageError
 from megapar.system.own_folder import OwnFolder, opened, shared_places, sweep
 
 _PREFIX = "megapar-flight-"

@@ -17,9 +17,9 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 
+from megapar.base.errors import CommunicationError
 from megapar.comm.rendezvous import Store
 from megapar.comm.shared_memory import Connection, Host
-from megapar.errors import CommunicationError
 from megapar.system import limits
 from megapar.system.own_folder import OwnFolder, opened, shared_places, sweep
 

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from megapar.base.errors import CommunicationError
 from megapar.comm.flight import AxisLog
-from megapar.errors import CommunicationError
 from megapar.system import limits
 
 # What gloo says of a host whose settings it cannot work with, and what that means. No other rank is to blame.

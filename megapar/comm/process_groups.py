@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from megapar.grid import GRADIENT_AXES, Groups
+from megapar.base.grid import GRADIENT_AXES, Groups
 
 
 class ProcessGroups:

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from megapar.errors import CommunicationError, ConfigError
+from megapar.base.errors import CommunicationError, ConfigError
 
 OUR_PACKAGES = ("megapar", "megapar_models", "megapar_kernels")
 MOST_DIFFERENCES = 5  # lines of differences in a verdict

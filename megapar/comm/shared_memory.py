@@ -34,8 +34,8 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from megapar.environment import usable_cores
 from megapar.system import limits
+from megapar.system.environment import usable_cores
 
 SMALL = 4096  # bytes: a message up to this size travels in the packet itself and needs no block
 _ROUND = 1 << 16  # sizes of blocks are multiples of this, so that messages of similar sizes share them

@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import torch
 import torch.distributed as dist
 
-from megapar.errors import CommunicationError
+from megapar.base.errors import CommunicationError
 
 T = TypeVar("T")
 JobStore = dist.Store

@@ -8,7 +8,8 @@
     TorchDistributed  transport_torch.py              GPUs, over NCCL
     SymmetricMemory   transport_symmetric.py          GPUs of one node, from memory to memory
 
-`megapar.context` gives each axis its transport. `megapar.comm.collectives` checks, counts and logs, the same for all.
+`megapar.declare.context` gives each axis its transport. `megapar.comm.collectives` checks, counts and logs, the same
+for all.
 """
 
 from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ from megapar.comm.flight import AxisLog
 from megapar.comm.pending import Pending
 from megapar.comm.transport import put
 from megapar.comm.transport_torch import TorchDistributed
-from megapar.side_stream import SideStream
+from megapar.system.side_stream import SideStream
 
 
 def offered_by_torch() -> bool:

@@ -7,6 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megapar.base.grid import Groups
 from megapar.comm.flight import AxisLog
 from megapar.comm.process_groups import ProcessGroups
 from megapar.comm.shared_memory import Host
@@ -15,7 +16,6 @@ from megapar.comm.transport_gloo import Gloo
 from megapar.comm.transport_shared_memory import SharedMemory
 from megapar.comm.transport_symmetric import SymmetricMemory, TorchPeerMemory
 from megapar.comm.transport_torch import TorchDistributed
-from megapar.grid import Groups
 
 
 class Transports:

@@ -16,12 +16,12 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from megapar.base.errors import CheckpointError
 from megapar.config.messages import first_few, shown
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import SELECTION_BIAS
 from megapar.config.option_values import convert_all
 from megapar.config.options import AdapterConfig, Config, default_config, flatten, option_types
-from megapar.errors import CheckpointError
 
 
 def decided_by(what: str, model: ModelConfig) -> set[str]:

@@ -4,12 +4,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.model_options import MixtureModel
 from megapar.config.model_rules import ModelRules
 from megapar.config.options import ADAPTERS, SCORE, Config, ParallelConfig, TrainConfig
 from megapar.config.virtual_stages import VirtualStages
-from megapar.errors import ConfigError
 
 
 def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualStages) -> Config:

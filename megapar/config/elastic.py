@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from megapar.base.errors import ConfigError
 from megapar.config.files import Resolved
 from megapar.config.messages import problem
-from megapar.errors import ConfigError
 
 SOURCE = "the ranks that came"
 

@@ -21,12 +21,12 @@ from typing import Any, NamedTuple
 
 import tyro
 
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import COMMON_OPTIONS, Families, ModelRules
 from megapar.config.option_values import convert, expected, fits, is_length_or_steps
 from megapar.config.options import Config, Length, default_config, flatten, option_types, unflatten
 from megapar.config.unknown import Hint, UnknownOption, nearest
-from megapar.errors import ConfigError
 from megapar.system.regular_files import read_regular
 
 # Options say what they are in docstrings. To look for comments tyro would read the sources, for half of its time.

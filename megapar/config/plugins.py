@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Mapping
 from typing import TypeVar
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 
 T = TypeVar("T")
 

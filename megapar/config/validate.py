@@ -12,6 +12,7 @@ from dataclasses import fields, replace
 from itertools import chain
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config import validate_experts, validate_optimizer
 from megapar.config.data_spec import data_problems
 from megapar.config.derive import derive, profiled_steps, recomputed_layers
@@ -20,7 +21,6 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import ModelRules
 from megapar.config.options import ADAPTERS, BY_LAYER, Config, ParallelConfig, default_config, flatten
 from megapar.config.virtual_stages import VirtualStages
-from megapar.errors import ConfigError
 
 _BELOW_ONE = {
     *("adapter.dropout", "model.hidden_dropout", "model.attention_dropout"),

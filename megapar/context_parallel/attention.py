@@ -14,8 +14,7 @@ from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, SERVERS, ScoreRule, server_of
 from torch import Tensor, nn
 
-from megapar import recompute
-from megapar.batch import MicroBatch
+from megapar.activations import recompute
 from megapar.comm.axis import Axis
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.gather import gather_attention
@@ -23,7 +22,8 @@ from megapar.context_parallel.ring import ring_attention
 from megapar.context_parallel.scoring import Scoring
 from megapar.context_parallel.ulysses import Ulysses
 from megapar.context_parallel.whole import are_equal_runs, largest_of_whole, server_of_whole, way_of, whole_attention
-from megapar.largest_logits import LargestLogits
+from megapar.declare.batch import MicroBatch
+from megapar.declare.largest_logits import LargestLogits
 
 
 class CoreAttention(nn.Module):

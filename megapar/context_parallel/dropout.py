@@ -6,7 +6,7 @@ import torch
 from megapar_kernels.dropout import RowDropout
 from torch import Tensor
 
-from megapar.random import row_keys
+from megapar.declare.random import row_keys
 
 ALL = slice(None)
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from megapar.context_parallel.deal import Block, Ranges, square, together
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.scoring import PLAIN, Scoring
-from megapar.device import to_device
+from megapar.system.device import to_device
 
 
 class Dropped:

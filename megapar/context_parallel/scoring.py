@@ -6,7 +6,7 @@ from megapar_kernels.backend import TORCH, Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 
 from megapar.context_parallel.dropout import AttentionDropout
-from megapar.largest_logits import LargestLogits
+from megapar.declare.largest_logits import LargestLogits
 
 
 @dataclass(frozen=True)

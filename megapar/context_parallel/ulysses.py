@@ -13,12 +13,12 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
-from megapar.batch import MicroBatch
 from megapar.comm.axis import Axis
-from megapar.comm.exchange import exchange_rows
 from megapar.context_parallel.order import to_parts, to_whole
 from megapar.context_parallel.scoring import Scoring
 from megapar.context_parallel.whole import are_equal_runs, largest_of_whole, whole_attention
+from megapar.declare.batch import MicroBatch
+from megapar.expert_parallel.exchange import exchange_rows
 
 
 class Ulysses(nn.Module):

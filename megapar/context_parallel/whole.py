@@ -19,8 +19,8 @@ from megapar_kernels.ruled_attention import ruled_attention, server_of_rules
 from megapar_kernels.tiled_attention import serves
 from torch import Tensor
 
-from megapar.batch import MicroBatch
 from megapar.context_parallel.scoring import PLAIN, Scoring
+from megapar.declare.batch import MicroBatch
 
 Way = Literal["causal", "documents", "mask", "rules"]
 """How attention of whole samples is computed: causal, within documents, with a mask of booleans, or by rules (windows,

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from megapar.errors import DataError, reason_of
+from megapar.base.errors import DataError, reason_of
+from megapar.observe.sinks.base import scalars
 from megapar.system.regular_files import open_regular
 from megapar.system.typed import is_of
-from megapar.train.sinks.base import scalars
 
 _AT_ONCE = 1 << 24  # bytes of a read
 # A run of a million steps writes half of it. Of a longer file the end is read.

@@ -13,9 +13,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megapar.base.errors import reason_of, storing
 from megapar.dashboard.record import RunFolder
 from megapar.dashboard.status import is_locked
-from megapar.errors import reason_of, storing
 from megapar.system.atomic_files import replace_file
 from megapar.system.say import tell
 

@@ -12,13 +12,13 @@ from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from megapar.base.errors import DataError, MegaparError, reason_of
 from megapar.dashboard.curves import Curves
 from megapar.dashboard.status import MOST_OPTIONS, Options, Status, look, timed_events
-from megapar.errors import DataError, MegaparError, reason_of
-from megapar.plan import profile
+from megapar.observe.memory_report import ALL
 from megapar.system.atomic_files import finite
 from megapar.system.typed import Shape, read_bytes, read_json
-from megapar.train.memory_report import ALL
+from megapar.trace import profile
 
 _MOST_EVENTS = 400  # the newest ones
 _ALL_STEPS = (0, 1 << 62)
@@ -132,7 +132,7 @@ class RunFolder:
 
 
 def _profiled(run_dir: Path) -> dict[str, Any]:
-    from megapar.plan import timeline  # matplotlib: 0.3 s at the end of each run, and few runs record steps
+    from megapar.trace import timeline  # matplotlib: 0.3 s at the end of each run, and few runs record steps
 
     records = profile.read(run_dir)
     rows = [{"rank": of.rank, "parts": of.parts, "exposed": of.exposed} for of in profile.account(records)]

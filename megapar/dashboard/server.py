@@ -17,9 +17,9 @@ from threading import Lock
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from megapar.base.errors import ConfigError, reason_of
 from megapar.dashboard.page import POINTS, html
 from megapar.dashboard.record import RunFolder
-from megapar.errors import ConfigError, reason_of
 from megapar.system.say import tell
 
 HOST = "127.0.0.1"

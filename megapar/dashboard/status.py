@@ -9,8 +9,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from megapar.base.errors import DataError, reason_of
 from megapar.dashboard.curves import Curves
-from megapar.errors import DataError, reason_of
 from megapar.system import events
 from megapar.system.regular_files import read_regular
 from megapar.system.typed import is_of

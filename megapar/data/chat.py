@@ -12,10 +12,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from megapar.base.errors import ConfigError, DataError, reason_of
 from megapar.data.conversations import THOUGHTS, Beside, Message
 from megapar.data.template_process import TemplateError, TemplateProcess
 from megapar.data.tokenizer import SentencePieceTokenizer, Tokenizer
-from megapar.errors import ConfigError, DataError, reason_of
 from megapar.system.regular_files import read_regular
 
 CHATML = """{%- for message in messages -%}

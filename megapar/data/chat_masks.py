@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from megapar.base.errors import DataError
 from megapar.data.chat import ChatTemplate
 from megapar.data.conversations import THOUGHTS, Beside, Message
-from megapar.errors import DataError
 
 Turns = Literal["all", "last"]
 # A template adds it where an answer has no thoughts. It is no answer.

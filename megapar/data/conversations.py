@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megapar.base.errors import ConfigError, DataError, reason_of
 from megapar.data.corpus import open_parquet
 from megapar.data.row_keys import Keys
-from megapar.errors import ConfigError, DataError, reason_of
 
 Message = Mapping[str, Any]
 """A role and a content. A template may read further keys, such as reasoning_content."""

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, cast
 
-from megapar.errors import ConfigError, DataError
+from megapar.base.errors import ConfigError, DataError
 
 OnBadLine = Literal["error", "skip", "replace"]
 _LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megapar.batch import MicroBatch
+from megapar.base.errors import MegaparError, starting
 from megapar.data.loader import Loader
 from megapar.data.workers import alive
-from megapar.errors import MegaparError, starting
+from megapar.declare.batch import MicroBatch
 from megapar.system.processes import end_with_parent
 
 Read = Callable[[int], list[MicroBatch]]

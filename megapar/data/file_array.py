@@ -14,7 +14,7 @@ from typing import Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megapar.errors import DataError, reason_of
+from megapar.base.errors import DataError, reason_of
 from megapar.system import limits
 from megapar.system.regular_files import open_regular
 

@@ -17,9 +17,9 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megapar.base.errors import DataError, storing
 from megapar.data.contents import content_hash
 from megapar.data.file_array import DataFile, FileArray
-from megapar.errors import DataError, storing
 from megapar.system.regular_files import open_new
 
 _MAGIC = b"MMIDIDX\x00\x00"

@@ -8,13 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megapar.batch import PADDING, MicroBatch, Targets
+from megapar.base.errors import DataError
 from megapar.data.blend import Blend, Stage
 from megapar.data.order import micro_batch_positions, sample_ids
 from megapar.data.pairs import PairDataset
 from megapar.data.samples import Samples, Treatment, micro_batch
 from megapar.data.sources import Dataset
-from megapar.errors import DataError
+from megapar.declare.batch import PADDING, MicroBatch, Targets
 
 
 class Mixture:

@@ -7,10 +7,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megapar.base.errors import DataError
 from megapar.data.indexed import IndexedDataset
 from megapar.data.order import permute
 from megapar.data.prepared import pair_fingerprints, read_sidecar, read_weights
-from megapar.errors import DataError
 
 PACKS_VERSION = "best-fit-decreasing-v1"  # names all that decides which conversations share a pack; tests freeze it
 _SHUFFLE = (7,)  # the key of the order of packs

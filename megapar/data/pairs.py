@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from megapar.base.errors import DataError
 from megapar.data.contents import content_hash
 from megapar.data.file_array import FileArray
 from megapar.data.packs import PackDataset
 from megapar.data.scores import read_scores, references_path
-from megapar.errors import DataError
 
 
 class PairDataset(PackDataset):

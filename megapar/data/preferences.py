@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from megapar.base.errors import DataError
 from megapar.data.chat import ChatTemplate
 from megapar.data.chat_data import ChatCounts, Example, example_of
 from megapar.data.chat_masks import rendered
 from megapar.data.conversations import BESIDE, Conversation, Message, repeated, rows, side, with_beside
 from megapar.data.row_keys import Keys
 from megapar.data.tokenizer import Tokenizer
-from megapar.errors import DataError
 
 MEMBERS = ("chosen", "rejected")
 Pair = tuple[Conversation, Conversation]

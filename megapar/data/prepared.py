@@ -16,12 +16,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megapar.base.errors import ConfigError, DataError, reason_of, storing
 from megapar.config.messages import counted
 from megapar.data.contents import content_hash
 from megapar.data.file_array import DataFile, FileArray
 from megapar.data.indexed import IndexedDataset, IndexedWriter, merge
 from megapar.data.order import permute
-from megapar.errors import ConfigError, DataError, reason_of, storing
 from megapar.system.atomic_files import write_json
 from megapar.system.regular_files import open_new, read_regular
 

@@ -27,13 +27,13 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megapar.base.errors import ConfigError, DataError, storing
 from megapar.data.corpus import Place, Reading, Span, SpanReader, cut, find_files
 from megapar.data.indexed import IndexedWriter, token_dtype
 from megapar.data.prepared import START, join, sha256, sidecar_path, write_sidecar
 from megapar.data.texts import StartToken, start_ids, with_start
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.workers import run, worker_pool
-from megapar.errors import ConfigError, DataError, storing
 from megapar.system.regular_files import open_new, read_regular
 
 _PARTS_VERSION = 1  # raise it when the same input would give other parts

@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megapar.batch import MicroBatch, Targets
 from megapar.data.order import mix64
+from megapar.declare.batch import MicroBatch, Targets
 
 SHORTEST = 8  # tokens; a shorter document keeps its order, whatever `fim_rate` says
 

@@ -13,9 +13,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from megapar.base.errors import DataError, reason_of
 from megapar.data.file_array import DataFile, FileArray
 from megapar.data.indexed import IndexedDataset
-from megapar.errors import DataError, reason_of
 from megapar.system.atomic_files import replacing, write_json
 from megapar.system.regular_files import read_regular
 

@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megapar.base.errors import ConfigError, DataError
 from megapar.data.contents import content_hash
 from megapar.data.indexed import IndexedDataset
 from megapar.data.order import mix64, permute
@@ -17,7 +18,6 @@ from megapar.data.packs import PackDataset
 from megapar.data.pairs import PairDataset
 from megapar.data.prepared import CHAT, pair_fingerprints, read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
-from megapar.errors import ConfigError, DataError
 
 SampleKind = Literal["texts", "pairs", "referenced pairs"]
 """What a sample is: text, or two answers to compare, with or without log-probabilities by a reference model."""

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from megapar.errors import starting
+from megapar.base.errors import starting
 
 SECONDS = 10.0
 """CPU seconds of one rendering. A usual one takes less than a hundredth."""

@@ -11,11 +11,11 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from megapar.base.errors import ConfigError
 from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
 from megapar.data.chat_masks import rendered
 from megapar.data.prepared import CHAT, START, read_sidecar
 from megapar.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
-from megapar.errors import ConfigError
 
 StartToken = Literal["auto", "always", "never"]
 TEXTS = "texts"

@@ -14,7 +14,7 @@ import numpy as np
 import sentencepiece
 from numpy.typing import NDArray
 
-from megapar.errors import ConfigError, DataError, reason_of, storing
+from megapar.base.errors import ConfigError, DataError, reason_of, storing
 from megapar.system.atomic_files import replace_file
 from megapar.system.regular_files import read_regular
 

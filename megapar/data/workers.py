@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, cast
 
-from megapar.errors import DataError, MegaparError, starting
+from megapar.base.errors import DataError, MegaparError, starting
 from megapar.system.processes import end_with_parent
 
 Pool = dict[Connection, BaseProcess]

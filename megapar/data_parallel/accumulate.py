@@ -7,7 +7,7 @@ from megapar_kernels.dispatch import GradientQueue, main_grad_of
 from torch import Tensor, nn
 
 from megapar.data_parallel.layout import FlatLayout, Slot
-from megapar.main_grad import DeferredWeightGradient
+from megapar.linear.main_grad import DeferredWeightGradient
 
 
 class MainGradView:

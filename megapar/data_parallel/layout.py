@@ -17,10 +17,10 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import nn
 
+from megapar.base.grid import TIED_AXIS
 from megapar.comm.axis import Axis
 from megapar.data_parallel.buckets import Bucket, BucketGroup, Range, intersect, lay_out, merge
-from megapar.grid import TIED_AXIS
-from megapar.params import ParamSpec, spec_of
+from megapar.declare.params import ParamSpec, spec_of
 
 
 class Update(NamedTuple):

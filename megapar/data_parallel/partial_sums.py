@@ -16,7 +16,7 @@ from megapar.comm.axis import Axis
 from megapar.data_parallel.buckets import Range, intersect, merge
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.placement import Placement
-from megapar.params import Piece, flat_ranges
+from megapar.declare.params import Piece, flat_ranges
 
 # In elements. A run of at least this length is summed where it lies. Shorter runs are copied into one message, because
 # many small messages cost more than the copies.

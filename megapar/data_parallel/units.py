@@ -12,10 +12,10 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
 from megapar.comm import collectives
-from megapar.converted_weight import forget_converted
 from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot, zero_padding
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.linear.converted_weight import forget_converted
 
 Initial = Callable[[nn.Parameter, slice], None]
 """Fills some elements of a parameter in flat memory with its initial values."""

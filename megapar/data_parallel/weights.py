@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from megapar.comm import collectives
-from megapar.converted_weight import forget_converted
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import Weights
+from megapar.linear.converted_weight import forget_converted
 
 
 class FlatWeights(Weights):

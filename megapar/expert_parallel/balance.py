@@ -14,7 +14,7 @@ None of these depends on the layout:
 - A rank computes its part of a loss as a sum over its own tokens. Each term is a factor times what the router computed
   for the token. The factors have no gradient, and are the same on all ranks with parts of a sample.
 - Tokens have the same weights as in the language loss. So the step divides all losses by one number
-  (`megapar.batch.add_loss`).
+  (`megapar.declare.batch.add_loss`).
 - Numbers of tokens are whole numbers, with exact sums over ranks.
 
 The loss over a micro-batch (Switch, arXiv 2101.03961) is left out, because it depends on the size of the micro-batch.
@@ -34,13 +34,13 @@ from torch import Tensor, nn
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.config.model_rules import SELECTION_BIAS
+from megapar.declare.params import ZEROS, Init, ParamSpec, shared_piece
+from megapar.declare.sharding import Sharding
+from megapar.declare.tally import Tally
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
-from megapar.linear import LOCAL, LinearFunction
-from megapar.params import ZEROS, Init, ParamSpec, shared_piece
-from megapar.products import TORCH_PRODUCTS, MatrixProducts
-from megapar.sharding import Sharding
-from megapar.tally import Tally
+from megapar.linear.function import LOCAL, LinearFunction
+from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
 
 
 @dataclass(frozen=True)

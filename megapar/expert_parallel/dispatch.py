@@ -40,15 +40,16 @@ from megapar_kernels.grouped import RowGroups
 from megapar_kernels.token_rows import permuted_rows, rows_of_tokens, sums_of_rows
 from torch import Tensor
 
-from megapar import device, recompute
+from megapar.activations import recompute
+from megapar.base.expert_load import EVEN, ExpertLoad
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
-from megapar.comm.exchange import ArrivingRows, Memory, all_arrived, exchange_rows, start_exchanges
-from megapar.expert_load import EVEN, ExpertLoad
+from megapar.declare.params import cut
+from megapar.expert_parallel.exchange import ArrivingRows, Memory, all_arrived, exchange_rows, start_exchanges
 from megapar.expert_parallel.route import counts
 from megapar.expert_parallel.row_counts import Chunk, RowCounts, experts_of, inverse_of
-from megapar.meanwhile import Meanwhile
-from megapar.params import cut
+from megapar.linear.meanwhile import Meanwhile
+from megapar.system import device
 
 
 @dataclass(frozen=True)

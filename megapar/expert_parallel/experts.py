@@ -8,7 +8,8 @@ ep by number, and each expert is cut over etp as a dense MLP is cut over tp:
     layers.N.mlp.experts.E.{gate,up}.bias       [f]         cut (optional)
     layers.N.mlp.experts.E.down.bias            [h]         on every etp rank (optional)
 
-An adapter adds further ones to a MATRIX [out, in], with r its rank (`megapar.low_rank`). They are cut as the matrix:
+An adapter adds further ones to a MATRIX [out, in], with r its rank (`megapar.linear.low_rank`). They are cut as the
+matrix:
 
     layers.N.mlp.experts.E.MATRIX.lora_a        [r, in]     that of down is cut by input
     layers.N.mlp.experts.E.MATRIX.lora_b        [out, r]    those of gate and up are cut by output
@@ -29,16 +30,16 @@ from megapar_kernels.grouped import RowGroups
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from megapar import recompute
-from megapar.converted_weight import ConvertedWeight
+from megapar.activations import recompute
+from megapar.declare.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, cut, held_by_all, make_piece
+from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.balance import Float32Products, halves
 from megapar.expert_parallel.row_counts import experts_of
-from megapar.low_rank import LoraRule
-from megapar.main_grad import DeferredWeightGradient
-from megapar.meanwhile import Meanwhile
-from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, cut, held_by_all, make_piece
-from megapar.products import TORCH_PRODUCTS, MatrixProducts
-from megapar.sharding import Sharding
+from megapar.linear.converted_weight import ConvertedWeight
+from megapar.linear.low_rank import LoraRule
+from megapar.linear.main_grad import DeferredWeightGradient
+from megapar.linear.meanwhile import Meanwhile
+from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
 
 ALL = slice(None)
 """All experts of a rank."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megapar.comm.axis import Axis
 from megapar.comm.transport import Counts
-from megapar.params import cut
+from megapar.declare.params import cut
 
 
 def experts_of(num_experts: int, ep: Axis) -> range:

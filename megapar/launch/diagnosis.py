@@ -8,8 +8,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from megapar.base.errors import CommunicationError
 from megapar.comm.rendezvous import Member, in_runs
-from megapar.errors import CommunicationError
 
 Log = dict[str, Any]  # what flight.read returns
 Group = dict[int, tuple[int, Mapping[str, Any]]]  # position on an axis -> (rank, its log of the axis)

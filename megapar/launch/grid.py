@@ -1,7 +1,7 @@
 """The rank grid for a run's options."""
 
+from megapar.base.grid import Grid
 from megapar.config.options import Config
-from megapar.grid import Grid
 from megapar.pipeline.schedules import embedding_ranks
 
 

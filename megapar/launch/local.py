@@ -25,18 +25,17 @@ from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from typing import Any, NamedTuple
 
-from megapar import environment
+from megapar.base.errors import CommunicationError, starting
 from megapar.comm.flight import Board, Flight, has_flag, read
 from megapar.comm.rendezvous import Member
 from megapar.config.options import Config
-from megapar.environment import Environment
-from megapar.errors import CommunicationError, starting
 from megapar.launch.diagnosis import as_table, diagnose, mismatch, name, position_in_step, rows
 from megapar.launch.monitor import local_logs
 from megapar.launch.reporting import Interrupted, error_record, interrupted_at, report_error, reported
 from megapar.launch.signals import HANDLED, Signals
 from megapar.pipeline import runtime
-from megapar.system import limits
+from megapar.system import environment, limits
+from megapar.system.environment import Environment
 from megapar.system.processes import end_with_parent
 from megapar.system.say import tell
 

@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from megapar import device
+from megapar.base.errors import CommunicationError
+from megapar.base.grid import Grid, Groups
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.rendezvous import Member, Store, placed
 from megapar.comm.store import answered
-from megapar.context import ParallelContext
-from megapar.errors import CommunicationError
-from megapar.grid import Grid, Groups
+from megapar.declare.context import ParallelContext
 from megapar.launch import reach
+from megapar.system import device
 from megapar.system.say import say
 
 LIMIT_SECONDS = 30.0  # for one group, and for a host; launch.timeout_seconds if that is shorter

@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from megapar import context, device, environment
+from megapar.base.errors import CommunicationError, ConfigError, MegaparError, storing
+from megapar.base.grid import Grid
 from megapar.comm import collectives, rendezvous
 from megapar.comm.flight import Board, Flight
 from megapar.comm.flight_file import FlightFile
@@ -27,10 +28,8 @@ from megapar.comm.store import JobStore, StoreUser, answered, connect, part_of, 
 from megapar.comm.transport_symmetric import offered_by_torch
 from megapar.config import plugins
 from megapar.config.options import Config, flatten
-from megapar.context import ParallelContext
-from megapar.environment import Environment
-from megapar.errors import CommunicationError, ConfigError, MegaparError, storing
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
 from megapar.launch import preflight
 from megapar.launch.grid import grid_of
 from megapar.launch.monitor import Monitor
@@ -38,8 +37,9 @@ from megapar.launch.reporting import exits_refused, reported
 from megapar.launch.signals import Signals
 from megapar.pipeline import schedule_files
 from megapar.pipeline.actions import show
-from megapar.system import numa
+from megapar.system import device, environment, numa
 from megapar.system.atomic_files import write_json
+from megapar.system.environment import Environment
 
 _WATCHDOG_MARGIN_SECONDS = 2.0  # the monitor speaks this long before NCCL's watchdog ends the process
 _MEETING_MARGIN_SECONDS = 30.0  # what a meeting may take beyond its own time-outs before the store is given up

@@ -16,8 +16,8 @@ from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from urllib.parse import urlsplit
 
+from megapar.base.errors import CommunicationError
 from megapar.comm.rendezvous import Member, Store, in_runs
-from megapar.errors import CommunicationError
 
 _TOKEN_BYTES = 16
 _AT_ONCE = 32  # connections that a host makes at a time

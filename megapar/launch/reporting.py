@@ -14,8 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from megapar.base.errors import CommunicationError, MegaparError, OutOfMemoryError, Preempted, StorageError
 from megapar.comm.flight import Flight
-from megapar.errors import CommunicationError, MegaparError, OutOfMemoryError, Preempted, StorageError
 from megapar.system import events, limits
 from megapar.system.atomic_files import as_json, replace_file
 from megapar.system.regular_files import open_regular

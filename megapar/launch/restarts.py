@@ -15,10 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapar import device
-from megapar.config.messages import counted
-from megapar.config.options import Config
-from megapar.errors import (
+from megapar.base.errors import (
     CheckpointError,
     CommunicationError,
     ConfigError,
@@ -27,10 +24,12 @@ from megapar.errors import (
     Rewind,
     storing,
 )
+from megapar.config.messages import counted
+from megapar.config.options import Config
 from megapar.launch.local import End, Main, Start, preload, run_ranks
 from megapar.launch.reporting import Interrupted, report_error
 from megapar.launch.signals import Signals
-from megapar.system import events
+from megapar.system import device, events
 from megapar.system.alert_command import call_now, failure
 from megapar.system.own_folder import OwnFolder, sweep
 from megapar.system.say import tell

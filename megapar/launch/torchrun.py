@@ -15,7 +15,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous.api import RendezvousError
 
-from megapar.errors import CheckpointError, CommunicationError, MegaparError, Preempted, Rewind
+from megapar.base.errors import CheckpointError, CommunicationError, MegaparError, Preempted, Rewind
 
 MAY_PASS = (
     CheckpointError.exit_code,

@@ -11,11 +11,11 @@ from torch import Tensor
 
 from megapar.config.options import OptimizerConfig
 from megapar.data_parallel.buckets import merge
+from megapar.declare.optimizer_state import StateTensor
+from megapar.declare.params import REMAINDER
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.logical_rows import logical_rows
 from megapar.optimizer.visits import Shard, Step
-from megapar.optimizer_state import StateTensor
-from megapar.params import REMAINDER
 
 
 @dataclass(frozen=True)

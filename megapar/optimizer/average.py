@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from megapar.data_parallel.shards import Weights
+from megapar.declare.params import AVERAGE
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.visits import Shard
-from megapar.params import AVERAGE
 
 
 class Average:

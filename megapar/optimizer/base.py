@@ -11,14 +11,14 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
 from megapar.config.options import OptimizerConfig
-from megapar.context import ParallelContext
 from megapar.data_parallel.buckets import ALIGNMENT, Range, intersect
 from megapar.data_parallel.layout import Update
 from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.declare.context import ParallelContext
+from megapar.declare.optimizer_state import StateTensor
+from megapar.declare.params import AVERAGE, REMAINDER
 from megapar.optimizer.host_updates import HostUpdates
 from megapar.optimizer.visits import Shard, Step, Visit
-from megapar.optimizer_state import StateTensor
-from megapar.params import AVERAGE, REMAINDER
 
 
 @dataclass(frozen=True)

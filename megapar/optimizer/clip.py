@@ -5,8 +5,8 @@ from megapar_kernels.adamw import square_sum
 from torch import Tensor
 
 from megapar.comm import collectives
-from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients
+from megapar.declare.context import ParallelContext
 
 
 def grad_norm(gradients: ReducedGradients, ctx: ParallelContext) -> Tensor:

@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megapar import device
 from megapar.optimizer.visits import Step, Visit
-from megapar.side_stream import Reached, SideStream
+from megapar.system import device
+from megapar.system.side_stream import Reached, SideStream
 
 
 class HostUpdates:

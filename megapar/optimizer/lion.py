@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megapar.declare.optimizer_state import StateTensor
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.visits import Shard, Step
-from megapar.optimizer_state import StateTensor
 
 
 @dataclass(frozen=True)

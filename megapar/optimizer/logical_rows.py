@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from megapar_kernels.rounding import Rows
 
+from megapar.declare.params import Box, Sizes
 from megapar.optimizer.visits import Shard
-from megapar.params import Box, Sizes
 
 
 def logical_rows(shard: Shard, seed: int) -> Iterator[Rows]:

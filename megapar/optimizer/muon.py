@@ -17,13 +17,13 @@ from torch import Tensor
 
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
-from megapar.context import ParallelContext
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import Sizes
 from megapar.optimizer.owners import Fragment, Member, Part, Routes, parts_of
 from megapar.optimizer.sgd import SGD
 from megapar.optimizer.visits import Step
-from megapar.params import Sizes
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic. Singular values end between 0.5 and 1.5, not at 1 (kellerjordan.github.io/posts/muon)."""

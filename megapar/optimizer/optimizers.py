@@ -7,18 +7,18 @@ import torch
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
-from megapar import device
 from megapar.config.options import OptimizerConfig
-from megapar.context import ParallelContext
 from megapar.data_parallel.shards import ReducedGradients, Weights
-from megapar.largest_logits import LargestLogits
+from megapar.declare.context import ParallelContext
+from megapar.declare.largest_logits import LargestLogits
+from megapar.declare.optimizer_state import StateSlice
+from megapar.declare.params import MAIN, REMAINDER
 from megapar.optimizer.average import Average
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.qk_clip import QKClip
 from megapar.optimizer.table import find
 from megapar.optimizer.visits import Step
-from megapar.optimizer_state import StateSlice
-from megapar.params import MAIN, REMAINDER
+from megapar.system import device
 
 
 class Optimizers:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from megapar.comm.axis import Axis
 from megapar.data_parallel.buckets import Range, intersect
 from megapar.data_parallel.layout import FlatLayout, Update
-from megapar.params import Box, Piece, Sizes, flat_ranges
+from megapar.declare.params import Box, Piece, Sizes, flat_ranges
 
 
 def cost(shape: Sizes) -> int:

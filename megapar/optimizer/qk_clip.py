@@ -16,10 +16,10 @@ from torch import Tensor
 
 from megapar.data_parallel.buckets import Range
 from megapar.data_parallel.shards import Weights
-from megapar.largest_logits import LargestLogits, ScaledRows, Share
+from megapar.declare.largest_logits import LargestLogits, ScaledRows, Share
+from megapar.declare.params import REMAINDER, Piece
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.visits import Shard
-from megapar.params import REMAINDER, Piece
 
 _SHARES: tuple[Share, ...] = ("none", "half", "all")
 

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from megapar.declare.optimizer_state import StateTensor
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.visits import Shard, Step
-from megapar.optimizer_state import StateTensor
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,18 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 
+from megapar.base.errors import ConfigError
 from megapar.config.groups import Group, group_of
 from megapar.config.messages import shown
 from megapar.config.options import OptimizerConfig
 from megapar.config.plugins import named
 from megapar.data_parallel.layout import HasParameters, Update
-from megapar.errors import ConfigError
+from megapar.declare.params import MAIN, ParamSpec, spec_of
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.lion import Lion
 from megapar.optimizer.muon import Muon
 from megapar.optimizer.sgd import SGD
-from megapar.params import MAIN, ParamSpec, spec_of
 
 OPTIMIZERS: Mapping[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon, "lion": Lion, "sgd": SGD}
 """The optimizers by their name (optimizer.name). A class declares its options (`Optimizer.OPTIONS`)."""

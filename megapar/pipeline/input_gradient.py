@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megapar.batch import TensorSpec
+from megapar.declare.batch import TensorSpec
 
 
 class InputGradient:

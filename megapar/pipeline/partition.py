@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 
 
 def split_finely(layers: Sequence[range], ranks: Sequence[int]) -> tuple[tuple[int, ...], list[range], list[int]]:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from megapar.batch import MicroBatch, PipelineStage, TensorSpec
+from megapar.activations.host_inputs import HostInputs
+from megapar.base.errors import ConfigError
 from megapar.comm.collectives import exchange
 from megapar.comm.pending import Pending
-from megapar.context import ParallelContext
-from megapar.errors import ConfigError
-from megapar.host_inputs import HostInputs
-from megapar.main_grad import WeightGradientQueue, main_grads
+from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
+from megapar.declare.context import ParallelContext
+from megapar.linear.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.input_gradient import InputGradient
 from megapar.pipeline.lowering import MessageBatch, lower_one
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
@@ -104,7 +104,8 @@ class PipelineRuntime:
         rank have their final gradients. Those of the last one become final while it runs.
         """
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
-        # A stage before the last may add a loss of its own (megapar.batch.add_loss). It scales the gradient itself.
+        # A stage before the last may add a loss of its own (megapar.declare.batch.add_loss). It scales the gradient
+        # itself.
         grad_scale = scale if added_scale is None else added_scale
         batches = [replace(batch, grad_scale=grad_scale) for batch in batches]
         plan = self.plan(len(batches), max_microbatches, backward=True)

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast, get_args
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import counted, first_few, listed
-from megapar.errors import ConfigError
 from megapar.pipeline.actions import Action, Kind, Orders
 from megapar.pipeline.lowering import refuse_circles
 from megapar.system.regular_files import read_regular

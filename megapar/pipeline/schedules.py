@@ -7,11 +7,11 @@ A schedule is data: a list of actions for each pipeline rank. It can be printed,
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import counted
 from megapar.config.options import ParallelConfig
 from megapar.config.plugins import named
 from megapar.config.virtual_stages import ANY, ONE, SEVERAL, TWO, VirtualStages
-from megapar.errors import ConfigError
 from megapar.pipeline.actions import Action, Event, Kind, Orders, looped, peak, show, v_shaped
 from megapar.pipeline.orders import gpipe, interleaved, one_f_one_b
 from megapar.pipeline.schedule_files import is_file, read

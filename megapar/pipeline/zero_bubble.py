@@ -31,7 +31,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.pipeline.actions import Action, Orders, looped, peak, v_shaped
 from megapar.pipeline.blocks import v_half, v_min
 from megapar.pipeline.makespans import Makespans, Times

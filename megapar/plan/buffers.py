@@ -9,9 +9,9 @@ import torch
 from megapar.config.options import OptimizerConfig
 from megapar.data_parallel.layout import HasParameters
 from megapar.data_parallel.placement import Placement
+from megapar.declare.params import spec_of
+from megapar.observe import memory_report
 from megapar.optimizer import table
-from megapar.params import spec_of
-from megapar.train import memory_report
 from megapar.train.trainer import layout_of, types_of
 
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from megapar.base.errors import ConfigError
 from megapar.config.options import ParallelConfig
-from megapar.errors import ConfigError
 from megapar.pipeline.actions import Orders
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import find, make, of

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Literal
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.options import Config
 from megapar.config.validate_experts import fewest_experts
-from megapar.errors import ConfigError
 from megapar.plan import hardware
 from megapar.plan.hardware import Hardware
 from megapar.plan.parts import Parts

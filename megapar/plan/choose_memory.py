@@ -8,9 +8,10 @@ from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from megapar.activations.recompute import Mode
+from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.options import BY_LAYER, Config, OptimizerConfig, TrainConfig
-from megapar.errors import ConfigError
 from megapar.pipeline.schedules import placement
 from megapar.plan import hardware
 from megapar.plan.choose_chunks import check_chunks, left_open, uncut
@@ -20,7 +21,6 @@ from megapar.plan.parts import Parts
 from megapar.plan.step_time import step_time
 from megapar.plan.target import with_planned_kernels
 from megapar.plan.verdict import for_uneven_experts
-from megapar.recompute import Mode
 from megapar.system.apart import apart
 from megapar.system.say import say
 

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 import torch
 
-from megapar.comm.agreement import from_first
+from megapar.base.errors import ConfigError
 from megapar.config.derive import num_microbatches
 from megapar.config.files import Resolved, load_earlier
 from megapar.config.messages import counted
 from megapar.config.options import Config, ParallelConfig
-from megapar.context import ParallelContext
-from megapar.errors import ConfigError
+from megapar.declare.agreement import from_first
+from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.choice import Choice, StageTimes, choose

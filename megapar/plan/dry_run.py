@@ -7,11 +7,11 @@ from megapar.config.derive import num_microbatches
 from megapar.config.lengths import lengths_in_steps
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
-from megapar.params import VOCAB_MULTIPLE
+from megapar.declare.params import VOCAB_MULTIPLE
+from megapar.observe.memory_report import MemoryReport
 from megapar.plan.memory import report_rank, reports
 from megapar.plan.parts import Parts
 from megapar.plan.target import planned_device
-from megapar.train.memory_report import MemoryReport
 
 
 def show(config: Config, parts: Parts, parameters: str, flops_per_token: int) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
+from megapar.base.grid import DEFAULT_ORDER, Grid
 from megapar.config.options import BY_LAYER, Config
-from megapar.grid import DEFAULT_ORDER, Grid
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make
 from megapar.pipeline.simulation import simulate

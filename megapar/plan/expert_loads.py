@@ -1,4 +1,4 @@
-"""Loads of experts for a simulation: a stated imbalance, or what a run has logged (`megapar.expert_load`)."""
+"""Loads of experts for a simulation: a stated imbalance, or what a run has logged (`megapar.base.expert_load`)."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megapar.base.errors import ConfigError, DataError
+from megapar.base.expert_load import spread
+from megapar.base.grid import Grid, expert_rank_groups
 from megapar.config.options import Config
-from megapar.errors import ConfigError, DataError
-from megapar.expert_load import spread
-from megapar.grid import Grid, expert_rank_groups
-from megapar.train.expert_rows import file_of
+from megapar.observe.expert_rows import file_of
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def imbalanced(factor: float, config: Config, ep_rank: int) -> ImbalancedLoad:
 
 
 class Logged(NamedTuple):
-    """What one rank has logged (`megapar.train.expert_rows`): by layer int64 [forward passes, experts].
+    """What one rank has logged (`megapar.observe.expert_rows`): by layer int64 [forward passes, experts].
 
     A rank without layers of experts, or without a micro-batch, writes no file.
     """

@@ -9,10 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
+from megapar.base.errors import storing
 from megapar.config.derive import num_microbatches
 from megapar.config.messages import first_few
 from megapar.config.options import Config
-from megapar.errors import storing
 from megapar.launch.grid import grid_of
 from megapar.pipeline.schedules import placement
 from megapar.plan.hardware import Hardware
@@ -147,7 +147,7 @@ def seconds_in_words(time: StepTime) -> Iterator[str]:
 
 def draw(time: StepTime, number: int, title: str, folder: Path) -> list[Path]:
     """Write the timeline of a simulated step as a picture and as a Chrome trace into `folder`. Returns their paths."""
-    from megapar.plan import timeline  # here, because only this needs matplotlib, which is slow to import
+    from megapar.trace import timeline  # here, because only this needs matplotlib, which is slow to import
 
     ranks = 1 + max(event.rank for event in time.events)
     # Of many stages on a rank, such as single layers with ZeRO-3, the legend would fill the picture.

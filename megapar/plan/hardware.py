@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.system.atomic_files import write_text
 
 FOLDER = Path(__file__).parent / "machines"

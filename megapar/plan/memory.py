@@ -11,13 +11,15 @@ from itertools import accumulate
 
 import torch
 
-from megapar import context
+from megapar.activations.host_inputs import planned_nbytes
+from megapar.base.grid import Grid
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, ParallelConfig
-from megapar.context import ParallelContext
-from megapar.grid import Grid
-from megapar.host_inputs import planned_nbytes
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
 from megapar.launch.grid import grid_of
+from megapar.observe import memory_report
+from megapar.observe.kept import Key
 from megapar.optimizer import table
 from megapar.pipeline.actions import Action
 from megapar.pipeline.partition import split_finely
@@ -31,9 +33,7 @@ from megapar.plan.parts import BOTH, FIRST, LAST, Copies, LayerPart, PartId, Par
 from megapar.plan.recorded import Kept, kept_by_stage
 from megapar.plan.target import planned_device, with_planned_kernels
 from megapar.plan.work import META
-from megapar.train import memory_report
-from megapar.train.kept import Key
-from megapar.train.trainable import freeze, refuse
+from megapar.step.trainable import freeze, refuse
 
 
 @dataclass(frozen=True)

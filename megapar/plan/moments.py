@@ -11,11 +11,11 @@ from itertools import groupby
 from operator import ge
 
 from megapar.config.options import ParallelConfig
+from megapar.observe.kept import DEFERRED, Key
 from megapar.pipeline.actions import Kind
 from megapar.pipeline.refine import runs_breadth_first
 from megapar.pipeline.schedules import make, of
 from megapar.pipeline.zero_bubble import Memory
-from megapar.train.kept import DEFERRED, Key
 
 WINDOW = 4
 """How many uses of units one after the other decide what is in memory: what stays, what comes and what leaves."""

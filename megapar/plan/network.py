@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from megapar.grid import EXPERT_AXES, EXPERT_ORDER, GRADIENT_AXES, TIED_AXIS, Grid, coordinates
+from megapar.base.grid import EXPERT_AXES, EXPERT_ORDER, GRADIENT_AXES, TIED_AXIS, Grid, coordinates
 from megapar.plan.hardware import Hardware
 
 

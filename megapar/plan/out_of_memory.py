@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 
-from megapar import device
+from megapar.base.errors import OutOfMemoryError
 from megapar.config.options import Config
-from megapar.errors import OutOfMemoryError
+from megapar.observe import memory_report
 from megapar.plan.memory import RankReport, report_rank
 from megapar.plan.parts import Parts
 from megapar.plan.verdict import what_fits
-from megapar.system import limits
+from megapar.system import device, limits
 from megapar.system.say import tell
-from megapar.train import memory_report
 
 _SAVES = 0.1  # less would hardly be felt: fragments and workspaces vary by more
 _PATIENCE_SECONDS = 30.0  # for a fork that plans

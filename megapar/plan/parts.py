@@ -13,25 +13,25 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from megapar import context
-from megapar.batch import MicroBatch, PipelineStage, Targets
+from megapar.activations.recompute import Recompute
+from megapar.base.grid import Grid
 from megapar.comm.axis import Axis
 from megapar.comm.transport import Transport
 from megapar.config.options import BY_LAYER, Config, ParallelConfig
-from megapar.context import ParallelContext
 from megapar.data_parallel.layout import Update
-from megapar.grid import Grid
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, PipelineStage, Targets
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import ParamSpec, spec_of
+from megapar.declare.stage_set import Declared
 from megapar.launch.grid import grid_of
 from megapar.optimizer.table import update_of
-from megapar.params import ParamSpec, spec_of
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.moments import Orders
 from megapar.plan.recorded import Given, Recording
 from megapar.plan.target import planned_transport
 from megapar.plan.work import META, recording
-from megapar.recompute import Recompute
-from megapar.stage_set import Declared
-from megapar.train.trainable import freeze
+from megapar.step.trainable import freeze
 
 
 class Builder(Protocol):

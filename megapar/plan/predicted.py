@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from megapar import device
+from megapar.base.errors import ConfigError
 from megapar.config.options import Config
-from megapar.context import ParallelContext
-from megapar.errors import ConfigError
+from megapar.declare.context import ParallelContext
+from megapar.observe.prediction import Prediction
 from megapar.plan import hardware
 from megapar.plan.choose_memory import with_choices_of
 from megapar.plan.parts import Parts
 from megapar.plan.step_time import step_time
 from megapar.plan.verdict import Capacity, judge
+from megapar.system import device
 from megapar.system.say import say
-from megapar.train.prediction import Prediction
 
 
 def show_verdict(given: Config, config: Config, parts: Parts, validated: Callable[[Config], Config]) -> None:

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import counted, divisors, layout_in_words
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar.launch.grid import grid_of
 from megapar.plan.hardware import Hardware
 from megapar.plan.network import Network

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from megapar.batch import MicroBatch, PipelineStage
+from megapar.activations.host_inputs import NotedInputs, kept_by
 from megapar.data_parallel.accumulate import MainGradView, attach
-from megapar.host_inputs import NotedInputs, kept_by
-from megapar.main_grad import WeightGradientQueue, main_grads
-from megapar.params import Piece, spec_of
+from megapar.declare.batch import MicroBatch, PipelineStage
+from megapar.declare.params import Piece, spec_of
+from megapar.linear.main_grad import WeightGradientQueue, main_grads
+from megapar.observe.kept import BETWEEN, ENDS, KeptBytes
 from megapar.plan.work import META, Operations, Tape, collect
-from megapar.train.kept import BETWEEN, ENDS, KeptBytes
 
 # What is kept, by identity
 

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from megapar.base.errors import ConfigError
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar.pipeline.schedules import ZERO_BUBBLE
 from megapar.plan.estimate import Best, Estimator
 from megapar.plan.hardware import Hardware

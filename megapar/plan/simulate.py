@@ -2,7 +2,7 @@
 
 Stages, schedule, engines, optimizer and collectives are those of a run. Tensors are on the meta device: they have
 shapes and no values. Messages are counted and not sent. What the host would read of a value is zero, so no update is
-skipped and nobody asks to stop. The rows of experts follow from a stated load (`megapar.expert_load`).
+skipped and nobody asks to stop. The rows of experts follow from a stated load (`megapar.base.expert_load`).
 """
 
 import itertools
@@ -14,28 +14,28 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar import context
-from megapar.batch import MicroBatch, PipelineStage, Targets
+from megapar.base.expert_load import EVEN, ExpertLoad
+from megapar.base.grid import EXPERT_AXES
 from megapar.comm.axis import Axis
 from megapar.comm.transport_simulated import Simulated
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
-from megapar.context import ParallelContext
 from megapar.data.order import micro_batch_positions
-from megapar.expert_load import EVEN, ExpertLoad
-from megapar.grid import EXPERT_AXES
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, PipelineStage, Targets
+from megapar.declare.context import ParallelContext
+from megapar.declare.stage_set import StageSet
 from megapar.launch.grid import grid_of
+from megapar.observe import memory_report
+from megapar.observe.kept import KeptBytes
 from megapar.optimizer.muon import Muon
 from megapar.optimizer.owners import Member, Part, Routes
 from megapar.pipeline.actions import Action
 from megapar.plan.memory import memory_limit
 from megapar.plan.parts import Parts
 from megapar.plan.target import planned_device, planned_transport, with_planned_kernels
-from megapar.stage_set import StageSet
-from megapar.train import memory_report
-from megapar.train.kept import KeptBytes
-from megapar.train.step import queue_step
-from megapar.train.trainable import freeze
+from megapar.step.step import queue_step
+from megapar.step.trainable import freeze
 from megapar.train.trainer import assemble, layout_of
 
 META = torch.device("meta")

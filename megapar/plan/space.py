@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import divisors
 from megapar.config.options import BY_LAYER, Config, flatten, option_types, unflatten
-from megapar.errors import ConfigError
 from megapar.pipeline.schedules import SCHEDULES, virtual_stages
 
 Validate = Callable[[Config, int], Config]

@@ -13,9 +13,9 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import cycle, islice
 
+from megapar.base.grid import TIED_AXIS
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
-from megapar.grid import TIED_AXIS
 from megapar.launch.grid import grid_of
 from megapar.optimizer import muon, table
 from megapar.pipeline.actions import Event

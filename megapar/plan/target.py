@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from megapar import device
 from megapar.comm.transport import PLANNED, PLANNED_ON_ONE_HOST, Transport
 from megapar.config.options import Config
+from megapar.system import device
 
 
 def planned_device(config: Config) -> str:

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import get_args
 
+from megapar.activations.recompute import Mode
+from megapar.base.errors import ConfigError
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar.plan.memory import RankReport, fullest_rank, reports
 from megapar.plan.parts import Parts
 from megapar.plan.target import planned_device
-from megapar.recompute import Mode
 
 UNEVEN_EXPERTS = 0.5
 """A plan gives each expert an even share of the tokens. So much more of what experts keep is held in reserve."""

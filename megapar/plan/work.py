@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Meta, Transfers
-from megapar.context import ParallelContext
+from megapar.declare.context import ParallelContext
 
 META = torch.device("meta")
 

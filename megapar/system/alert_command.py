@@ -15,7 +15,7 @@ from queue import Empty, Full, Queue
 from threading import Thread
 from typing import Any
 
-from megapar.errors import NumericError, Rewind, reason_of
+from megapar.base.errors import NumericError, Rewind, reason_of
 from megapar.system.atomic_files import as_json
 
 _LIMIT_SECONDS = 60.0  # for one call

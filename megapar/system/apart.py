@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import ParamSpec, TypeVar
 
-from megapar.errors import OutOfMemoryError, starting
+from megapar.base.errors import OutOfMemoryError, starting
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megapar.errors import storing
+from megapar.base.errors import storing
 from megapar.system.regular_files import open_new
 
 _STREAMS = ("/dev/stdout", "/dev/stderr", "/dev/null")

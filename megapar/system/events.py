@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from megapar.errors import reason_of
+from megapar.base.errors import reason_of
 from megapar.system.atomic_files import as_json
 from megapar.system.regular_files import SMALL, open_regular
 from megapar.system.typed import Shape, mismatch

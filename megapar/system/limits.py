@@ -5,7 +5,7 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from megapar.errors import OutOfMemoryError
+from megapar.base.errors import OutOfMemoryError
 
 _FILES = resource.RLIMIT_NOFILE
 _FILE_SIZE = resource.RLIMIT_FSIZE

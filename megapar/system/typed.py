@@ -9,7 +9,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from megapar.errors import DataError, reason_of
+from megapar.base.errors import DataError, reason_of
 from megapar.system.regular_files import SMALL, read_regular
 
 Shape = type | list["Shape"] | dict[str, "Shape"]

@@ -6,8 +6,8 @@
     linear_reduce   chunks leave while others are computed   OutputRegion: ChunkedReduce or ChunkedScatterSum
 
 After Wang et al., "Overlap Communication with Dependent Computation via Decomposition in Large Deep Learning Models"
-(ASPLOS 2023), with a collective for each chunk in place of a ring of transfers. `megapar.linear` has the layers without
-chunks.
+(ASPLOS 2023), with a collective for each chunk in place of a ring of transfers. `megapar.linear.function` has the
+layers without chunks.
 
 A chunk has the same tokens of every rank's slice of the sequence. So every rank contributes to every chunk, and its
 collective uses all links. The whole sequence is in the order of ranks, so the chunk's tokens lie apart in it: viewed
@@ -28,9 +28,9 @@ from torch.autograd.function import once_differentiable
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.linear import KeptWeight, LinearFunction, keep_for_backward, weight_gradient
-from megapar.low_rank import AdaptedLinear, LowRank, keep_adapted
-from megapar.products import MatrixProducts
+from megapar.linear.function import KeptWeight, LinearFunction, keep_for_backward, weight_gradient
+from megapar.linear.low_rank import AdaptedLinear, LowRank, keep_adapted
+from megapar.linear.products import MatrixProducts
 from megapar.tensor_parallel.regions import Gather
 
 _Result = TypeVar("_Result")
@@ -241,7 +241,7 @@ class _LinearReduce(torch.autograd.Function):
     """y = region.leave(x W^T). Forward communicates a chunk of the output while the product of the next is computed.
 
     Backward receives a chunk of the output's gradient while the input gradient of the one before is computed. With an
-    adapter, s B z is added before a chunk leaves: z, B and `rule` are as in `megapar.low_rank.LowRank`.
+    adapter, s B z is added before a chunk leaves: z, B and `rule` are as in `megapar.linear.low_rank.LowRank`.
     """
 
     @staticmethod
@@ -316,7 +316,7 @@ def gather_adapted(
     products: MatrixProducts,
     rule: LowRank,
 ) -> Tensor:
-    """`gather_linear` of a layer with an adapter, see `megapar.low_rank.AdaptedLinear`."""
+    """`gather_linear` of a layer with an adapter, see `megapar.linear.low_rank.AdaptedLinear`."""
     return _GatherAdapted.apply(x, weight, bias, a, b, region, products, rule)
 
 
@@ -331,8 +331,8 @@ def linear_reduce(
 ) -> Tensor:
     """y = region.leave(x W^T): [s / slices, ..., out], from x [s, ..., in]. Chunks leave under products of later ones.
 
-    With z, b and `rule`, y = region.leave(x W^T + s B z): see `megapar.low_rank.LowRank`. Its products round as those
-    of `gather_linear`. Raises ValueError if `slices` does not divide s.
+    With z, b and `rule`, y = region.leave(x W^T + s B z): see `megapar.linear.low_rank.LowRank`. Its products round as
+    those of `gather_linear`. Raises ValueError if `slices` does not divide s.
     """
     if x.shape[0] % region.slices:
         raise ValueError(f"sequence parallel: length {x.shape[0]} does not divide by tp {region.slices}")

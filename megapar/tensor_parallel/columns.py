@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megapar.comm.axis import Axis
-from megapar.params import Box, Piece, cut, make_piece
+from megapar.declare.params import Box, Piece, cut, make_piece
 
 
 @dataclass(frozen=True)

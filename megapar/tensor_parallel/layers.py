@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.comm.axis import Axis
-from megapar.linear import LOCAL, LinearFunction
-from megapar.low_rank import AdaptedLinear
-from megapar.main_grad import DeferredWeightGradient
-from megapar.params import VOCAB_MULTIPLE, ZEROS, Init, cut, held_by_all, make_piece, shared_piece
-from megapar.products import TORCH_PRODUCTS, MatrixProducts
-from megapar.random import Tokens
-from megapar.sharding import Sharding
+from megapar.declare.params import VOCAB_MULTIPLE, ZEROS, Init, cut, held_by_all, make_piece, shared_piece
+from megapar.declare.random import Tokens
+from megapar.declare.sharding import Sharding
+from megapar.linear.function import LOCAL, LinearFunction
+from megapar.linear.low_rank import AdaptedLinear
+from megapar.linear.main_grad import DeferredWeightGradient
+from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.tensor_parallel.chunks import ChunkedGather, gather_adapted, gather_linear, linear_reduce, output_region
 from megapar.tensor_parallel.columns import Columns
 from megapar.tensor_parallel.lora import Lora

@@ -15,9 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.converted_weight import ConvertedWeight
-from megapar.linear import InputRegion
-from megapar.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.linear.converted_weight import ConvertedWeight
+from megapar.linear.function import InputRegion
+from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, CrossEntropy, LogitRule
 from megapar.tensor_parallel.regions import input_region
 

@@ -1,4 +1,4 @@
-"""The adapter of a linear layer: its factors as parameters, cut over tp. `megapar.low_rank` has its products.
+"""The adapter of a linear layer: its factors as parameters, cut over tp. `megapar.linear.low_rank` has its products.
 
 For a matrix `name` [out, in] these are its logical tensors, with r the rank of the adapter:
 
@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from megapar.comm.axis import Axis
 from megapar.comm.collectives import all_reduce
-from megapar.low_rank import InputDropout, LoraRule, LowRank, ScaledColumns
-from megapar.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, Sizes, cut, make_piece, shared_piece
-from megapar.random import Tokens
-from megapar.sharding import Sharding
+from megapar.declare.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, Sizes, cut, make_piece, shared_piece
+from megapar.declare.random import Tokens
+from megapar.declare.sharding import Sharding
+from megapar.linear.low_rank import InputDropout, LoraRule, LowRank, ScaledColumns
 from megapar.tensor_parallel.columns import Columns
 
 

@@ -10,8 +10,9 @@ Their names are those of Korthikanti et al. (arXiv 2205.05198, section 4.2). The
     gather_sequence (g)      all-gather       reduce-scatter
     scatter_sum     (g bar)  reduce-scatter   all-gather
 
-Copy and Gather are objects, because a linear layer overlaps their communication with its products (`megapar.linear`).
-Gathers and scatters are along dimension 0, the sequence. At tp size 1 every one is the identity.
+Copy and Gather are objects, because a linear layer overlaps their communication with its products
+(`megapar.linear.function`). Gathers and scatters are along dimension 0, the sequence. At tp size 1 every one is the
+identity.
 """
 
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from torch import Tensor
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.linear import LOCAL, InputRegion, Local
+from megapar.linear.function import LOCAL, InputRegion, Local
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.load import verified_manifest
-from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.compatible import saved_adapter
 from megapar.config.options import Config
-from megapar.context import ParallelContext
-from megapar.errors import CheckpointError
+from megapar.declare.agreement import from_first, on_all_ranks
+from megapar.declare.context import ParallelContext
 
 
 def identity(config: Config, ctx: ParallelContext) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megapar import device
+from megapar.base.errors import CheckpointError, CommunicationError, StorageError
 from megapar.checkpoint import by_host, tiers
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Ownership, check, exclusive, remove
@@ -32,23 +32,24 @@ from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, sna
 from megapar.checkpoint.tiers import FOLDER, Tier
 from megapar.checkpoint.values import rounding_problem
 from megapar.checkpoint.vocabulary import grown_note
-from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.compatible import adapter_changes, changes, function_changes
 from megapar.config.lengths import is_length
 from megapar.config.messages import shown
 from megapar.config.model_rules import HEAD, SELECTION_BIAS
 from megapar.config.options import SCORE, Config, flatten, unflatten
-from megapar.context import ParallelContext
-from megapar.errors import CheckpointError, CommunicationError, StorageError
+from megapar.declare.agreement import from_first, on_all_ranks
+from megapar.declare.context import ParallelContext
+from megapar.declare.optimizer_state import StateSlice
+from megapar.declare.params import ADAPTER, MAIN
+from megapar.declare.random import Draws
 from megapar.optimizer.schedule import change_of_rate
-from megapar.optimizer_state import StateSlice
-from megapar.params import ADAPTER, MAIN
-from megapar.random import Draws
-from megapar.train import adapter_base, spikes
+from megapar.step import spikes
+from megapar.step.state import TrainState
+from megapar.system import device
+from megapar.train import adapter_base
 from megapar.train.data import compare
 from megapar.train.position import Position, options_of_weights, position, trainer_state
 from megapar.train.resumed_samples import resumed_blend
-from megapar.train.state import TrainState
 
 # One save writes while another waits with its copy of the state. Each further one would cost another copy in memory.
 _UNDER_WAY = 2

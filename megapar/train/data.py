@@ -12,13 +12,12 @@ from typing import Any
 
 import numpy as np
 
+from megapar.base.errors import DataError
 from megapar.comm import collectives
-from megapar.comm.agreement import on_all_ranks
 from megapar.config.data_spec import Entry, blend_stages, validation_sets
 from megapar.config.derive import with_vocabulary
 from megapar.config.messages import first_few
 from megapar.config.options import Config, DataConfig
-from megapar.context import ParallelContext
 from megapar.context_parallel.deal import positions
 from megapar.data import contents
 from megapar.data.blend import BLEND_VERSION, Stage
@@ -31,9 +30,10 @@ from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, SampleKind, open_dataset
 from megapar.data.texts import TEXTS, record_of
 from megapar.data.tokenizer import load_tokenizer, made_by
-from megapar.errors import DataError
+from megapar.declare.agreement import on_all_ranks
+from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import embedding_ranks
-from megapar.train.state import TrainState
+from megapar.step.state import TrainState
 
 TEST = "test"  # the name of the set that is evaluated only after the last step
 _SAMPLED = 64  # samples of a source whose ids are looked at before the first step

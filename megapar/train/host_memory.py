@@ -4,11 +4,11 @@ import socket
 from collections import defaultdict
 from collections.abc import Sequence
 
+from megapar.base.errors import ConfigError
 from megapar.comm import collectives
 from megapar.config.options import Config
-from megapar.context import ParallelContext
 from megapar.data_parallel.layout import FlatLayout
-from megapar.errors import ConfigError
+from megapar.declare.context import ParallelContext
 from megapar.optimizer import table
 from megapar.system.host_memory import available_bytes
 

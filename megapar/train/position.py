@@ -4,15 +4,15 @@ import math
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from megapar.base.errors import CheckpointError
+from megapar.base.precision import LossScale
 from megapar.checkpoint.format import BASE, MOST, Manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of
 from megapar.config.compatible import weight_options
 from megapar.config.options import flatten
-from megapar.errors import CheckpointError
-from megapar.precision import LossScale
+from megapar.step.state import Recent, TrainState
 from megapar.train.data import ORDER
 from megapar.train.resumed_samples import stages_of
-from megapar.train.state import Recent, TrainState
 
 
 def trainer_state(state: TrainState) -> dict[str, Any]:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megapar.base.errors import CheckpointError, DataError
 from megapar.checkpoint.format import Manifest
 from megapar.config.data_spec import Entry, blend_stages, weights_to_come
 from megapar.config.messages import counted, shown
 from megapar.config.options import Config, flatten, unflatten
 from megapar.data.blend import Blend, Stage
-from megapar.errors import CheckpointError, DataError
 
 _DECIDING = (
     *("data.train", "data.stages", "data.split", "data.tokenizer"),

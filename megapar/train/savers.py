@@ -9,12 +9,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import NamedTuple
 
+from megapar.base.errors import StorageError
 from megapar.checkpoint.format import step_of
 from megapar.checkpoint.tiers import Tier, shared
-from megapar.comm.agreement import from_first
-from megapar.errors import StorageError
+from megapar.declare.agreement import from_first
+from megapar.step.state import TrainState
 from megapar.train.checkpoints import Saver
-from megapar.train.state import TrainState
 
 
 def best_interval(save_seconds: float, mtbf_seconds: float) -> float:

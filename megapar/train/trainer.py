@@ -10,15 +10,13 @@ from typing import Any
 
 import torch
 
-from megapar import device
-from megapar.batch import MicroBatch, PipelineStage
+from megapar.base.errors import NumericError, Preempted, StorageError
+from megapar.base.precision import LossScale, model_dtype
 from megapar.checkpoint import tiers
 from megapar.checkpoint.format import step_of
 from megapar.comm import collectives
-from megapar.comm.agreement import from_first, on_all_ranks
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, OptimizerConfig, flatten
-from megapar.context import ParallelContext
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader
 from megapar.data_parallel.layout import FlatLayout, HasParameters
@@ -26,39 +24,42 @@ from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.data_parallel.units import Initial, UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
-from megapar.environment import Environment
-from megapar.errors import NumericError, Preempted, StorageError
-from megapar.largest_logits import measuring_modules
+from megapar.declare.agreement import from_first, on_all_ranks
+from megapar.declare.batch import MicroBatch, PipelineStage
+from megapar.declare.context import ParallelContext
+from megapar.declare.largest_logits import measuring_modules
+from megapar.declare.random import fill, initialize
+from megapar.declare.stage_set import StageSet
 from megapar.launch.rank_process import RankProcess
+from megapar.observe import prediction, replicas
+from megapar.observe.memory_report import MemoryReport
+from megapar.observe.metrics import Measured, Meter, Reporter
+from megapar.observe.prediction import Comparison, Prediction
+from megapar.observe.profiler import Profiler
+from megapar.observe.rehearsal import rehearse
+from megapar.observe.report import attention_in_words
+from megapar.observe.sinks.base import RunInfo
+from megapar.observe.stragglers import Stragglers
+from megapar.observe.watch import Watch
 from megapar.optimizer import table
 from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import of
 from megapar.pipeline.sharding_plan import UnitAction, Units
 from megapar.pipeline.zero_bubble import Memory
-from megapar.precision import LossScale, model_dtype
-from megapar.random import fill, initialize
-from megapar.stage_set import StageSet
-from megapar.system import events
+from megapar.step import not_finite, spikes
+from megapar.step.evaluation import validate
+from megapar.step.spikes import Spikes, compute_again, in_words_again, past_rewinds
+from megapar.step.state import QueuedStep, StepResult, TrainState
+from megapar.step.step import queue_step
+from megapar.step.trainable import freeze_others
+from megapar.system import device, events
+from megapar.system.environment import Environment
 from megapar.system.garbage import GarbageCollection
 from megapar.system.say import say
-from megapar.train import checkpoints, host_memory, not_finite, prediction, replicas, spikes
+from megapar.train import checkpoints, host_memory
 from megapar.train.data import TEST, holds_conversations, packs_in_words
-from megapar.train.evaluation import validate
-from megapar.train.memory_report import MemoryReport
-from megapar.train.metrics import Measured, Meter, Reporter
-from megapar.train.prediction import Comparison, Prediction
-from megapar.train.profiler import Profiler
-from megapar.train.rehearsal import rehearse
-from megapar.train.report import attention_in_words
 from megapar.train.savers import Lost, Saved, Savers
-from megapar.train.sinks.base import RunInfo
-from megapar.train.spikes import Spikes, compute_again, in_words_again, past_rewinds
-from megapar.train.state import QueuedStep, StepResult, TrainState
-from megapar.train.step import queue_step
-from megapar.train.stragglers import Stragglers
-from megapar.train.trainable import freeze_others
-from megapar.train.watch import Watch
 
 
 def initializes_by_unit(config: Config) -> bool:

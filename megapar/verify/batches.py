@@ -5,11 +5,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from megapar.batch import MicroBatch, Targets
 from megapar.config.options import Config
-from megapar.context import ParallelContext
 from megapar.context_parallel import deal
 from megapar.data import order
+from megapar.declare.batch import MicroBatch, Targets
+from megapar.declare.context import ParallelContext
 
 
 def micro_batches(

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megapar.base.precision import model_dtype
 from megapar.config.options import Config
-from megapar.precision import model_dtype
 from megapar.verify.logical import Assembled
 from megapar.verify.run import Shown
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from megapar.batch import MicroBatch
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.context_parallel import gather
@@ -16,6 +15,7 @@ from megapar.context_parallel.ring import _Round
 from megapar.context_parallel.ulysses import Ulysses
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
+from megapar.declare.batch import MicroBatch
 from megapar.expert_parallel import balance, dispatch, route, row_counts
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.average import Average

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from megapar import linear
-from megapar.batch import MicroBatch
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.context_parallel.dropout import AttentionDropout
@@ -18,10 +16,13 @@ from megapar.data_parallel.partial_sums import _Aligned, _Overlapping
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
-from megapar.main_grad import WeightGradientQueue
+from megapar.declare.batch import MicroBatch
+from megapar.linear import function as linear
+from megapar.linear.main_grad import WeightGradientQueue
 from megapar.pipeline.runtime import PipelineRuntime
+from megapar.step import step
 from megapar.tensor_parallel import layers, regions
-from megapar.train import step, trainer
+from megapar.train import trainer
 
 Wrap = Callable[[Any], Any]
 """From the original function to the one in its place."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any, get_args
 
+from megapar.base.errors import ConfigError
 from megapar.config.options import (
     Config,
     OptimizerConfig,
@@ -16,7 +17,6 @@ from megapar.config.options import (
     option_types,
     unflatten,
 )
-from megapar.errors import ConfigError
 from megapar.pipeline.schedule_files import is_file
 from megapar.pipeline.schedules import SCHEDULES, virtual_stages
 

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from megapar.comm import collectives
-from megapar.context import ParallelContext
 from megapar.data_parallel.units import UnitGradients, UnitWeights
-from megapar.params import Piece, spec_of
-from megapar.train.state import TrainState
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import Piece, spec_of
+from megapar.step.state import TrainState
 
 
 @dataclass(frozen=True)

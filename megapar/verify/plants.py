@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
+from megapar.base.errors import ConfigError
+from megapar.base.grid import TIED_AXIS
 from megapar.config.model_options import ModelConfig
-from megapar.errors import ConfigError
-from megapar.grid import TIED_AXIS
 from megapar.verify import faults_of_layers as layers
 from megapar.verify import faults_of_ranks as ranks
 from megapar.verify.faults_of_ranks import Patch, Wrap

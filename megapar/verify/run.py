@@ -13,22 +13,22 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from megapar.batch import PipelineStage
+from megapar.base.errors import MegaparError
 from megapar.comm.flight import Board
 from megapar.config.options import Config
-from megapar.context import ParallelContext
-from megapar.environment import Environment
-from megapar.errors import MegaparError
+from megapar.declare.batch import PipelineStage
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import Box, Piece
+from megapar.declare.stage_set import StageSet
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import join, leave, rank_process
 from megapar.launch.reporting import Ended
 from megapar.launch.signals import HANDLED
+from megapar.linear.products import MatrixProducts
 from megapar.optimizer.optimizers import Optimizers
-from megapar.params import Box, Piece
-from megapar.products import MatrixProducts
-from megapar.stage_set import StageSet
-from megapar.train.state import StepResult, TrainState
-from megapar.train.step import train_step
+from megapar.step.state import StepResult, TrainState
+from megapar.step.step import train_step
+from megapar.system.environment import Environment
 from megapar.train.trainer import initializes_by_unit, start
 from megapar.verify.batches import micro_batches
 from megapar.verify.logical import Assembled, Held, assembled, held_gradients, held_state, held_weights

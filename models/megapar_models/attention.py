@@ -11,12 +11,12 @@ from megapar_kernels.block_attention import ScoreRule
 from megapar_kernels.rope import rotate_qk, split_and_rotate_qkv
 from torch import Tensor, nn
 
-from megapar import recompute
+from megapar.activations import recompute
 from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
 from megapar.context_parallel.dropout import AttentionDropout
-from megapar.largest_logits import rows_of_heads
-from megapar.params import make_piece
+from megapar.declare.largest_logits import rows_of_heads
+from megapar.declare.params import make_piece
 from megapar.tensor_parallel.layers import Columns
 from megapar_models.factory import Factory
 from megapar_models.forward import DropoutSite, ForwardContext, dropout_use

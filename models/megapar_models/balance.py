@@ -8,13 +8,13 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megapar import device
-from megapar.batch import MicroBatch, Targets
+from megapar.base.precision import model_dtype
 from megapar.comm import collectives
 from megapar.config.files import Resolved, load_earlier
 from megapar.config.options import Config
-from megapar.context import ParallelContext, single
-from megapar.precision import model_dtype
+from megapar.declare.batch import MicroBatch, Targets
+from megapar.declare.context import ParallelContext, single
+from megapar.system import device
 from megapar_models.build import balanced, stage_layers, stage_maker
 from megapar_models.counts import WholeModel
 from megapar_models.registry import find_objective, num_targets

@@ -6,18 +6,18 @@ from functools import partial
 
 from torch import nn
 
-from megapar.batch import PipelineStage
+from megapar.activations.recompute import Recompute
+from megapar.base.precision import model_dtype
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig, Config
-from megapar.context import ParallelContext
-from megapar.device import choose_kernels
+from megapar.declare.batch import PipelineStage
+from megapar.declare.context import ParallelContext
+from megapar.declare.sharding import Sharding
+from megapar.declare.stage_set import Declared, StageSet
+from megapar.linear.products import MatrixProducts
 from megapar.pipeline.partition import explicit, partition, split_finely
 from megapar.pipeline.schedules import embedding_ranks, placement
-from megapar.precision import model_dtype
-from megapar.products import MatrixProducts
-from megapar.recompute import Recompute
-from megapar.sharding import Sharding
-from megapar.stage_set import Declared, StageSet
+from megapar.system.device import choose_kernels
 from megapar_models.counts import WholeModel
 from megapar_models.factory import initializations
 from megapar_models.registry import find, find_objective

@@ -11,13 +11,13 @@ from fractions import Fraction
 
 import torch
 
+from megapar.activations.recompute import Recompute
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import NO_ADAPTER, AdapterConfig, Config
-from megapar.context import single
-from megapar.errors import ConfigError
-from megapar.params import ParamSpec, Piece, selected, spec_of
-from megapar.recompute import Recompute
-from megapar.sharding import Sharding
+from megapar.declare.context import single
+from megapar.declare.params import ParamSpec, Piece, selected, spec_of
+from megapar.declare.sharding import Sharding
 from megapar_models.factory import initializations
 from megapar_models.registry import find
 

@@ -16,18 +16,18 @@ from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 from torch import Tensor, nn
 
+from megapar.base.errors import ConfigError
 from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig
 from megapar.context_parallel.attention import CoreAttention
-from megapar.errors import ConfigError
+from megapar.declare.largest_logits import LargestLogits, ScaledRows
+from megapar.declare.params import Init, Sizes
+from megapar.declare.random import Tokens
+from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.experts import Experts
-from megapar.largest_logits import LargestLogits, ScaledRows
-from megapar.low_rank import LoraRule
-from megapar.params import Init, Sizes
-from megapar.products import TORCH_PRODUCTS, MatrixProducts
-from megapar.random import Tokens
-from megapar.sharding import Sharding
+from megapar.linear.low_rank import LoraRule
+from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,
     Columns,

@@ -6,11 +6,11 @@ from enum import IntEnum
 
 from torch import Tensor
 
-from megapar.batch import MicroBatch
+from megapar.declare.batch import MicroBatch
+from megapar.declare.largest_logits import LargestLogits
+from megapar.declare.random import Tokens
+from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.dispatch import Dispatch
-from megapar.largest_logits import LargestLogits
-from megapar.random import Tokens
-from megapar.sharding import Sharding
 from megapar_models.rotary import Rotary
 
 

@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from megapar_kernels.block_attention import wide
 from torch import Tensor, nn
 
-from megapar.batch import MicroBatch
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
-from megapar.largest_logits import LargestLogits
+from megapar.declare.batch import MicroBatch
+from megapar.declare.largest_logits import LargestLogits
 from megapar_models.stage import Stage
 
 Ids = Sequence[int]

@@ -24,10 +24,10 @@ from megapar_kernels.block_attention import ScoreRule
 from megapar_kernels.rope import rotate
 from torch import Tensor, nn
 
-from megapar import recompute
+from megapar.activations import recompute
 from megapar.config.model_options import ModelConfig
-from megapar.largest_logits import ScaledRows
-from megapar.params import ZEROS, shared_piece
+from megapar.declare.largest_logits import ScaledRows
+from megapar.declare.params import ZEROS, shared_piece
 from megapar.tensor_parallel.layers import Columns, local_linear, shared_vector
 from megapar.tensor_parallel.regions import copy_to_tp, gather_sequence
 from megapar_models.factory import Factory

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megapar import recompute
+from megapar.activations import recompute
 from megapar.config.model_options import ModelConfig
 from megapar.config.plugins import named
 from megapar_models.attention import Attention

@@ -6,8 +6,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from megapar.batch import MicroBatch
 from megapar.config.model_options import MoEConfig
+from megapar.declare.batch import MicroBatch
 from megapar.expert_parallel.route import RouterRule
 from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, LogitRule
 from megapar_models.norms import NormRule

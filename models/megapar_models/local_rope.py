@@ -6,8 +6,8 @@ It has the option for the second table, and the fields of a config.json for both
 from dataclasses import dataclass, field
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import OF_FUNCTION
-from megapar.errors import ConfigError
 from megapar_models.family import Raw
 from megapar_models.rope import read_rope, write_rope
 from megapar_models.rotary import Rotary

@@ -23,10 +23,10 @@ from megapar_kernels.activations import (
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
-from megapar import recompute
+from megapar.activations import recompute
 from megapar.config.model_options import ModelConfig
-from megapar.params import Init
-from megapar.random import Tokens
+from megapar.declare.params import Init
+from megapar.declare.random import Tokens
 from megapar.tensor_parallel.layers import Columns, shared_vector
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext

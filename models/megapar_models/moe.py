@@ -14,14 +14,14 @@ from fractions import Fraction
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megapar.batch import add_loss
 from megapar.config.model_options import ModelConfig, MoEConfig
+from megapar.declare.batch import add_loss
+from megapar.declare.params import cut, shared_piece
+from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
 from megapar.expert_parallel.dispatch import Dispatch, combine, compute, plan_dispatch, send
 from megapar.expert_parallel.route import RouterRule
 from megapar.expert_parallel.row_counts import place_of_expert
-from megapar.params import cut, shared_piece
-from megapar.sharding import Sharding
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext, rows_of_rank

@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import shown
 from megapar.config.model_options import MixtureModel, MoEConfig
-from megapar.errors import ConfigError
 from megapar_models.family import Raw, typed, wrong_types
 from megapar_models.rope import factor_warnings
 

@@ -8,8 +8,8 @@ from megapar_kernels.dispatch import Implementation
 from megapar_kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torch import Tensor, nn
 
-from megapar.params import ONES, ZEROS
-from megapar.sharding import Sharding
+from megapar.declare.params import ONES, ZEROS
+from megapar.declare.sharding import Sharding
 from megapar.tensor_parallel.layers import shared_vector
 
 

@@ -12,10 +12,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megapar.batch import PADDING, MicroBatch
 from megapar.comm.axis import Axis
 from megapar.config.options import TrainConfig
-from megapar.stage_set import AddedLoss
+from megapar.declare.batch import PADDING, MicroBatch
+from megapar.declare.stage_set import AddedLoss
 from megapar.tensor_parallel.regions import reduce_from_tp
 
 

@@ -8,8 +8,8 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
 from megapar.comm.axis import Axis
-from megapar.params import ONES, ZEROS
-from megapar.sharding import Sharding
+from megapar.declare.params import ONES, ZEROS
+from megapar.declare.sharding import Sharding
 from megapar.tensor_parallel.layers import Columns, shared_vector
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from megapar_models.factory import Factory

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megapar.batch import MicroBatch
+from megapar.declare.batch import MicroBatch
 from megapar_models.rotary_options import RopeScaling, RotaryModel
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megapar.config.model_rules import HEAD
 from megapar.config.options import SCORE
-from megapar.params import ParamSpec, shared_piece
+from megapar.declare.params import ParamSpec, shared_piece
 from megapar.tensor_parallel.layers import local_linear
 from megapar.tensor_parallel.regions import reduce_from_tp
 from megapar_models.factory import Factory

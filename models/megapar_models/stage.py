@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from megapar import recompute
-from megapar.batch import MicroBatch, PipelineStage, Targets, TensorSpec
+from megapar.activations import recompute
+from megapar.activations.recompute import Recompute
 from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
-from megapar.recompute import Recompute
-from megapar.stage_set import AddedLoss, Declared
+from megapar.declare.batch import MicroBatch, PipelineStage, Targets, TensorSpec
+from megapar.declare.stage_set import AddedLoss, Declared
 from megapar.tensor_parallel.cross_entropy import ruled_logits, vocab_parallel_cross_entropy
 from megapar.tensor_parallel.layers import column_linear, vocabulary_bias, vocabulary_cut
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy

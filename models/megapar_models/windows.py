@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar_models.family import Raw
 from megapar_models.rope import scaling_problems
 from megapar_models.rotary_options import RotaryModel

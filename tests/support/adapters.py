@@ -11,13 +11,13 @@ from megapar_models.registry import find, validate
 from megapar_models.stage import Stage
 from torch import Tensor
 
-from megapar import context
-from megapar.batch import MicroBatch
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig, Config, OptimizerConfig, TrainConfig
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
-from megapar.train.trainable import freeze_others
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
+from megapar.step.trainable import freeze_others
 from megapar.train.trainer import assemble
 from megapar.verify import logical
 from tests.support import close, tiny_models

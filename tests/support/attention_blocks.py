@@ -8,10 +8,10 @@ from megapar_kernels.backend import Kernels
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.batch import MicroBatch
 from megapar.comm.axis import Axis
 from megapar.context_parallel import deal
 from megapar.context_parallel.attention import CoreAttention
+from megapar.declare.batch import MicroBatch
 
 LENGTH, SAMPLES, WIDTH = 24, 2, 6
 PACKED = (0, 1, 4, 11, 24, 29, 47, 48)  # starts of documents of two samples

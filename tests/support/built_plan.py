@@ -12,21 +12,21 @@ from megapar_models.build import build_stages
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from megapar import context
-from megapar.batch import MicroBatch, PipelineStage, Targets
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, PipelineStage, Targets
+from megapar.declare.params import spec_of
 from megapar.launch.grid import grid_of
-from megapar.main_grad import WeightGradientQueue, main_grads
-from megapar.params import spec_of
+from megapar.linear.main_grad import WeightGradientQueue, main_grads
+from megapar.observe import memory_report
+from megapar.observe.kept import DEFERRED, KeptBytes, Key
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import most_live
 from megapar.plan.memory import RankReport
 from megapar.plan.target import planned_transport
 from megapar.plan.work import META, FusedAttention
-from megapar.train import memory_report
-from megapar.train.kept import DEFERRED, KeptBytes, Key
-from megapar.train.trainable import freeze
+from megapar.step.trainable import freeze
 from megapar.train.trainer import assemble
 
 

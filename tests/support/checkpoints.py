@@ -19,17 +19,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from megapar import context
+from megapar.base.errors import MegaparError
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.checkpoint.load import load
 from megapar.checkpoint.save import save
 from megapar.checkpoint.values import checksum
 from megapar.comm.axis import Axis
-from megapar.context import ParallelContext
-from megapar.errors import MegaparError
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
+from megapar.declare.optimizer_state import StateSlice
+from megapar.declare.params import ZEROS, ParamSpec, Piece, make_piece
 from megapar.optimizer.adamw import AdamW
-from megapar.optimizer_state import StateSlice
-from megapar.params import ZEROS, ParamSpec, Piece, make_piece
 from tools.convert_checkpoint import NativeToHf, native_to_hf
 
 MODEL = {"hidden_size": 6, "rope": {"factor": 1.0}, "tie_word_embeddings": False}

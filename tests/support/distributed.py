@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megapar import device
 from megapar.comm import collectives
+from megapar.system import device
 from tests.support import garbage
 from tests.support.progress import Watch
 

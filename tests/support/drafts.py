@@ -11,7 +11,7 @@ import torch
 from megapar_models.convert.saved import load_model
 from megapar_models.convert.sketch import Sketch, sketch
 
-from megapar.errors import CheckpointError, ConfigError
+from megapar.base.errors import CheckpointError, ConfigError
 from tests.support.published import assert_equal_logits, random_batch
 from tools import new_family
 from tools.convert_checkpoint import HfToNative, hf_to_native

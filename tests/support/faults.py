@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.checkpoint.format import checkpoint_folders, find_complete
-from megapar.train import step
+from megapar.step import step
 from tests.support import program
 from tests.support.program import Ended, Program
 from tests.support.progress import CAP_SECONDS

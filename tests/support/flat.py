@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from megapar.config.options import OptimizerConfig
-from megapar.context import ParallelContext
 from megapar.data_parallel.buckets import Range
 from megapar.data_parallel.layout import FlatLayout, Slot
 from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.weights import FlatWeights
+from megapar.declare.context import ParallelContext
 from megapar.optimizer.optimizers import Optimizers
 
 

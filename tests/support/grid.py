@@ -15,8 +15,6 @@ from megapar_models.qwen3_moe.model import Qwen3MoeExperts
 from megapar_models.registry import find_objective, num_targets, validate
 from torch import Tensor, nn
 
-from megapar import context
-from megapar.batch import MicroBatch
 from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.config.options import (
     NO_ADAPTER,
@@ -28,14 +26,16 @@ from megapar.config.options import (
     ParallelConfig,
     TrainConfig,
 )
-from megapar.context import ParallelContext
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import Init, spec_of
+from megapar.declare.random import initial_values, initialize
 from megapar.launch.grid import grid_of
-from megapar.params import Init, spec_of
-from megapar.random import initial_values, initialize
-from megapar.train.evaluation import evaluate
-from megapar.train.state import StepResult, TrainState
-from megapar.train.step import train_step
-from megapar.train.trainable import freeze_others
+from megapar.step.evaluation import evaluate
+from megapar.step.state import StepResult, TrainState
+from megapar.step.step import train_step
+from megapar.step.trainable import freeze_others
 from megapar.train.trainer import assemble
 from megapar.verify import batches, logical
 from megapar.verify.logical import held_weights

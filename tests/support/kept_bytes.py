@@ -1,4 +1,4 @@
-"""Bytes kept by autograd, counted in another way than `megapar.train.kept` does."""
+"""Bytes kept by autograd, counted in another way than `megapar.observe.kept` does."""
 
 from collections.abc import Callable, Iterable
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from megapar import device
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Transfers, Transport
 from megapar.comm.transports import Transports
+from megapar.system import device
 
 
 def poison(x: Tensor) -> None:

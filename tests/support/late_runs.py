@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 from tests.support.grid import Layout, make_state, micro_batches
 from tests.support.late import arrive_late
 from tests.support.runs import Bits, bits

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 
-from megapar.side_stream import Reached, SideStream
+from megapar.system.side_stream import Reached, SideStream
 
 
 class LateStream(SideStream):

@@ -5,10 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from megapar.params import Init
-from megapar.products import TORCH_PRODUCTS, MatrixProducts
-from megapar.recompute import run
-from megapar.sharding import Sharding
+from megapar.activations.recompute import run
+from megapar.declare.params import Init
+from megapar.declare.sharding import Sharding
+from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear
 
 INIT = Init("normal", 0.1)

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megapar import context
-from megapar.context import ParallelContext
+from megapar.base.grid import Grid
+from megapar.declare import context
+from megapar.declare.context import ParallelContext
 from megapar.expert_parallel.route import RouterRule
-from megapar.grid import Grid
 from megapar.verify import logical
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten

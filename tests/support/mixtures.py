@@ -10,14 +10,14 @@ from megapar_kernels.activations import swiglu
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
-from megapar.context import ParallelContext, single
+from megapar.declare.context import ParallelContext, single
+from megapar.declare.params import Init
+from megapar.declare.sharding import Sharding
 from megapar.expert_parallel import dispatch
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.expert_parallel.row_counts import place_of_expert
-from megapar.params import Init
-from megapar.sharding import Sharding
 from megapar.verify import logical
 
 HIDDEN = 6

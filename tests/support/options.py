@@ -5,6 +5,6 @@ from functools import partial
 from megapar_models.registry import FOR_OPTIONS
 
 from megapar.config import files
-from megapar.config.other_frameworks.hints import hint
+from megapar.migrate.hints import hint
 
 load = partial(files.load, families=FOR_OPTIONS, hint=hint)

@@ -1,4 +1,4 @@
-"""Records of a run's steps, written as `megapar.train.profiler` writes them."""
+"""Records of a run's steps, written as `megapar.observe.profiler` writes them."""
 
 import json
 from collections.abc import Sequence

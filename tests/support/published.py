@@ -21,13 +21,13 @@ from megapar_models.registry import validate
 from megapar_models.stage import Stage
 from torch import Tensor
 
-from megapar import context
-from megapar.batch import MicroBatch
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.config.options import Config, OptimizerConfig, TrainConfig
-from megapar.errors import ConfigError
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.train.trainer import assemble
 from megapar.verify import logical
 from tests.support import close

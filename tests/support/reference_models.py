@@ -7,8 +7,8 @@ import torch
 from megapar_models.registry import find
 from torch import Tensor
 
-from megapar.batch import MicroBatch
 from megapar.config.model_options import ModelConfig
+from megapar.declare.batch import MicroBatch
 
 Tensors = Mapping[str, Tensor]
 

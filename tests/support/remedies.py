@@ -18,8 +18,8 @@ from typing import Any, get_args, get_origin
 
 from megapar_models.registry import FAMILIES, FOR_OPTIONS, find, validate
 
+from megapar.base.errors import ConfigError
 from megapar.config.options import Config, default_config, flatten, unflatten
-from megapar.errors import ConfigError
 
 TYPES = FOR_OPTIONS.types()
 DEFAULTS = flatten(Config())

@@ -9,9 +9,9 @@ from megapar_models.llama import reference as plain
 from megapar_models.reference import Tensors
 from torch import Tensor
 
-from megapar import context
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import KernelsConfig
+from megapar.declare import context
 from megapar.verify import logical
 from tests.support import tiny_models
 

@@ -10,10 +10,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megapar import device
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.train.state import TrainState
+from megapar.step.state import TrainState
+from megapar.system import device
 
 Bits = dict[str, Tensor]
 

@@ -6,13 +6,13 @@ import torch
 from megapar_models.build import build_stages
 from megapar_models.registry import validate
 
-from megapar import context
-from megapar.batch import MicroBatch
 from megapar.config.options import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.declare.random import initialize
 from megapar.launch.grid import grid_of
-from megapar.random import initialize
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 from megapar.train.trainer import assemble
 from tests.support import tiny_models
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from megapar_models.convert.saved import load_model
 
-from megapar import context
-from megapar.errors import CheckpointError, ConfigError
+from megapar.base.errors import CheckpointError, ConfigError
+from megapar.declare import context
 from megapar.verify import logical
 from tests.support import close
 from tests.support.drafts import outcome_of_draft, sketch_of

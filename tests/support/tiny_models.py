@@ -11,10 +11,10 @@ from megapar_models.registry import find, validate
 from megapar_models.stage import Stage
 from torch import Tensor
 
-from megapar.batch import MicroBatch
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import NO_ADAPTER, AdapterConfig, Config, ParallelConfig, TrainConfig
-from megapar.context import ParallelContext
+from megapar.declare.batch import MicroBatch
+from megapar.declare.context import ParallelContext
 from megapar.verify import logical
 
 LENGTH = 48  # beyond what rope_scaling calls the original context in some tests

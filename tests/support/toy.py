@@ -12,9 +12,20 @@ from torch import Tensor, nn
 
 from megapar.comm.axis import Axis
 from megapar.config.options import OptimizerConfig
-from megapar.context import ParallelContext
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import (
+    ZEROS,
+    Box,
+    ParamSpec,
+    Piece,
+    cut,
+    held_by_all,
+    make_piece,
+    parameter,
+    shared_piece,
+    spec_of,
+)
 from megapar.optimizer.clip import clip_coefficient
-from megapar.params import ZEROS, Box, ParamSpec, Piece, cut, held_by_all, make_piece, parameter, shared_piece, spec_of
 
 Q_HEADS, HEAD, WIDTH = 6, 2, 40
 DECAYED = {"embed", "q", "k", "v", "row"}

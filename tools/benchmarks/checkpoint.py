@@ -34,13 +34,13 @@ from benchmarks.counting import Cost, cost, in_turn, ratio, spread
 from benchmarks.layouts import make_batches, make_weights, whole_step
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
-from megapar import device
 from megapar.checkpoint.load import load
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import CheckpointConfig, Config, LaunchConfig, TrainConfig
+from megapar.observe.provenance import provenance
+from megapar.step.step import TrainState
+from megapar.system import device
 from megapar.train.checkpoints import Saver
-from megapar.train.provenance import provenance
-from megapar.train.step import TrainState
 
 
 @dataclass(frozen=True)

@@ -17,15 +17,15 @@ from benchmarks.peers_huggingface import HuggingFace, HuggingFaceDDP, HuggingFac
 from benchmarks.peers_megatron import MegatronCore, MegatronCoreExperts
 from benchmarks.peers_shared_memory import SharedMemoryTensorParallel
 from benchmarks.products import Products
-from megapar import context
-from megapar.batch import MicroBatch
 from megapar.config.options import Config, ParallelConfig
 from megapar.context_parallel.deal import positions
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.declare.params import spec_of
 from megapar.expert_parallel.balance import Router, Routing
 from megapar.expert_parallel.route import counts
 from megapar.launch.grid import grid_of
-from megapar.params import spec_of
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 from megapar.train.trainer import assemble
 
 

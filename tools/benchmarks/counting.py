@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from megapar import device
+from megapar.system import device
 
 
 def in_turn(names: Iterable[str], number: int) -> list[str]:

@@ -23,7 +23,7 @@ from megapar_kernels.attention import sdpa
 from torch import Tensor
 
 from benchmarks.report import Report, table
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
 
 _SECONDS = 0.02  # of one product and library in a round, so that a short one is repeated
 

@@ -16,8 +16,8 @@ from benchmarks.contenders import LAYOUTS
 from benchmarks.counting import in_turn
 from benchmarks.profiling import kind_of, record
 from benchmarks.report import Report, table
-from megapar import device
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
+from megapar.system import device
 
 KINDS = {
     "matrix products": "aten::(mm|addmm|bmm)|mkldnn::",

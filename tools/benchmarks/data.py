@@ -33,11 +33,11 @@ from rich.progress import track
 
 from benchmarks.counting import Cost, cost, with_children
 from benchmarks.report import Report, table
-from megapar import device
+from megapar.base.errors import ConfigError
 from megapar.data.preprocess import Recipe, preprocess, read_documents
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
-from megapar.errors import ConfigError
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
+from megapar.system import device
 
 
 @dataclass(frozen=True)

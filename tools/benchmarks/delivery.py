@@ -22,7 +22,7 @@ from megapar.data.delivery import Delivery
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
 
 LONGEST = 2**31 - 1  # tokens of a document that the format holds
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from benchmarks.counting import Cost, cost, in_turn, ratio, spread
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
-from megapar.batch import MicroBatch
-from megapar.train.provenance import provenance
+from megapar.declare.batch import MicroBatch
+from megapar.observe.provenance import provenance
 
 CONVERT = Path(__file__).parents[1] / "convert_checkpoint.py"
 VOCABULARY, SAMPLES, LENGTH = 4096, 2, 512

@@ -37,16 +37,16 @@ from benchmarks.peers import Weights
 from benchmarks.peers_huggingface import HuggingFace
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from benchmarks.report import Report, table
-from megapar import context
-from megapar.batch import MicroBatch
+from megapar.base.errors import ConfigError
 from megapar.config.options import AdapterConfig, Config
 from megapar.data.packs import best_fit
-from megapar.errors import ConfigError
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
 from megapar.launch.grid import grid_of
-from megapar.train.provenance import provenance
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
-from megapar.train.trainable import freeze_others
+from megapar.observe.provenance import provenance
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
+from megapar.step.trainable import freeze_others
 from megapar.train.trainer import assemble
 
 WAYS = ("megapar", "Trainer")

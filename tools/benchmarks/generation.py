@@ -20,7 +20,7 @@ from benchmarks.counting import cost, in_turn, ratio, spread
 from benchmarks.families import converted
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
 
 OURS, THEIRS = "megapar", "transformers"
 VOCABULARY = 4096

@@ -8,10 +8,10 @@ is taken of fp32 logits of all tokens, attention is SDPA as it comes, and torch.
 graph. With full recompute it recomputes its layers as well. Mixtures are cut to a few layers that fit into a GPU, so
 their embedding and head weigh more than in the whole model. Experts of Hugging Face are torch's grouped_mm.
 
-MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.device.PEAK_TFLOPS). megapar_models.counts has
-the FLOPs of a token: causal attention counted half, no recomputation. The first steps compile and are not counted.
-The time of megapar stands beside the prediction of megapar.plan.step_time, and its memory beside the plan of
---dry_run.
+MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.system.device.PEAK_TFLOPS).
+megapar_models.counts has the FLOPs of a token: causal attention counted half, no recomputation. The first steps compile
+and are not counted. The time of megapar stands beside the prediction of megapar.plan.step_time, and its memory beside
+the plan of --dry_run.
 
 Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile with its one or two minutes a model.
 Each measurement runs alone, in a fresh process, for at most three minutes, and the JSON file is written again after
@@ -51,18 +51,18 @@ from benchmarks.peers import Peer, Result
 from benchmarks.profiling import Kernel, kind_of, record
 from benchmarks.ranks import BenchmarkError, run_ranks
 from benchmarks.report import Session, number, table
-from megapar import device
+from megapar.base.errors import ConfigError
 from megapar.config.derive import num_microbatches
 from megapar.config.model_options import MixtureModel, ModelConfig, MoEConfig
 from megapar.config.options import Config, KernelsConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.errors import ConfigError
+from megapar.observe.provenance import provenance
 from megapar.plan import hardware
 from megapar.plan.durations import BACKWARD_ATTENTION, EXPERTS, FORWARD_ATTENTION, KERNELS, PRODUCTS
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import report_rank
 from megapar.plan.parts import Parts
 from megapar.plan.step_time import OPTIMIZER, StepTime, step_time
-from megapar.train.provenance import provenance
+from megapar.system import device
 
 OFF = 0.15  # a measured figure that differs from its prediction by more is marked
 WARMUP = 2

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing  # tensors then go through a Pipe in shared memory
 from megapar_models.build import build_stages
+from megapar_models.convert.giving import Giver, Taker
 from megapar_models.convert.handoff import Handoff, give, write_safetensors
 from megapar_models.registry import validate
 from safetensors.torch import load_file, save_file
@@ -26,14 +27,13 @@ from torch import Tensor, nn
 from benchmarks.counting import cost, in_turn, memory, ratio, spread
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from benchmarks.report import Report, table
-from megapar import context
-from megapar.comm.giving import Giver, Taker
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
+from megapar.declare import context
+from megapar.declare.params import spec_of
+from megapar.declare.random import initialize
 from megapar.launch.grid import grid_of
-from megapar.params import spec_of
-from megapar.random import initialize
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
 
 WAYS = ("buckets", "tensor by tensor")
 TARGETS = ("rank", "files", "process")

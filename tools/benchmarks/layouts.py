@@ -46,12 +46,12 @@ from benchmarks.products import Products
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from benchmarks.report import Report, table
 from benchmarks.traffic import expected_traffic
-from megapar import device
+from megapar.base.errors import ConfigError
 from megapar.config.derive import num_microbatches
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config, KernelsConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.errors import ConfigError
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
+from megapar.system import device
 
 LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2", "cp2", "compiled", "offload", "moe", "moe_ep2"]
 WARMUP = 1  # steps: DTensor fills its caches, megapar learns when buckets are full, pipelining asks for shapes

@@ -19,7 +19,7 @@ import torch
 
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
 
 ROOT = Path(__file__).parents[2]
 CASES: Mapping[str, tuple[str, ...]] = {

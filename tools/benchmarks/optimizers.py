@@ -28,9 +28,9 @@ from benchmarks.ranks import BenchmarkError, run_ranks
 from benchmarks.report import Report, table
 from benchmarks.small_llama import make_batch, make_state, small_llama
 from megapar.config.options import Config, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.observe.provenance import provenance
 from megapar.optimizer import muon, owners
-from megapar.train.provenance import provenance
-from megapar.train.step import train_step
+from megapar.step.step import train_step
 
 OFFLOADS = (0.0, 0.5, 1.0)
 

@@ -22,10 +22,10 @@ import torch
 
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
+from megapar.base.errors import ConfigError
 from megapar.data.chat import BUILT_IN, ChatTemplate
 from megapar.data.packs import best_fit
-from megapar.errors import ConfigError
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from megapar import device
+from megapar.system import device
 
 
 class Kernel(NamedTuple):

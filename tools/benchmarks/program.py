@@ -29,7 +29,7 @@ from benchmarks.counting import cost, in_turn, ratio
 from benchmarks.peers import Plain
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
-from megapar.train.provenance import provenance
+from megapar.observe.provenance import provenance
 
 _PROGRAM = Path(__file__).parents[2] / "pretrain_scripts/pretrain.py"
 _WARMUP = 3  # steps: memory is taken, oneDNN compiles

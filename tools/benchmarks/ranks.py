@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megapar import device
+from megapar.base.errors import MegaparError
 from megapar.comm import collectives
-from megapar.errors import MegaparError
+from megapar.system import device
 
 
 class BenchmarkError(MegaparError):

@@ -17,15 +17,15 @@ from benchmarks.counting import cost, in_turn, ratio
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
 from benchmarks.small_llama import make_batch, make_state, small_llama
-from megapar.batch import MicroBatch
+from megapar.activations.recompute import Mode
 from megapar.config.options import BY_LAYER, Config, KernelsConfig, ParallelConfig, TrainConfig
+from megapar.declare.batch import MicroBatch
+from megapar.observe.kept import KeptBytes
+from megapar.observe.provenance import provenance
 from megapar.plan.memory import reports
 from megapar.plan.parts import Parts
-from megapar.recompute import Mode
-from megapar.train.kept import KeptBytes
-from megapar.train.provenance import provenance
-from megapar.train.state import TrainState
-from megapar.train.step import train_step
+from megapar.step.state import TrainState
+from megapar.step.step import train_step
 
 OFFLOAD = ", inputs on the host"
 """Added to a mode: with train.offload 1."""

@@ -9,9 +9,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from megapar.errors import storing
+from megapar.base.errors import storing
+from megapar.observe.provenance import in_a_line
 from megapar.system.atomic_files import write_json
-from megapar.train.provenance import in_a_line
 
 WIDTH = 200  # of what is printed: narrower, numbers would be cut
 

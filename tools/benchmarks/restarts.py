@@ -26,8 +26,8 @@ from rich.progress import track
 from benchmarks.counting import in_turn
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
+from megapar.observe.provenance import provenance
 from megapar.system import events
-from megapar.train.provenance import provenance
 
 _PROGRAM = Path(__file__).parents[2] / "pretrain_scripts/pretrain.py"
 _TINY = _PROGRAM.parent / "configs/tiny.toml"

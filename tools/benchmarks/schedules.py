@@ -19,22 +19,22 @@ from torch import Tensor
 from benchmarks.counting import cost
 from benchmarks.ranks import run_ranks, synchronize
 from benchmarks.report import Report, table
-from megapar import context
-from megapar.batch import MicroBatch, PipelineStage, TensorSpec
-from megapar.context import ParallelContext
+from megapar.base.errors import ConfigError
+from megapar.base.grid import Grid
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.reduce import Gradients
-from megapar.errors import ConfigError
-from megapar.grid import Grid
-from megapar.linear import LOCAL, LinearFunction
-from megapar.params import ONES, shared_piece
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import ONES, shared_piece
+from megapar.declare.sharding import Sharding
+from megapar.linear.function import LOCAL, LinearFunction
+from megapar.linear.products import MatrixProducts
+from megapar.observe.provenance import provenance
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import SCHEDULES, make, placement
 from megapar.pipeline.simulation import simulate
-from megapar.products import MatrixProducts
-from megapar.sharding import Sharding
-from megapar.train.provenance import provenance
 
 WIDTH = 8  # of the tensors that ranks send: so small that transfers cost no time
 

@@ -4,12 +4,12 @@ import torch
 from megapar_models.build import build_stages
 from megapar_models.llama.family import LlamaModel
 
-from megapar import context
-from megapar.batch import MicroBatch
 from megapar.config.options import Config
+from megapar.declare import context
+from megapar.declare.batch import MicroBatch
+from megapar.declare.random import initialize
 from megapar.launch.grid import grid_of
-from megapar.random import initialize
-from megapar.train.state import TrainState
+from megapar.step.state import TrainState
 from megapar.train.trainer import assemble
 
 

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 from benchmarks.report import Report, table
-from megapar.errors import MegaparError
+from megapar.base.errors import MegaparError
+from megapar.observe.prediction import STEPS
+from megapar.observe.provenance import provenance
 from megapar.plan import hardware
-from megapar.train.prediction import STEPS
-from megapar.train.provenance import provenance
 
 LAYOUTS = {
     "one process": "",

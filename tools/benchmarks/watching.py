@@ -23,11 +23,12 @@ import torch
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
 from megapar.comm.flight import AxisLog, Flight
-from megapar.train import replicas, trainer
-from megapar.train.metrics import Meter, Reporter
-from megapar.train.provenance import provenance
-from megapar.train.stragglers import Stragglers, Waits
-from megapar.train.watch import Watch
+from megapar.observe import replicas
+from megapar.observe.metrics import Meter, Reporter
+from megapar.observe.provenance import provenance
+from megapar.observe.stragglers import Stragglers, Waits
+from megapar.observe.watch import Watch
+from megapar.train import trainer
 
 _PROGRAM = Path(__file__).parents[2] / "pretrain_scripts/pretrain.py"
 _FILE = "watching.json"

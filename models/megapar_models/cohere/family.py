@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar_models.cohere.model import CohereModel, CohereStage
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED

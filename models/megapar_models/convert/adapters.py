@@ -16,6 +16,7 @@ import tyro
 from safetensors import safe_open
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint import vocabulary
 from megapar.checkpoint.format import BUFFER, Manifest, Sizes, read_manifest, reading
 from megapar.checkpoint.load import Reader
@@ -23,8 +24,7 @@ from megapar.config.compatible import saved_adapter
 from megapar.config.messages import counted, first_few
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import ADAPTERS, AdapterConfig
-from megapar.errors import CheckpointError, ConfigError
-from megapar.params import MAIN
+from megapar.declare.params import MAIN
 from megapar_models.convert.config_json import names_of
 from megapar_models.convert.exported import native_shapes
 from megapar_models.convert.huggingface import header_of, hugging_face_tensor

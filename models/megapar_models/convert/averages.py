@@ -8,10 +8,10 @@ import torch
 import tyro
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import BUFFER, read_manifest
 from megapar.checkpoint.load import Reader, has_average
-from megapar.errors import CheckpointError
-from megapar.params import AVERAGE, MAIN
+from megapar.declare.params import AVERAGE, MAIN
 from megapar_models.convert.exported import buffer_shapes, native_shapes
 from megapar_models.convert.progress import progress
 from megapar_models.convert.saved import saved_config, text_record

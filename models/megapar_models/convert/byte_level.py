@@ -3,8 +3,8 @@
 from itertools import pairwise
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.data.tokenizer import TiktokenTokenizer
-from megapar.errors import ConfigError
 from megapar_models.convert.word_pattern import InexpressibleError, oniguruma
 
 BYTES_END = "<|endoftext|>"

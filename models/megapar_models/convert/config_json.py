@@ -9,8 +9,8 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
-from megapar.errors import ConfigError
 from megapar_models.convert.config_fields import wrong_kinds
 from megapar_models.convert.multimodal import MULTIMODAL, OTHER_PARTS, language_model
 from megapar_models.convert.quantized import BLOCK

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from megapar.errors import CheckpointError
+from megapar.base.errors import CheckpointError
 from megapar.system.regular_files import read_regular
 
 

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from megapar.checkpoint.format import BUFFER, Manifest, dtype_of, read_manifest
 from megapar.checkpoint.load import Reader
-from megapar.params import MAIN
+from megapar.declare.params import MAIN
 from megapar_models.convert.stream import check_finite, new_folder
 
 CONFIG = "model_config.json"

@@ -19,18 +19,18 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from megapar.base.errors import ConfigError
+from megapar.base.grid import Grid
+from megapar.base.precision import model_dtype
 from megapar.comm import collectives
-from megapar.comm.giving import Giver
 from megapar.config.messages import first_few
 from megapar.config.options import Config
-from megapar.context import ParallelContext, planned
-from megapar.errors import ConfigError
-from megapar.grid import Grid
-from megapar.optimizer_state import StateSlice
-from megapar.params import Box, ParamSpec, Piece, spec_of
-from megapar.precision import model_dtype
+from megapar.declare.context import ParallelContext, planned
+from megapar.declare.optimizer_state import StateSlice
+from megapar.declare.params import Box, ParamSpec, Piece, spec_of
 from megapar_models.build import build_stages
 from megapar_models.convert.exported import hf_infos, hf_recipes
+from megapar_models.convert.giving import Giver
 from megapar_models.convert.huggingface import write_model
 from megapar_models.convert.recipes import Part, Recipe, places
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo
@@ -353,7 +353,7 @@ def write_safetensors(handoff: Handoff, folder: Path, *, shard_bytes: int = SHAR
 
 
 def give(handoff: Handoff, giver: Giver | None) -> None:
-    """Give the stream to another process of this host (`megapar.comm.giving`). A collective.
+    """Give the stream to another process of this host (`megapar_models.convert.giving`). A collective.
 
     A receiver has a `giver`. A bucket is put together in the memory that both processes see.
     """

@@ -14,11 +14,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import BUFFER, Manifest, Sizes, reading
 from megapar.checkpoint.load import Reader
 from megapar.config.messages import first_few
-from megapar.errors import CheckpointError
-from megapar.params import MAIN
+from megapar.declare.params import MAIN
 from megapar.system.regular_files import read_regular
 from megapar_models.convert.quantized import FP8, MXFP4, Form, fp8, fp8_scales_shape, mxfp4
 from megapar_models.convert.recipes import Place, Recipe, starred

@@ -24,11 +24,11 @@ import torch
 from torch import Tensor
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import Sizes, dtype_name
 from megapar.checkpoint.load import flatten
 from megapar.config.messages import counted, first_few
 from megapar.config.model_options import ModelConfig
-from megapar.errors import CheckpointError
 from megapar.system.regular_files import read_regular
 from megapar_models.convert.megatron_args import unsupported
 from megapar_models.convert.stream import CODES, check_finite

@@ -22,9 +22,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.base.errors import CheckpointError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import flatten
-from megapar.errors import CheckpointError
 from megapar_models.convert.megatron import MegatronCheckpoint
 from megapar_models.convert.megatron_args import HARMLESS
 from megapar_models.llama.model import LlamaModel

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar_models.family import Raw
 
 

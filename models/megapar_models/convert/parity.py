@@ -12,10 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from megapar.batch import MicroBatch
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config
-from megapar.errors import CheckpointError, ConfigError
+from megapar.declare.batch import MicroBatch
 from megapar_models.convert import megatron, megatron_core
 from megapar_models.convert.config_json import is_of_sequences
 from megapar_models.convert.saved import load_model

@@ -9,10 +9,10 @@ from collections.abc import Collection, Iterable, Mapping, Set
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import BUFFER, Manifest
 from megapar.config.model_options import ModelConfig
-from megapar.errors import ConfigError
-from megapar.params import MAIN
+from megapar.declare.params import MAIN
 from megapar_models.convert.config_json import names_of
 from megapar_models.convert.exported import hf_recipes
 from megapar_models.convert.recipes import Place, Recipe, places, starred

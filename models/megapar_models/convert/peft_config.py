@@ -5,9 +5,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import first_few
 from megapar.config.options import AdapterConfig
-from megapar.errors import ConfigError
 from megapar_models.convert.stacked_experts import GATE_UP, PARAMETERS, Stack
 from megapar_models.convert.typed_fields import (
     COUNT,

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import Sizes
 from megapar.checkpoint.load import Reader
-from megapar.errors import ConfigError
-from megapar.params import MAIN, Box
+from megapar.declare.params import MAIN, Box
 from megapar_models.tensor_layouts import Layout, Pairs
 
 

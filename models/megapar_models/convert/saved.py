@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megapar import context
+from megapar.base.errors import CheckpointError, ConfigError, reason_of
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import Manifest, open_manifest, read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices, weights_of
@@ -16,8 +16,8 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.option_values import convert_all
 from megapar.config.options import Config, DataConfig, default_config, flatten, option_types, unflatten
 from megapar.data.texts import TextOptions, Texts, open_texts, saved_record
-from megapar.errors import CheckpointError, ConfigError, reason_of
-from megapar.params import MAIN
+from megapar.declare import context
+from megapar.declare.params import MAIN
 from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.family import Family

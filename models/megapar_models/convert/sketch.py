@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from types import NoneType
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import Sizes
 from megapar.config.model_options import ModelConfig
-from megapar.errors import ConfigError
 from megapar_models.convert.config_json import FIXED, WITHOUT_EFFECT, is_derived
 from megapar_models.convert.field_words import (
     ACTIVATIONS,

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.config.model_options import ModelConfig
-from megapar.errors import CheckpointError, ConfigError
-from megapar.params import Sizes
+from megapar.declare.params import Sizes
 from megapar_models.convert.config_json import names_of
 
 GATE_UP = "mlp.experts.gate_up_proj"

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError, ConfigError, StorageError
 from megapar.checkpoint.format import (
     BASE,
     BUFFER,
@@ -27,8 +28,7 @@ from megapar.checkpoint.format import (
 from megapar.checkpoint.values import checksum, content, sum_of_contents
 from megapar.config.options import Config, flatten
 from megapar.data.texts import TEXTS
-from megapar.errors import CheckpointError, ConfigError, StorageError
-from megapar.params import MAIN
+from megapar.declare.params import MAIN
 from megapar_models.registry import weight_options
 
 ACCEPTED = "accepted_fields"

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megapar.base.errors import ConfigError, DataError, reason_of
 from megapar.data.tokenizer import ByteTokenizer, SentencePieceTokenizer, TiktokenTokenizer, Tokenizer
-from megapar.errors import ConfigError, DataError, reason_of
 from megapar.system.regular_files import read_regular
 from megapar_models.convert.byte_level import BYTES_END, bytes_json, tiktoken_json, tokenizers_library
 from megapar_models.convert.word_pattern import InexpressibleError

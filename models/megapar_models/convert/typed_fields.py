@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar.system.regular_files import read_regular
 
 

@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
+from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.messages import first_few, shown
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config
-from megapar.errors import CheckpointError, ConfigError
-from megapar.params import MAIN
-from megapar.random import initial_values
+from megapar.declare.params import MAIN
+from megapar.declare.random import initial_values
 from megapar_models.convert.saved import with_fitting_objective
 from megapar_models.convert.stream import check_finite
 from megapar_models.counts import WholeModel

@@ -7,9 +7,9 @@ glm4_moe_lite. FP8 weights are dequantized when they are read. Layers of multi-t
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar_models.deepseek.model import DeepseekExperts, DeepseekModel, DeepseekStage
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED

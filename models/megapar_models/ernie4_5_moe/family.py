@@ -6,7 +6,7 @@ Layers of prediction are left out.
 from collections.abc import Iterator
 from typing import Any
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar_models.deepseek.family import EXPERT_MODULES, STACKED
 from megapar_models.deepseek.model import DeepseekExperts
 from megapar_models.ernie4_5_moe.model import ErnieMoeModel, ErnieMoeStage

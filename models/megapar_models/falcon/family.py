@@ -5,7 +5,7 @@ Falcon 7B has one norm for both branches and one key/value head. 40B and 180B ha
 
 from typing import Any
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType, Raw, dropout_warnings
 from megapar_models.gpt_neox.family import FIELDS, GELUS, PLAIN_ACTIVATIONS, demand
 from megapar_models.gpt_neox.model import GPTNeoXModel, GPTNeoXStage

@@ -3,9 +3,9 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.gemma.family import ACTIVATIONS, DEFAULTS, FIELDS, bidirectional
 from megapar_models.gemma2.model import Gemma2Model, Gemma2Stage

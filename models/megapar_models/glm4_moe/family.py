@@ -7,9 +7,9 @@ rotated. They are written as glm4_moe.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar_models.deepseek.family import (
     DEFAULTS,
     EXPERT_MODULES,

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
 from megapar_models.gpt.model import GPTModel, GPTStage
 from megapar_models.gpt.reference import logits

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from megapar_kernels.dropout import dropout_add, keep_mask
 from torch import Tensor, nn
 
-from megapar import recompute
+from megapar.activations import recompute
 from megapar.config.model_options import OF_TRAINING, ModelConfig
-from megapar.params import shared_piece
+from megapar.declare.params import shared_piece
 from megapar_models.attention import Attention
 from megapar_models.factory import Factory
 from megapar_models.forward import DropoutSite, ForwardContext, dropout_use, hidden_keys, rows_of_rank

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.gpt.family import FIELDS, MODULES, WITHOUT_EFFECT, warnings_of_dropout
 from megapar_models.gpt.model import GPTModel, GPTStage

@@ -2,8 +2,8 @@
 
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
-from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType, Raw, dropout_warnings
 from megapar_models.gpt_neox.model import GPTNeoXModel, GPTNeoXStage
 from megapar_models.llama.family import SAME_FIELDS

@@ -7,9 +7,9 @@ conversion moves them half a head apart.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.llama.model import LlamaModel, LlamaStage

@@ -11,8 +11,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 
+from megapar.base.errors import ConfigError
 from megapar.data.texts import Texts
-from megapar.errors import ConfigError
 from megapar_models.judging.judge import Score, Window, sliding
 from megapar_models.judging.requests import Answer
 

@@ -12,13 +12,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megapar.batch import MicroBatch
+from megapar.base.errors import ConfigError
 from megapar.comm import collectives
 from megapar.config.options import Config
-from megapar.context import ParallelContext
 from megapar.data.texts import TextOptions
 from megapar.data.tokenizer import Tokenizer
-from megapar.errors import ConfigError
+from megapar.declare.batch import MicroBatch
+from megapar.declare.context import ParallelContext
 from megapar.tensor_parallel.layers import vocabulary_cut
 from megapar_models.convert.saved import texts_of
 from megapar_models.generation import Decoder, Sampling, decoding, draw, why_no_cache

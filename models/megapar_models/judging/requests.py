@@ -11,9 +11,9 @@ from queue import Empty, Queue
 from threading import Thread
 from typing import Any
 
-from megapar import device
-from megapar.comm.agreement import from_first
-from megapar.context import ParallelContext
+from megapar.declare.agreement import from_first
+from megapar.declare.context import ParallelContext
+from megapar.system import device
 from megapar_models.generation import Sampling
 from megapar_models.judging.judge import Continuation, Judge, Window
 

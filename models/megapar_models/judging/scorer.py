@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megapar.batch import MicroBatch, PipelineStage, TensorSpec
+from megapar.base.errors import ConfigError, DataError
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import holds, load_weights, verified_manifest, weight_slices, weights_of
@@ -17,15 +17,15 @@ from megapar.comm import collectives
 from megapar.config.compatible import saved_adapter
 from megapar.config.files import load
 from megapar.config.options import AdapterConfig, Config, flatten, unflatten
-from megapar.config.other_frameworks.hints import hint
-from megapar.context import ParallelContext
 from megapar.context_parallel.deal import positions
 from megapar.data.order import micro_batch_positions
 from megapar.data.samples import Samples, Treatment, micro_batch
-from megapar.environment import Environment
-from megapar.errors import ConfigError, DataError
-from megapar.params import ADAPTER
+from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
+from megapar.declare.context import ParallelContext
+from megapar.declare.params import ADAPTER
+from megapar.migrate.hints import hint
 from megapar.pipeline.runtime import PipelineRuntime
+from megapar.system.environment import Environment
 from megapar.train import adapter_base
 from megapar.train.checkpoints import without_added
 from megapar_models.build import build_stages

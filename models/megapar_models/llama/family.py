@@ -6,9 +6,9 @@ It reads `model_type` llama, mistral, ministral, qwen2, qwen3 and seed_oss, as t
 from collections.abc import Mapping
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import shown
 from megapar.config.model_options import ModelConfig
-from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType, dropout_warnings
 from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.llama.reference import logits

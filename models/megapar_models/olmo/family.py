@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.local_rope import read_ropes, write_ropes

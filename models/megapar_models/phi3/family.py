@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.options import Config
-from megapar.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, ModelType, overlaid
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope

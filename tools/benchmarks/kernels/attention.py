@@ -14,10 +14,10 @@ from torch import Tensor
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.ops import Case, Maker
-from megapar.batch import MicroBatch
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.scoring import Scoring
 from megapar.context_parallel.whole import whole_attention
+from megapar.declare.batch import MicroBatch
 
 
 class Model(NamedTuple):

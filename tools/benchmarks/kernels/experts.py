@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.kernels import peers
 from benchmarks.kernels.ops import Case, Maker
 from megapar.expert_parallel.row_counts import inverse_of
-from megapar.products import MatrixProducts
+from megapar.linear.products import MatrixProducts
 
 
 class Model(NamedTuple):

@@ -13,9 +13,9 @@ from benchmarks.kernels import peers
 from benchmarks.kernels.ops import Case, Direction, Maker
 from benchmarks.kernels.timing import ROTATED_BYTES, Stopwatch
 from benchmarks.ranks import BenchmarkError
-from megapar import device
-from megapar.errors import ConfigError
-from megapar.train.provenance import provenance
+from megapar.base.errors import ConfigError
+from megapar.observe.provenance import provenance
+from megapar.system import device
 
 OTHER_RESULT = 2e-2  # a contender this far from fp32 computes something else
 

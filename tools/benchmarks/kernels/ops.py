@@ -17,10 +17,10 @@ from torch import Tensor
 
 from benchmarks.kernels import peers
 from benchmarks.kernels.peers import EPS, Op
-from megapar import context
 from megapar.data_parallel.accumulate import MainGradView
-from megapar.products import MatrixProducts
-from megapar.random import row_keys
+from megapar.declare import context
+from megapar.declare.random import row_keys
+from megapar.linear.products import MatrixProducts
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 

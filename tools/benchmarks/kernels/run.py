@@ -31,7 +31,7 @@ from benchmarks.kernels.ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, cases
 from benchmarks.kernels.timing import Stopwatch
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Session, number, table
-from megapar.errors import ConfigError
+from megapar.base.errors import ConfigError
 
 NOT_RUN = "not run"
 

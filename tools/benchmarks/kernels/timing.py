@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from megapar import device
+from megapar.system import device
 
 ROTATED_BYTES = 1 << 29  # ten times an H100's L2, four times a B200's
 BURST_MS, FEWEST, MOST = 80.0, 5, 50  # how long repetitions go on, and how many there are
