@@ -15,7 +15,7 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from megapar.pipeline import blocks
 from megapar.pipeline.actions import Action, Orders, looped, peak, v_shaped
 from megapar.pipeline.makespans import Times, makespans
-from megapar.pipeline.schedules import SCHEDULES, ZERO_BUBBLE, make
+from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.pipeline.zero_bubble import Durations, counted_by_stage
 from megapar.pipeline.zero_bubble_orders import zb_1p, zb_v
 
@@ -108,7 +108,8 @@ def lengths_of(orders: Orders, rank_of: Sequence[int], times: Sequence[Times] = 
 
 def allowed(name: str, pp: int) -> int:
     """What our schedule may keep, in stages of micro-batches."""
-    return int(ZERO_BUBBLE[name].microbatches(pp) * stages_on_a_rank(name)) if name in ZERO_BUBBLE else 2 * pp + 1
+    search = SCHEDULES[name].search
+    return int(search.microbatches(pp) * stages_on_a_rank(name)) if search else 2 * pp + 1
 
 
 def worst_ratio(name: str, pp: int, m: int, known: bool) -> float:
@@ -124,9 +125,9 @@ def worst_ratio(name: str, pp: int, m: int, known: bool) -> float:
     orders = make(name, pp, vpp, m)
     assert keeps(orders) <= allowed(name, pp)
     ratios = [ours / theirs for ours, theirs in zip(lengths_of(orders, rank_of), other.lengths, strict=True)]
-    if known and name in ZERO_BUBBLE:
+    if known and SCHEDULES[name].search:
         for times, theirs in zip(TIMES, other.lengths, strict=True):
-            schedule = ZERO_BUBBLE[name].schedule(durations=Durations(*times[:3]))
+            schedule = SCHEDULES[name].within(durations=Durations(*times[:3]))
             ratios.append(lengths_of(make(schedule, pp, vpp, m), rank_of, [times])[0] / theirs)
     return max(ratios)
 
@@ -223,7 +224,7 @@ def rows_of_rests() -> list[str]:
         theirs = {name: torch_orders(name, pp, 2, m) for name in ("Interleaved1F1B", "InterleavedZeroBubble")}
         both = theirs["InterleavedZeroBubble"]
         assert both is not None
-        as_much = ZERO_BUBBLE["zb-interleaved"].schedule(counted_by_stage(keeps(both) / 2, rank_of))
+        as_much = SCHEDULES["zb-interleaved"].within(counted_by_stage(keeps(both) / 2, rank_of))
         orders = [make("interleaved", pp, 2, m), theirs["Interleaved1F1B"], make("zb-interleaved", pp, 2, m), both]
         found = [
             None if order is None else Published(list(lengths_of(order, rank_of)), keeps(order))

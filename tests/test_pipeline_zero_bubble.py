@@ -10,7 +10,7 @@ import pytest
 from megapar.base.errors import ConfigError
 from megapar.pipeline.actions import Action, Orders, looped, peak, v_shaped
 from megapar.pipeline.lowering import MessageBatch, lower
-from megapar.pipeline.schedules import SCHEDULES, ZERO_BUBBLE, Schedule, make
+from megapar.pipeline.schedules import SCHEDULES, Schedule, make
 from megapar.pipeline.simulation import simulate
 from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, shortest
 
@@ -47,10 +47,10 @@ class Case(NamedTuple):
 
     def orders(self) -> Orders:
         schedule = SCHEDULES[self.name]
-        if self.name in ZERO_BUBBLE:
+        if SCHEDULES[self.name].search:
             draw = random.Random(self.m)
             durations = draw.choice((None, Durations(), Durations(1, 1.3, 0.7), Durations(1, 2.2, 0.8)))
-            schedule = ZERO_BUBBLE[self.name].schedule(self.memory(), durations)
+            schedule = SCHEDULES[self.name].within(self.memory(), durations)
         assert isinstance(schedule, Schedule)
         return make(schedule, self.pp, self.vpp, self.m)
 
@@ -60,7 +60,7 @@ def draw_case(draw: random.Random, most_ranks: int) -> Case:
     pp = draw.randint(1, most_ranks)
     vpp = FIXED.get(name, draw.randint(1, 3))
     memory = {}
-    if name in ZERO_BUBBLE:
+    if SCHEDULES[name].search:
         memory = draw.choice(({}, {"microbatches": draw.uniform(0.5, 2 * pp)}, {"bytes_of": draw.randint(1, 10**6)}))
     return Case(name, pp, vpp, draw.randint(1, 2 * pp + 3), **memory)
 
@@ -176,7 +176,7 @@ def test_less_memory_costs_time(pp: int, m: int, half: float, least: float) -> N
 
 def test_schedules_that_know_the_durations_idle_less() -> None:
     """With few micro-batches, an order made for its actual times idles less."""
-    known = ZERO_BUBBLE["zb-v"].schedule(durations=Durations(1, 1.3, 0.7))
+    known = SCHEDULES["zb-v"].within(durations=Durations(1, 1.3, 0.7))
     plans = [lower(make(schedule, 3, 2, 3), 6) for schedule in (known, SCHEDULES["zb-v"])]
     tuned, unknown = (simulate(plan, 1 / 2, 2 / 2, weights=0.7 / 2).bubble for plan in plans)
     assert tuned < 0.9 * unknown

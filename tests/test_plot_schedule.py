@@ -11,7 +11,7 @@ import pytest
 
 from megapar.pipeline.actions import Event, show
 from megapar.pipeline.lowering import lower
-from megapar.pipeline.schedules import ZERO_BUBBLE, make
+from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.pipeline.simulation import simulate
 from megapar.pipeline.zero_bubble import Durations
 from megapar.trace import timeline
@@ -44,7 +44,7 @@ def test_it_prints_the_orders_and_what_they_cost(
 def test_an_order_is_made_for_other_times_than_are_simulated(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    known = ZERO_BUBBLE["zb-v"].schedule(durations=Durations(1, 1.3, 0.7))
+    known = SCHEDULES["zb-v"].within(durations=Durations(1, 1.3, 0.7))
     shown = []
     for flags, schedule in (((), "zb-v"), (("--made_for", "1,1.3,0.7"), known)):
         orders = make(schedule, 3, 2, 3)

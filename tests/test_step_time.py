@@ -19,11 +19,13 @@ from megapar_models.registry import presets, validate
 from megapar.activations import recompute
 from megapar.base.errors import ConfigError
 from megapar.base.grid import Grid
+from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.declare import context
 from megapar.launch.grid import grid_of
 from megapar.linear.products import MatrixProducts
 from megapar.pipeline.actions import Action
+from megapar.pipeline.schedules import SCHEDULES, make, show
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
 from megapar.plan import hardware
@@ -303,6 +305,25 @@ def test_what_one_plan_keeps_is_right_for_the_next() -> None:
     second = config(1, "--train.recompute", "full", "--train.recompute_every", "2")
     assert step_time(every, shared, H100).seconds > step_time(second, shared, H100).seconds
     assert step_time(second, shared, H100) == step_time(second, Parts(StageBuilder()), H100)
+
+
+ZERO_BUBBLE = SCHEDULES["zb-h1"]
+
+
+@needs_triton
+def test_an_order_by_another_name_takes_as_long(tmp_path: Path) -> None:
+    """The same schedule as MODULE:NAME, and the same orders in a file, have the prediction of zb-h1.
+
+    All micro-batches are simulated: a file does not say that its rounds are alike.
+    """
+    of = config(8, "--parallel.pp", "4", "--parallel.dp", "2", "--parallel.schedule", "zb-h1")
+    file = tmp_path / "orders.txt"
+    file.write_text(show(make("zb-h1", 4, 1, num_microbatches(of))))
+    expected = step_time(of, PARTS, H100, timeline=True)
+    for name in (f"{__name__}:ZERO_BUBBLE", str(file)):
+        named = replace(of, parallel=replace(of.parallel, schedule=name))
+        assert step_time(named, PARTS, H100, timeline=True) == expected, name
+        assert not name.startswith(__name__) or step_time(named, PARTS, H100) == step_time(of, PARTS, H100)
 
 
 @needs_triton

@@ -13,7 +13,7 @@ from megapar.config.messages import counted
 from megapar.launch.reporting import reported
 from megapar.pipeline.actions import Event, Kind, Orders, show
 from megapar.pipeline.lowering import lower
-from megapar.pipeline.schedules import ZERO_BUBBLE, find, make
+from megapar.pipeline.schedules import SCHEDULES, find, make
 from megapar.pipeline.simulation import Timeline, simulate
 from megapar.pipeline.zero_bubble import Durations, counted_by_stage
 from megapar.trace import profile
@@ -61,15 +61,16 @@ def orders_of(args: Arguments) -> tuple[Orders, int]:
     if args.vpp and only not in (0, args.vpp):
         raise ConfigError(f"--vpp {args.vpp}: {name} needs {only}, which 0 means")
     vpp = schedule.vpp.meant_by(args.vpp)
-    if name in ZERO_BUBBLE:
+    obeying = ", ".join(known for known, each in SCHEDULES.items() if each.search)
+    if schedule.search:
         memory = None
         if args.memory:
             memory = counted_by_stage(args.memory, schedule.placement(args.pp, vpp))
-        schedule = ZERO_BUBBLE[name].schedule(memory, durations_of(args.made_for))
+        schedule = schedule.within(memory, durations_of(args.made_for))
     elif args.memory:
-        raise ConfigError(f"--memory {args.memory:g}: only {', '.join(ZERO_BUBBLE)} obey it; leave it out for {name}")
+        raise ConfigError(f"--memory {args.memory:g}: only {obeying} obey it; leave it out for {name}")
     elif args.made_for:
-        raise ConfigError(f"--made_for {args.made_for}: only {', '.join(ZERO_BUBBLE)} obey it; leave it out for {name}")
+        raise ConfigError(f"--made_for {args.made_for}: only {obeying} obey it; leave it out for {name}")
     return make(schedule, args.pp, vpp, args.microbatches), args.pp * vpp
 
 

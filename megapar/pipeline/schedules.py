@@ -11,6 +11,7 @@ from megapar.base.errors import ConfigError
 from megapar.config.messages import counted
 from megapar.config.options import ParallelConfig
 from megapar.config.plugins import named
+from megapar.config.unknown import joined
 from megapar.config.virtual_stages import ANY, ONE, SEVERAL, TWO, VirtualStages
 from megapar.pipeline.actions import Action, Event, Kind, Orders, looped, peak, show, v_shaped
 from megapar.pipeline.orders import gpipe, interleaved, one_f_one_b
@@ -19,6 +20,18 @@ from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, sh
 from megapar.pipeline.zero_bubble_orders import dualpipe_v
 
 __all__ = ["SCHEDULES", "Action", "Event", "Kind", "Orders", "Schedule", "find", "looped", "make", "placement", "show"]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What limits a searched order (`zero_bubble.shortest`).
+
+    `microbatches(pp)` is how many whole micro-batches a rank may keep if no limit in bytes is given. `grows`:
+    train.memory_gb may let a rank keep more. It may not where a schedule has its name for its limit, as v-half.
+    """
+
+    microbatches: Callable[[int], float]
+    grows: bool = True
 
 
 @dataclass(frozen=True)
@@ -37,11 +50,36 @@ class Schedule:
     On a pipeline of one rank each fine stage runs all of them before the next one (`megapar.pipeline.refine`). On
     several ranks the weights of a stage stay while it runs them (`megapar.pipeline.sharding_plan`).
     """
+    in_halves: bool = False
+    """Whether the backward pass of a stage comes as I and W (the gradients of its input, then those of its weights)."""
+    repeats: bool = False
+    """Whether each pp micro-batches of a long step take as long as the pp before them, so that a few show the time."""
+    keeps_all: bool = False
+    """Whether a rank keeps all micro-batches of a step. Else a few also show what it keeps at most."""
+    search: Search | None = None
+    """What searches the order within parallel.schedule_memory_gb, for the times of parallel.schedule_costs. None: the
+    order is fixed, and a run refuses to keep more than that limit."""
     name: str = ""
     """What messages call it: the value of parallel.schedule. `find` fills it in."""
 
     def __str__(self) -> str:
         return self.name
+
+    def within(self, memory: Memory | None = None, durations: Durations | None = None) -> "Schedule":
+        """Return the schedule searched within `memory` for `durations`, or this one if its order is fixed.
+
+        Without `memory` the limit is that of `search`. Without `durations` the times of actions are not known.
+        """
+        search = self.search
+        if search is None:
+            return self
+
+        def orders(pp: int, vpp: int, num_microbatches: int) -> Orders:
+            rank_of = self.placement(pp, vpp)
+            limit = memory or counted_by_stage(search.microbatches(pp), rank_of)
+            return shortest(rank_of, num_microbatches, limit, durations)
+
+        return replace(self, orders=orders)
 
 
 def find(name: str) -> Schedule:
@@ -56,7 +94,8 @@ def find(name: str) -> Schedule:
         schedule = Schedule(_not_chosen)
     elif is_file(name):
         file = read(name)
-        schedule = Schedule(file.orders_for, file.placement_for)
+        in_halves = any(action.kind == "I" for order in file.orders for action in order)
+        schedule = Schedule(file.orders_for, file.placement_for, in_halves=in_halves)
     else:
         schedule = named("parallel.schedule", name, SCHEDULES, Schedule)
     return replace(schedule, name=name)
@@ -69,9 +108,9 @@ def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
     freedom are checked against it: `make` then raises ConfigError.
     """
     durations = Durations(*parallel.schedule_costs) if parallel.schedule_costs else None
-    if parallel.schedule in ZERO_BUBBLE:
-        return replace(ZERO_BUBBLE[parallel.schedule].schedule(memory, durations), name=parallel.schedule)
     schedule = find(parallel.schedule)
+    if schedule.search is not None:
+        return schedule.within(memory, durations)
     if memory is None:
         return schedule
     return replace(schedule, orders=_checked(parallel.schedule, schedule.orders, memory))
@@ -139,54 +178,41 @@ def _checked(name: str, orders: Callable[[int, int, int], Orders], memory: Memor
         made = orders(pp, vpp, num_microbatches)
         kept = max(peak(order, memory.forward, memory.inputs) for order in made)
         if kept > memory.limit:
+            obey = joined([other for other, each in SCHEDULES.items() if each.search and each.search.grows], "or")
             raise ConfigError(
                 f"parallel.schedule={name}: keeps {kept / 2**30:.3f} GiB on a rank for its backward passes, more than "
-                f"parallel.schedule_memory_gb={memory.limit / 2**30:g}; allow that much, or use zb-h1, zb-interleaved "
-                "or zb-v, which obey it"
+                f"parallel.schedule_memory_gb={memory.limit / 2**30:g}; allow that much, or use {obey}, which "
+                "obey it"
             )
         return made
 
     return within
 
 
-@dataclass(frozen=True)
-class ZeroBubble:
-    """A member of the family of `zero_bubble.shortest`.
+def _searched(
+    placement: Callable[[int, int], list[int]],
+    vpp: VirtualStages,
+    microbatches: Callable[[int], float],
+    *,
+    grows: bool = True,
+) -> Schedule:
+    """Return a schedule whose order is searched."""
+    search = Search(microbatches, grows)
+    return Schedule(_not_chosen, placement, vpp, in_halves=True, repeats=True, search=search).within()
 
-    `microbatches(pp)` is how many whole micro-batches a rank may keep if no limit in bytes is given.
-    """
-
-    placement: Callable[[int, int], list[int]]
-    vpp: VirtualStages
-    microbatches: Callable[[int], float]
-
-    def schedule(self, memory: Memory | None = None, durations: Durations | None = None) -> Schedule:
-        """The schedule within `memory` that fits `durations` best. None: they are not known."""
-
-        def orders(pp: int, vpp: int, num_microbatches: int) -> Orders:
-            rank_of = self.placement(pp, vpp)
-            limit = memory or counted_by_stage(self.microbatches(pp), rank_of)
-            return shortest(rank_of, num_microbatches, limit, durations)
-
-        return Schedule(orders, self.placement, self.vpp)
-
-
-ZERO_BUBBLE = {
-    "zb-h1": ZeroBubble(looped, ONE, lambda pp: pp),
-    "zb-2p": ZeroBubble(looped, ONE, lambda pp: 2 * pp),
-    "zb-interleaved": ZeroBubble(looped, SEVERAL, lambda pp: pp),
-    "zb-v": ZeroBubble(v_shaped, TWO, lambda pp: pp),
-    # What the papers' building blocks keep. The one micro-batch more is what the turn of the V needs to keep going. It
-    # is why the share of 1F1B's memory comes near 1/2 and 1/3 only where ranks are many.
-    "v-half": ZeroBubble(v_shaped, TWO, lambda pp: pp / 2 + 1),
-    "v-min": ZeroBubble(v_shaped, TWO, lambda pp: (pp + 1) // 3 + 1),
-}
 
 SCHEDULES = {
-    "gpipe": Schedule(gpipe),
-    "breadth": Schedule(gpipe, breadth_first=True),
-    "1f1b": Schedule(one_f_one_b, vpp=ONE),
-    "interleaved": Schedule(interleaved, vpp=SEVERAL),
-    **{name: family.schedule() for name, family in ZERO_BUBBLE.items()},
-    "dualpipe-v": Schedule(dualpipe_v, v_shaped, TWO),
+    "gpipe": Schedule(gpipe, repeats=True, keeps_all=True),
+    "breadth": Schedule(gpipe, breadth_first=True, keeps_all=True),
+    "1f1b": Schedule(one_f_one_b, vpp=ONE, repeats=True),
+    "interleaved": Schedule(interleaved, vpp=SEVERAL, repeats=True),
+    "zb-h1": _searched(looped, ONE, lambda pp: pp),
+    "zb-2p": _searched(looped, ONE, lambda pp: 2 * pp, grows=False),
+    "zb-interleaved": _searched(looped, SEVERAL, lambda pp: pp),
+    "zb-v": _searched(v_shaped, TWO, lambda pp: pp),
+    # What the papers' building blocks keep. One extra micro-batch keeps the rank at the bottom of the V busy. So the
+    # share of 1F1B's memory comes near 1/2 and 1/3 only where ranks are many.
+    "v-half": _searched(v_shaped, TWO, lambda pp: pp / 2 + 1, grows=False),
+    "v-min": _searched(v_shaped, TWO, lambda pp: (pp + 1) // 3 + 1, grows=False),
+    "dualpipe-v": Schedule(dualpipe_v, v_shaped, TWO, in_halves=True, repeats=True),
 }

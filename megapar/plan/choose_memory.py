@@ -12,7 +12,7 @@ from megapar.activations.recompute import Mode
 from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.options import BY_LAYER, Config, OptimizerConfig, TrainConfig
-from megapar.pipeline.schedules import placement
+from megapar.pipeline.schedules import find, placement
 from megapar.plan import hardware
 from megapar.plan.choose_chunks import check_chunks, left_open, uncut
 from megapar.plan.hardware import Hardware
@@ -27,9 +27,6 @@ from megapar.system.say import say
 _EVERY = (8, 6, 4, 3, 2, 1)
 _SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _INPUTS = (0.0, 0.5, 1.0)
-_OBEY = ("zb-h1", "zb-interleaved", "zb-v")
-"""The schedules that keep as much as parallel.schedule_memory_gb allows, and idle less for it."""
-
 _TRIES = 8
 
 
@@ -258,7 +255,9 @@ class _Budget:
     def with_schedule(self, config: Config, report: RankReport) -> tuple[Config, str]:
         """`config` with parallel.schedule_memory_gb of what is left, if its schedule makes use of it, and in words."""
         parallel = config.parallel
-        if parallel.schedule not in _OBEY or parallel.schedule_memory_gb or parallel.pp == 1:
+        # A searched schedule that may grow keeps as much as parallel.schedule_memory_gb allows, and idles less for it.
+        search = find(parallel.schedule).search
+        if search is None or not search.grows or parallel.schedule_memory_gb or parallel.pp == 1:
             return config, ""
         left = self.limit - (report.total - report.activations)
         for _ in range(_TRIES):

@@ -9,7 +9,7 @@ from typing import Protocol
 from megapar.base.errors import ConfigError
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
-from megapar.pipeline.schedules import ZERO_BUBBLE
+from megapar.pipeline.schedules import find
 from megapar.plan.estimate import Best, Estimator
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import RankReport
@@ -40,8 +40,6 @@ _MOST_ACTIONS = 400_000
 """Of all simulated layouts. A few of 64 pipeline ranks have as many. Without a limit 100 of them would take long."""
 _ROUNDS = 3
 """Rounds of a pipeline that show what its ranks keep at most. In longer steps the same repeats."""
-_REPEATING = ("1f1b", "interleaved", "dualpipe-v", *ZERO_BUBBLE)
-"""The schedules of which this is true. With gpipe and breadth a rank keeps all micro-batches of a step."""
 
 
 class Planner(Protocol):
@@ -301,7 +299,8 @@ def _shortened(config: Config) -> Config:
     """`config` with a step of fewer micro-batches, if it has many, and its schedule repeats the same for each round."""
     parallel = config.parallel
     enough = _ROUNDS * parallel.pp
-    if parallel.schedule not in _REPEATING or num_microbatches(config) < enough + parallel.pp:
+    schedule = find(parallel.schedule)
+    if not schedule.repeats or schedule.keeps_all or num_microbatches(config) < enough + parallel.pp:
         return config
     # As many more as the whole step has beyond full rounds.
     micro_batches = enough + num_microbatches(config) % parallel.pp

@@ -15,7 +15,6 @@ Validate = Callable[[Config, int], Config]
 """Checks a config for a number of ranks, and fills in derived values. Raises ConfigError with a line a problem."""
 
 # gpipe takes as long as 1f1b and keeps more. Only breadth can be better, because ZeRO-2 and 3 send less under it.
-_LEFT_OUT = ("gpipe",)
 # A stage needs a layer, and each stage more on a rank sends the activations once more around. Llama 3 had 16 layers on
 # a rank (arXiv 2407.21783), and Megatron-LM's published configurations have up to 12 stages on one.
 _MOST_STAGES = 12
@@ -219,7 +218,8 @@ class Space:
             # Without a pipeline all schedules accumulate gradients. breadth gathers a layer once for all micro-batches.
             names = ["1f1b", "breadth"]
         else:
-            names = self._with_given("schedule", [name for name in SCHEDULES if name not in _LEFT_OUT])
+            useful = [name for name, each in SCHEDULES.items() if each.breadth_first or not each.keeps_all]
+            names = self._with_given("schedule", useful)
         pairs = []
         for name in names:
             stages = virtual_stages(name)

@@ -21,7 +21,7 @@ from megapar.optimizer import muon, table
 from megapar.pipeline.actions import Event
 from megapar.pipeline.lowering import Message, lower
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
-from megapar.pipeline.schedules import SCHEDULES, placement
+from megapar.pipeline.schedules import find, placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
 from megapar.plan.buffers import update_traffic
@@ -39,7 +39,6 @@ HOST_LINK = "host"
 """The link of a device to its host, among the axes."""
 _LEAST_FEW = 8
 """Of a pipeline at least so many micro-batches are simulated, and two rounds of them."""
-_IN_HALVES = ("zb-h1", "zb-2p", "zb-interleaved", "zb-v", "v-half", "v-min", "dualpipe-v")
 
 
 StageSeconds = tuple[Duration, float, float]
@@ -93,7 +92,7 @@ def microbatches_simulated(config: Config) -> list[int]:
     few = max(2, -(-_LEAST_FEW // parallel.pp)) * parallel.pp + number % parallel.pp
     # A schedule from a file may be for one number of micro-batches only. Breadth-first, the collectives of a unit run
     # under all micro-batches.
-    if number <= few + parallel.pp or parallel.schedule not in SCHEDULES or parallel.schedule == "breadth":
+    if number <= few + parallel.pp or not find(parallel.schedule).repeats:
         return [number]
     return [few, few + parallel.pp]
 
@@ -144,7 +143,8 @@ class _Step:
         self.network = Network(grid_of(config), hardware, copied)
         self.microbatches = num_microbatches(config)
         parallel = config.parallel
-        self.in_halves = parallel.schedule in _IN_HALVES
+        self.schedule = find(parallel.schedule)
+        self.in_halves = self.schedule.in_halves
         self.rank_of = placement(parallel.schedule, parallel.pp, parallel.vpp)
         self.zero_stage = config.optimizer.zero_stage
         fine: dict[Recording, _Fine] = {}
@@ -386,7 +386,7 @@ class _Step:
 
     @property
     def _breadth_first(self) -> bool:
-        return self.config.parallel.schedule == "breadth"
+        return self.schedule.breadth_first
 
     # After the pipeline
 
