@@ -15,9 +15,8 @@ from tests.support.faults import TWO
 MIXTURE = ("--model.family", "mixtral", "--model.moe.num_experts", "4")
 
 
-@pytest.mark.parametrize(
-    "flags", [("--train.recompute", "full"), pytest.param((*MIXTURE, "--parallel.ep", "2"), marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", [("--train.recompute", "full"), (*MIXTURE, "--parallel.ep", "2")])
 def test_ranks_collect_garbage_at_the_same_steps(tmp_path: Path, flags: tuple[str, ...]) -> None:
     def plant() -> None:
         garbage.EVERY = 3
