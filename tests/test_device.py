@@ -244,7 +244,7 @@ def test_threads_are_the_option_or_omp_num_threads_or_the_cores(monkeypatch: pyt
 
 PAGES_TAKEN = """
 import resource, sys, torch
-from megapar import device
+from megapar.system import device
 
 device.prepare(torch.device("cpu"), threads=1, deterministic=False)
 for _ in range(4):
@@ -290,7 +290,7 @@ def test_the_peak_is_that_of_the_device_and_the_precision(
 
 def test_the_peak_memory_is_this_process_s_own() -> None:
     """ru_maxrss outlives exec, so a small program started by a large one would report the latter's peak."""
-    program = "import torch; from megapar import device; print(device.peak_memory_bytes(torch.device('cpu')))"
+    program = "import torch; from megapar.system import device; print(device.peak_memory_bytes(torch.device('cpu')))"
     held = bytearray(b"x") * 2**29
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     del held
