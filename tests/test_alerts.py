@@ -173,6 +173,8 @@ def test_a_call_has_a_time_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # What is seen
 
+RESULT: Any = None  # a watch reads the line of a step alone
+
 
 def watching(folder: Path, said: list[str]) -> Watch:
     return Watch(folder, into(folder / "a"), Flight(), said.append, speaks=True)
@@ -186,13 +188,13 @@ def test_a_run_that_stands_still_is_told_once(tmp_path: Path, monkeypatch: pytes
     with watching(tmp_path, said) as seen:
         seen._flight.enter("forward")
         for step in (1, 2):
-            seen.step({"step": step, "loss": 2.0, "step_seconds": 0.01})
+            seen.after_line(RESULT, {"step": step, "loss": 2.0, "step_seconds": 0.01})
             time.sleep(0.2)
             assert said == []
         time.sleep(0.6)
         assert len(said) == 1
         assert said[0].startswith("stall: no step for 0 s, after step 2; rank 0 is in forward")
-        seen.step({"step": 3, "loss": 2.0, "step_seconds": 0.01})
+        seen.after_line(RESULT, {"step": 3, "loss": 2.0, "step_seconds": 0.01})
         seen._flight.enter("save")
         time.sleep(0.6)
         assert len(said) == 1, "a save may take longer"

@@ -752,7 +752,7 @@ data: train stages split validation documents fim_rate fim_tokens workers tokeni
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every
 memory_every local_dir local_every mtbf_hours
 log: every view tensorboard wandb mlflow prometheus_port straggler_every
-    alert_command profile peak_tflops
+    alert_command profile observers peak_tflops
 guard: check_replicas_every on_spike
 kernels: backend loss_chunk compile
 launch: nproc device timeout_seconds time_limit threads cpu_exchange max_restarts min_dp preflight gradient_ctas numa

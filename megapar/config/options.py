@@ -406,6 +406,8 @@ class LogConfig:
     profile: str = "none"
     """Steps A-B, such as 10-12: every rank writes what it did in them to run_dir/profile. tools/profile.py shows where
     their time went. none: no steps."""
+    observers: tuple[str, ...] = ()
+    """What else sees each step: MODULE:NAME of subclasses of megapar.observe.observer.Observer."""
     peak_tflops: float = 0.0
     """Peak TFLOP/s of one device at train.precision, for MFU; 0: that of the GPU's data sheet. Where that is not known,
     MFU is left out."""

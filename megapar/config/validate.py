@@ -20,6 +20,7 @@ from megapar.config.messages import around, counted, divisors, listed, problem, 
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import ModelRules
 from megapar.config.options import ADAPTERS, BY_LAYER, Config, ParallelConfig, default_config, flatten
+from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 
 _BELOW_ONE = {
@@ -485,6 +486,8 @@ def _log(config: Config) -> Iterator[str]:
     steps = config.train.steps
     if config.log.prometheus_port > _LAST_PORT:
         yield problem(config, "log.prometheus_port", f"ports end at {_LAST_PORT}; use one such as 9400, or 0")
+    for name in config.log.observers:
+        named("log.observers", name, {}, type)  # raises ConfigError
     if 0 < config.log.straggler_every < _LEAST_WINDOW:
         yield problem(config, "log.straggler_every", f"use at least {_LEAST_WINDOW}, or 0")
     try:

@@ -316,7 +316,7 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
     versions = {"torch's version": torch.__version__}
     # The modules that these options name were imported when the options were checked. A module that they import from
     # their own package counts as well: it may hold the layers of a family.
-    named = (config.model.family, config.parallel.schedule)
+    named = (config.model.family, config.parallel.schedule, *config.log.observers)
     outside = {package for name in named if (package := plugins.package_of(name))}
     files = {}
     if schedule_files.is_file(config.parallel.schedule):

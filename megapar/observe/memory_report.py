@@ -1,7 +1,7 @@
 """The report of train.memory_report: where the bytes of each rank are, by plan and as measured in a step."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -9,8 +9,10 @@ from rich.table import Table
 
 from megapar.comm import collectives
 from megapar.data_parallel.layout import HasParameters
+from megapar.declare.batch import MicroBatch
 from megapar.observe.expert_rows import ExpertRows
 from megapar.observe.kept import KeptBytes, Key
+from megapar.observe.observer import Observed, Observer
 from megapar.step.state import TrainState
 from megapar.system import device
 from megapar.system.atomic_files import write_json
@@ -64,6 +66,30 @@ class MemoryReport:
         host = {name: found.pop(name) for name in ON_HOST if name in found}
         everything = device.peak_memory_bytes(state.ctx.device)
         return {**found, OTHER: everything - sum(found.values()), ALL: everything, **host}
+
+
+class MemoryOfStep(Observer):
+    """Measures the second step for `report`, because the first one allocates what later ones use again."""
+
+    def __init__(self, report: MemoryReport, seen: Observed):
+        self._report = report
+        self._seen = seen
+        self._step = min(seen.state.step + 2, seen.state.config.train.steps)
+        self._measuring = ExitStack()
+
+    def before_compute(self, number: int, batches: Sequence[MicroBatch]) -> None:
+        if number == self._step:
+            self._measuring.enter_context(self._report.measuring(self._seen.state))
+
+    def after_queue(self, number: int) -> None:
+        self._measuring.close()
+
+    def end_step(self, number: int) -> None:
+        if number == self._step:
+            self._seen.say(self._report.write(self._seen.state, self._seen.run_dir))
+
+    def close(self, error: BaseException | None) -> None:
+        self._measuring.close()
 
 
 def measured(state: TrainState, kept: KeptBytes, device_type: str) -> dict[str, int]:

@@ -9,8 +9,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
@@ -75,6 +75,14 @@ class Meter:
         """Begin to measure the time and the traffic of the next step."""
         self._sent = self.ctx.traffic()
         self._start = time.perf_counter()
+
+    @contextmanager
+    def excluding(self) -> Iterator[None]:
+        """Leave the time and the traffic of a block out of the step's."""
+        start, sent = time.perf_counter(), self.ctx.traffic()
+        yield
+        self._start += time.perf_counter() - start
+        self._sent = {axis: self._sent.get(axis, 0) + n - sent.get(axis, 0) for axis, n in self.ctx.traffic().items()}
 
     def waited(self, next_step: Callable[[], list[MicroBatch]]) -> list[MicroBatch]:
         """Call `next_step` and return its result. Its time is the step's `data_seconds`."""

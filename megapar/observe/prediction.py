@@ -1,8 +1,11 @@
 """The predicted time of a step beside the measured one, once in the log of a run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import median
 from typing import Any
+
+from megapar.observe.observer import Observed, Observer
+from megapar.step.state import StepResult
 
 STEPS = 5
 """How many steps are measured. The first one of a start allocates and compiles, and comes before them."""
@@ -20,25 +23,29 @@ class Prediction:
     idle_share: float
 
 
-@dataclass
-class Comparison:
-    """Measures the first steps of a start, to compare them with `prediction`."""
+class Comparison(Observer):
+    """Measures the first steps of a start, and tells their time beside `prediction`."""
 
-    prediction: Prediction
-    _seconds: list[float] = field(default_factory=list)
+    def __init__(self, prediction: Prediction, seen: Observed):
+        self._prediction = prediction
+        self._seen = seen
+        self._seconds: list[float] = []
 
-    def add(self, step: int, step_seconds: float) -> dict[str, Any] | None:
-        """Note how long a step took. Returns the line of metrics.jsonl when there are enough steps, else None."""
-        self._seconds.append(step_seconds)
-        if len(self._seconds) != STEPS + 1:
-            return None
-        return {
-            "step": step,
-            "predicted_machine": self.prediction.machine,
-            "predicted_step_seconds": self.prediction.seconds,
-            "predicted_idle_share": self.prediction.idle_share,
+    def after_line(self, result: StepResult, line: dict[str, Any]) -> None:
+        if len(self._seconds) > STEPS:
+            return
+        self._seconds.append(line["step_seconds"])
+        if len(self._seconds) <= STEPS:
+            return
+        compared = {
+            "step": result.step,
+            "predicted_machine": self._prediction.machine,
+            "predicted_step_seconds": self._prediction.seconds,
+            "predicted_idle_share": self._prediction.idle_share,
             "measured_step_seconds": median(self._seconds[1:]),
         }
+        self._seen.write(compared)
+        self._seen.say(f"step {result.step}/{self._seen.state.config.train.steps} | {in_words(compared)}")
 
 
 def in_words(line: dict[str, Any]) -> str:

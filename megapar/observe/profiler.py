@@ -6,10 +6,6 @@ compare. Then comes a line for each step (`megapar.system.recorder.RecordedStep`
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megapar.base.errors import StorageError, storing
@@ -17,7 +13,7 @@ from megapar.comm import collectives
 from megapar.config.derive import profiled_steps
 from megapar.declare.agreement import on_all_ranks
 from megapar.observe.metrics import PATIENCE_SECONDS, Lines
-from megapar.step.state import TrainState
+from megapar.observe.observer import Observed, Observer
 from megapar.system import device
 from megapar.system.atomic_files import as_json
 from megapar.system.recorder import RecordedStep, Recorder
@@ -25,27 +21,27 @@ from megapar.system.recorder import RecordedStep, Recorder
 _MEETINGS = 16  # of all ranks, to compare their clocks: the shortest one bounds the error
 
 
-class Profiler:
-    """Records the steps of log.profile on this rank. A context manager: leaving it writes what is left.
+class Profiler(Observer):
+    """Records the steps of log.profile on this rank.
 
     The constructor is a collective. Raises StorageError if a rank cannot write its file. A disk that is full later
     loses steps, not the run.
     """
 
-    def __init__(self, state: TrainState, run_dir: Path):
+    def __init__(self, seen: Observed):
+        state = seen.state
         self._ctx = state.ctx
         self._start = state.lineage[-1][0] if state.lineage else "start"
         steps = profiled_steps(state.config.log.profile)
         self._steps = range(max(steps.start, state.step + 1), steps.stop)
-        self.missed = ""
-        """A line for the user if the steps were done before this start."""
         if steps and not self._steps:
-            self.missed = f"log.profile={state.config.log.profile}: step {state.step} is done; nothing is profiled"
+            seen.say(f"log.profile={state.config.log.profile}: step {state.step} is done; nothing is profiled")
         self._clock: device.DeviceClock | None = None
+        self._recorder: Recorder | None = None  # of the running step
         self._recorded: deque[RecordedStep] = deque()  # their moments may be ahead of a GPU
         self._lines: Lines | None = None
         if self._steps:
-            folder = run_dir / "profile"
+            folder = seen.run_dir / "profile"
 
             def open_file() -> Lines:
                 with storing(folder):
@@ -54,23 +50,23 @@ class Profiler:
 
             self._lines = on_all_ranks(open_file, self._ctx, StorageError, "profile not written")
 
-    @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Record the block as step `step`, if log.profile names it. The first of these steps is a collective."""
-        if step not in self._steps:
-            yield
+    def begin_step(self, number: int) -> None:
+        """Begin to record the step, if log.profile names it. The first of these steps is a collective."""
+        if number not in self._steps:
             return
         if self._clock is None:
-            self._write(step, self._header())
+            self._write(number, self._header())
             self._clock = device.DeviceClock(self._ctx.device)
-        self._ctx.flight.recorder = Recorder(self._clock, step)
-        try:
-            yield
-            self._recorded.append(self._ctx.flight.recorder.finish())
-        finally:
-            self._ctx.flight.recorder = None
+        self._recorder = self._ctx.flight.recorder = Recorder(self._clock, number)
+
+    def end_step(self, number: int) -> None:
+        if self._recorder is None:
+            return
+        self._recorded.append(self._recorder.finish())
+        self._recorder = self._ctx.flight.recorder = None
         # Reading the moments of a step waits for the device. While it computes one step, the step before is read.
-        while len(self._recorded) > (1 if device.is_asynchronous(self._ctx.device) and step + 1 in self._steps else 0):
+        behind = device.is_asynchronous(self._ctx.device) and number + 1 in self._steps
+        while len(self._recorded) > int(behind):
             self._write_oldest()
 
     def _write_oldest(self) -> None:
@@ -82,12 +78,10 @@ class Profiler:
         assert self._lines is not None
         self._lines.write(step, as_json(line))
 
-    def __enter__(self) -> "Profiler":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def close(self, error: BaseException | None) -> None:
+        """Write what is left of the file."""
+        if self._recorder is not None:
+            self._ctx.flight.recorder = None
         if self._lines is not None:
             self._lines.close(None if error is None else PATIENCE_SECONDS)
 

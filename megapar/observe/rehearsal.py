@@ -13,9 +13,23 @@ from megapar.config.messages import counted
 from megapar.declare.batch import MicroBatch
 from megapar.declare.largest_logits import forget, measuring_modules
 from megapar.declare.tally import counting_modules, end_step
+from megapar.observe.observer import Observed, Observer
 from megapar.step.references import with_references
 from megapar.step.state import TrainState
 from megapar.step.step import start_losses
+
+
+class Rehearsal(Observer):
+    """Rehearses before the first step of a start."""
+
+    def __init__(self, seen: Observed):
+        self._seen = seen
+        self._is_done = False
+
+    def before_compute(self, number: int, batches: Sequence[MicroBatch]) -> None:
+        if not self._is_done:
+            self._is_done = True
+            self._seen.say(rehearse(self._seen.state, batches))
 
 
 def rehearse(state: TrainState, batches: Sequence[MicroBatch]) -> str:

@@ -23,10 +23,22 @@ from megapar.comm.rendezvous import in_runs
 from megapar.declare.context import ParallelContext
 from megapar.declare.optimizer_state import StateSlice
 from megapar.declare.params import spec_of
+from megapar.observe.observer import Observed, Observer
 from megapar.step.state import TrainState
 
 _CHUNK = 1 << 20  # words of 8 bytes that are hashed at a time: each takes 16 bytes more meanwhile
 _MULTIPLIER = 0x5851F42D4C957F2D  # Knuth's, odd as it must be
+
+
+class Replicas(Observer):
+    """Compares the copies after every step that guard.check_replicas_every divides."""
+
+    def __init__(self, seen: Observed):
+        self._state = seen.state
+
+    def end_step(self, number: int) -> None:
+        if number % self._state.config.guard.check_replicas_every == 0:
+            check_replicas(self._state)
 
 
 def check_replicas(state: TrainState) -> None:

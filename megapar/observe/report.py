@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,11 +16,13 @@ from megapar.config.options import Config
 from megapar.context_parallel.attention import CoreAttention
 from megapar.declare.agreement import on_all_ranks
 from megapar.declare.context import ParallelContext
+from megapar.observe.observer import Observed, Observer
 from megapar.observe.provenance import provenance
 from megapar.pipeline import schedule_files
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make, of, show
 from megapar.pipeline.simulation import simulate
+from megapar.step.state import StepResult
 from megapar.system import device, numa
 from megapar.system.atomic_files import replace_file, write_json
 from megapar.system.say import say
@@ -88,6 +91,19 @@ def _axes_over_gloo(config: Config, ctx: ParallelContext) -> list[str]:
     if not names:
         return []
     return [f"{', '.join(names)} exchange over gloo: their ranks are on several hosts, or cannot share memory"]
+
+
+class AttentionInWords(Observer):
+    """Tells after the first step who computes attention: its shapes are known then."""
+
+    def __init__(self, seen: Observed):
+        self._seen = seen
+        self._is_told = False
+
+    def after_line(self, result: StepResult, line: dict[str, Any]) -> None:
+        if not self._is_told:
+            self._is_told = True
+            self._seen.say(attention_in_words(self._seen.state.stages.values()))
 
 
 def attention_in_words(stages: Iterable[nn.Module]) -> str:

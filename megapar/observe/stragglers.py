@@ -11,8 +11,8 @@ the peak memory of each rank are gathered.
 
 import math
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
@@ -20,7 +20,9 @@ from typing import Any
 import torch
 
 from megapar.comm import collectives
+from megapar.declare.batch import MicroBatch
 from megapar.declare.context import ParallelContext
+from megapar.observe.observer import Observer
 from megapar.system import device
 from megapar.system.recorder import Clock, Moment, Recorder
 
@@ -77,7 +79,7 @@ class Waits(Recorder):
         return end - start - sum(waits[1::2]) + sum(waits[::2])
 
 
-class Stragglers:
+class Stragglers(Observer):
     """Compares the ranks of a job. `every` is log.straggler_every. `tell` is called on rank 0 for each slow rank, once.
 
     `write` is called on rank 0 for each window, with a line of metrics.jsonl. The constructor is a collective, and so
@@ -99,33 +101,42 @@ class Stragglers:
         self._samples: list[tuple[Waits, int]] = []
         self._gathered: tuple[int, device.HostCopy] | None = None
         self._slow: dict[int, int] = {}  # windows one after another, by rank
+        self._waits: Waits | None = None  # of the running step
+        self._microbatches = 0  # of this rank in it
         if self._every:
             self._clock = device.DeviceClock(ctx.device)
             here = [socket.gethostname(), ctx.pp.rank]
             self._ranks = collectives.gather_json(here, ctx.world, ctx.device)
 
-    @contextmanager
-    def step(self, step: int, microbatches: int) -> Iterator[None]:
-        """A context for a step, counted from 1, with so many micro-batches on this rank."""
+    def _position(self, number: int) -> int:
+        """Return the position of a step in its window, -1 if nothing is compared."""
+        return (number - 1) % self._every if self._every else -1
+
+    def begin_step(self, number: int) -> None:
         flight = self._ctx.flight
-        position = (step - 1) % self._every if self._every else -1
-        if not 0 <= position < SAMPLED or flight.recorder is not None:  # log.profile records the step
-            yield
-        else:
-            waits = Waits(self._clock)
-            flight.recorder = waits
-            try:
-                yield
-            finally:
-                flight.recorder = None
-            waits.close()
-            self._samples.append((waits, max(microbatches, 1)))
+        if 0 <= self._position(number) < SAMPLED and flight.recorder is None:  # else log.profile records the step
+            self._waits = flight.recorder = Waits(self._clock)
+
+    def before_compute(self, number: int, batches: Sequence[MicroBatch]) -> None:
+        self._microbatches = len(batches)
+
+    def after_queue(self, number: int) -> None:
+        if self._waits is not None:
+            self._ctx.flight.recorder = None
+            self._waits.close()
+            self._samples.append((self._waits, max(self._microbatches, 1)))
+            self._waits = None
+        position = self._position(number)
         asynchronous = device.is_asynchronous(self._ctx.device)
         if self._every and position == self._every - 1:
-            self._gather(step)
+            self._gather(number)
         if self._gathered and (position == 1 or not asynchronous):  # a GPU has gathered them by then
             self._judge(*self._gathered)
             self._gathered = None
+
+    def close(self, error: BaseException | None) -> None:
+        if self._waits is not None:
+            self._ctx.flight.recorder = None
 
     def _gather(self, step: int) -> None:
         """Gather the peak memory of each rank, and its least time for a micro-batch, NaN without a sample."""

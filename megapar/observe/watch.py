@@ -13,7 +13,9 @@ from typing import Any
 
 from megapar.base.errors import MegaparError
 from megapar.comm.flight import Flight
+from megapar.observe.observer import Observer
 from megapar.observe.stragglers import Straggler
+from megapar.step.state import StepResult
 from megapar.system import events
 from megapar.system.alert_command import Alerts, failure
 
@@ -26,7 +28,7 @@ _LOW_SHARE = 0.02  # of a disk; of a large one, as many bytes
 _LOW_BYTES = 100 * 2**30
 
 
-class Watch:
+class Watch(Observer):
     """A context manager around the steps. On other ranks than 0, with `speaks` False, every method does nothing.
 
     `ends` says whether this process tells the end of the run: a launcher above it knows more.
@@ -59,8 +61,7 @@ class Watch:
             self._thread = Thread(target=self._look_again, name="watch", daemon=True)
             self._thread.start()
 
-    def step(self, line: dict[str, Any]) -> None:
-        """Take the line of a completed step."""
+    def after_line(self, result: StepResult, line: dict[str, Any]) -> None:
         if not self._speaks:
             return
         now = time.monotonic()

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,15 +31,12 @@ from megapar.declare.largest_logits import measuring_modules
 from megapar.declare.random import fill, initialize
 from megapar.declare.stage_set import StageSet
 from megapar.launch.rank_process import RankProcess
-from megapar.observe import prediction, replicas
 from megapar.observe.memory_report import MemoryReport
 from megapar.observe.metrics import Measured, Meter, Reporter
-from megapar.observe.prediction import Comparison, Prediction
-from megapar.observe.profiler import Profiler
-from megapar.observe.rehearsal import rehearse
-from megapar.observe.report import attention_in_words
+from megapar.observe.observer import Observed, Observers
+from megapar.observe.of_run import observers_of
+from megapar.observe.prediction import Prediction
 from megapar.observe.sinks.base import RunInfo
-from megapar.observe.stragglers import Stragglers
 from megapar.observe.watch import Watch
 from megapar.optimizer import table
 from megapar.optimizer.optimizers import Optimizers
@@ -277,8 +274,17 @@ class _Steps:
     has computed a step when it is queued, so each step is reported at once.
     """
 
-    def __init__(self, run: Run, data: Delivery, reporter: Reporter, watch: Watch, garbage: GarbageCollection):
+    def __init__(
+        self,
+        run: Run,
+        data: Delivery,
+        reporter: Reporter,
+        observers: Observers,
+        watch: Watch,
+        garbage: GarbageCollection,
+    ):
         self._run = run
+        self._observers = observers
         self._garbage = garbage
         self._watch = watch
         self._state = run.state
@@ -297,36 +303,25 @@ class _Steps:
         waits = run.state.loss_scale.dynamic or options.guard.on_spike == "skip"
         runs_behind = device.is_asynchronous(ctx.device) and not waits
         self._behind = 1 if runs_behind else 0
-        self._rehearses = options.kernels.compile
-        # A CPU has one fused operation, and GPUs several.
-        self._tells_attention = ctx.device.type != "cpu"
-        self._comparison = None if run.prediction is None else Comparison(run.prediction)
-        self._stragglers = Stragglers(ctx, options.log.straggler_every, watch.straggler, reporter.write)
 
-    def queue(self, around: AbstractContextManager[None]) -> None:
-        """Queue the next step. `around` is a context for it."""
+    def queue(self) -> None:
+        """Queue the next step."""
         state = self._state
-        size = state.config.train.batch_size(state.consumed_samples)
-        with self._stragglers.step(state.step + 1, _microbatches_here(state, size)):
-            self._queue(around)
-        self._garbage.after_step(state.step)
-
-    def _queue(self, around: AbstractContextManager[None]) -> None:
-        state = self._state
-        state.ctx.flight.step = state.step + 1
+        number = state.step + 1
+        self._observers.begin_step(number)
+        state.ctx.flight.step = number
         state.ctx.flight.enter("data")
         self._meter.start()
         with state.ctx.flight.span("data"):
             batches = self._meter.waited(self._data.next_step)
-        if self._rehearses:
-            self._rehearses = False
-            self._reporter.say(rehearse(state, batches))
-            self._meter.start()  # again: neither its time nor what it sent are a step's
+        with self._meter.excluding():
+            self._observers.before_compute(number, batches)
         asked = self._run.asked_to_stop() != ""
         state.norm_limit = self._spikes.norm_limit()
-        with around:
-            step = queue_step(state, batches, asked_to_stop=asked)
+        step = queue_step(state, batches, asked_to_stop=asked)
         self._queued.append((step, self._meter.queued(), state.norm_limit))
+        self._observers.after_queue(number)
+        self._garbage.after_step(number)
 
     def report(self, *, everything: bool) -> bool:
         """Report the steps the device has computed; with `everything`, wait for all queued steps.
@@ -341,16 +336,8 @@ class _Steps:
             result = step.finish()
             result.check_targets()  # before a line with the loss 0 / 0 is written
             line = self._meter.line(result, measured)
-            if self._tells_attention:
-                self._tells_attention = False
-                self._reporter.say(attention_in_words(self._state.stages.values()))
             self._reporter.step(line)
-            self._watch.step(line)
-            compared = self._comparison and self._comparison.add(result.step, line["step_seconds"])
-            if compared:
-                self._reporter.write(compared)
-                total = self._state.config.train.steps
-                self._reporter.say(f"step {result.step}/{total} | {prediction.in_words(compared)}")
+            self._observers.after_line(result, line)
             if result.failed:
                 self._state.ctx.flight.step = result.step
             if not result.finite:
@@ -393,30 +380,23 @@ def _train(run: Run, watch: Watch) -> str:
     with (
         Savers(state, run.run_dir) as saver,
         _reporter(run) as reporter,
-        Profiler(state, run.run_dir) as profiler,
+        _observers(run, reporter, watch) as observers,
         closing(run.train_data) as data,
         GarbageCollection() as garbage,
     ):
-        steps = _Steps(run, data, reporter, watch, garbage)
-        for line in filter(None, [*packs_in_words(data.loader), profiler.missed]):
+        steps = _Steps(run, data, reporter, observers, watch, garbage)
+        for line in packs_in_words(data.loader):
             reporter.say(line)
-        # The second step, because the first one allocates what later ones use again.
-        reported = min(state.step + 2, total)
         if state.step >= total:
             reporter.say(f"nothing to do: train.steps={total}, and step {state.step} is done")
         while state.step < total and not stop:
-            memory_report = run.memory_report if state.step + 1 == reported else None
-            with profiler.step(state.step + 1):
-                steps.queue(memory_report.measuring(state) if memory_report else nullcontext())
-                last = state.step == total
-                evaluates = last or _due(state.step, options.train.eval_every)
-                # An evaluation and a checkpoint come after the lines of all steps before, and need a finite step.
-                asked = steps.report(everything=evaluates or saver.due(state.step))
+            steps.queue()
+            last = state.step == total
+            evaluates = last or _due(state.step, options.train.eval_every)
+            # An evaluation and a checkpoint come after the lines of all steps before, and need a finite step.
+            asked = steps.report(everything=evaluates or saver.due(state.step))
+            observers.end_step(state.step)
             stop = asked and not last
-            if _due(state.step, options.guard.check_replicas_every):
-                replicas.check_replicas(state)
-            if memory_report:
-                reporter.say(memory_report.write(state, run.run_dir))
             for line in data.started_over():
                 reporter.say(f"step {state.step}/{total} | {line}")
             if evaluates:
@@ -425,6 +405,7 @@ def _train(run: Run, watch: Watch) -> str:
             flight.enter("save")
             saved: list[Saved | Lost] = []
             if saver.due(state.step) or (stop and saves):
+                observers.before_save(state.step)
                 # The lines of the steps before a checkpoint must be on disk when it gets its name: a resumed run goes
                 # on behind them.
                 saved = saver.save(state, stopping=stop and saves, ready=reporter.flush)
@@ -460,6 +441,12 @@ def _why_stopped(run: Run, saves: bool) -> str:
     if not saves:
         return f"stopped by {reason} after step {run.state.step}: nothing saved (checkpoint.save_last is off)"
     return f"stopped by {reason} after step {run.state.step}, which is saved: start it again to go on"
+
+
+def _observers(run: Run, reporter: Reporter, watch: Watch) -> Observers:
+    """Return the run's observers. A collective."""
+    seen = Observed(run.state, run.run_dir, reporter.say, reporter.write)
+    return observers_of(seen, watch, run.memory_report, run.prediction)
 
 
 def _reporter(run: Run) -> Reporter:

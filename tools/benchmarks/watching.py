@@ -42,7 +42,7 @@ _SHAPE = (
 _FLIGHT, _METRICS, _SLOW, _HASHES = "flight log, heartbeat", "metrics, console, sinks", "slow ranks", "hashes"
 _WATCHED: dict[str, list[tuple[Any, str]]] = {
     _FLIGHT: [(AxisLog, "begin"), (AxisLog, "wait"), (AxisLog, "end"), (AxisLog, "started"), (Flight, "enter")],
-    _METRICS: [(Reporter, "step"), (Meter, "start"), (Meter, "queued"), (Meter, "line"), (Watch, "step")],
+    _METRICS: [(Reporter, "step"), (Meter, "start"), (Meter, "queued"), (Meter, "line"), (Watch, "after_line")],
     _SLOW: [(Stragglers, "_gather"), (Stragglers, "_judge"), (Waits, "own_seconds")],
     _HASHES: [(replicas, "check_replicas")],
 }
