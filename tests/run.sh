@@ -4,7 +4,8 @@
 #   proof     parallelism, faults, checkpoints, data, kernels
 #   project   documents, the benchmarks' code, the rules of the code, tools
 #
-# tests/run.sh --proof or --project runs one of them. Other words go to pytest. An -m of your own replaces the lanes:
+# tests/run.sh --smoke runs what finds most mistakes within a minute (tests/smoke.txt).
+# tests/run.sh --proof or --project runs one of the lanes. Other words go to pytest. An -m of your own replaces the lanes:
 # tests/run.sh -m slow
 # tests/run.sh --gpus runs the kernel tests natively on one GPU, then the distributed tests over NCCL (fewer GPUs are shared).
 set -euo pipefail
@@ -20,6 +21,10 @@ case ${1:-} in
         # Two processes: CUDA cannot be used in a fork of a process that has used it.
         python -m pytest -m gpu -rs "$@"
         exec python -m pytest -m gpus -rs "$@"
+        ;;
+    --smoke)
+        shift
+        exec python -m pytest -q -n auto --maxprocesses 8 -m "not slow" @tests/smoke.txt "$@"
         ;;
     --proof | --project)
         lanes=${1#--}
