@@ -52,6 +52,21 @@ class Moments(Observer):
         (self._seen.run_dir / f"moments_{rank}.json").write_text(json.dumps(self._moments))
 
 
+class Fails(Observer):
+    """Fails on the second rank, after the first step and again when it is closed."""
+
+    def __init__(self, seen: Observed):
+        self._fails = seen.state.ctx.world.rank == 1
+
+    def after_line(self, result: StepResult, line: dict[str, Any]) -> None:
+        if self._fails:
+            raise KeyError("no such gauge")
+
+    def close(self, error: BaseException | None) -> None:
+        if self._fails:
+            raise ValueError("never opened")
+
+
 def of_step(number: int) -> list[Any]:
     before = [[name, number, number - 1] for name in ("begin", "before")]
     return before + [[name, number, number] for name in ("queued", "line", "end")]
@@ -68,10 +83,19 @@ def test_an_observer_of_ones_own_sees_every_step_on_every_rank(tmp_path: Path) -
     assert [line["ranks_that_agree"] for line in lines if "ranks_that_agree" in line] == [2, 2]
 
 
+def test_an_observer_that_fails_ends_the_run_and_the_others_are_closed(tmp_path: Path) -> None:
+    flags = (*TWO, "--log.observers", f"{__name__}:Moments", f"{__name__}:Fails")
+    ended = program.run(*flags, cwd=tmp_path)
+    assert ended.code == 70, ended.err
+    assert "KeyError: 'no such gauge'\nthen Fails failed to close: ValueError('never opened')" in ended.err
+    moments = json.loads((tmp_path / "run/moments_1.json").read_text())
+    assert moments[-1][:2] == ["close", "KeyError"]
+
+
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        (f"{__name__}:NOT_A_CLASS", "is int, not a builtins.type"),
+        (f"{__name__}:NOT_A_CLASS", "is int, not a class"),
         (f"{__name__}:Path", "Path is no subclass of megapar.observe.observer.Observer"),
         ("no_such_module:Moments", "cannot be imported (ModuleNotFoundError"),
     ],

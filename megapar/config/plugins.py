@@ -41,5 +41,6 @@ def named(option: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:
             f"{option}={name}: cannot be imported ({reason}); the module must lie where Python looks (PYTHONPATH)"
         ) from error
     if not isinstance(found, kind):
-        raise ConfigError(f"{option}={name}: is {type(found).__name__}, not a {kind.__module__}.{kind.__name__}")
+        wanted = "class" if kind is type else f"{kind.__module__}.{kind.__name__}"
+        raise ConfigError(f"{option}={name}: is {type(found).__name__}, not a {wanted}")
     return found

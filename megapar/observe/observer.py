@@ -90,8 +90,17 @@ class Observers(Observer):
             observer.before_save(step)
 
     def close(self, error: BaseException | None) -> None:
-        for observer in reversed(self._observers):
-            observer.close(error)
+        first = error
+        for observer in reversed(self._observers):  # all of them, though one fails
+            try:
+                observer.close(error)
+            except Exception as failure:
+                if first is None:
+                    first = failure
+                else:  # the first error is the cause: what fails after it is told beside it, and does not hide it
+                    first.add_note(f"then {type(observer).__name__} failed to close: {failure!r}")
+        if first is not error and first is not None:
+            raise first
 
     def __enter__(self) -> "Observers":
         return self
