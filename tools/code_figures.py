@@ -28,26 +28,7 @@ from megapar.system.atomic_files import write_json
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
-    **{
-        f"megapar/{room}": room
-        for room in (
-            *(
-                "base",
-                "system",
-                "comm",
-                "config",
-                "linear",
-                "declare",
-                "activations",
-                "launch",
-                "plan",
-                "train",
-                "step",
-            ),
-            *("observe", "trace", "migrate", "dashboard", "pipeline", "tensor_parallel", "context_parallel"),
-            *("expert_parallel", "data_parallel", "optimizer", "data", "checkpoint", "verify"),
-        )
-    },
+    **{f"megapar/{path.parent.name}": path.parent.name for path in sorted((ROOT / "megapar").glob("*/__init__.py"))},
     "models": "models",
     "kernels": "kernels",
     "tools": "tools",

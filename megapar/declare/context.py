@@ -86,9 +86,7 @@ def single(device: torch.device | None = None, flight: Flight | None = None, cor
     """The context of one process: every axis has size 1."""
     axes = {name: Axis(name) for name in Grid().positions(0)}
     device = device or torch.device("cpu")
-    return ParallelContext(
-        **axes, device=device, flight=flight or Flight(), cores=cores, expert_load=EVEN, expert_gradients=Meanwhile()
-    )
+    return _context(axes, device, flight or Flight(), cores)
 
 
 def planned(grid: Grid, rank: int, *, device: torch.device, transport: Transport = PLANNED) -> ParallelContext:
@@ -100,9 +98,7 @@ def planned(grid: Grid, rank: int, *, device: torch.device, transport: Transport
     axes = {}
     for name, (size, position) in grid.positions(rank).items():
         axes[name] = Axis(name, size, position, tuple(range(size)), transport if size > 1 else ALONE)
-    return ParallelContext(
-        **_with_parts(axes), device=device, flight=Flight(), cores=1, expert_load=EVEN, expert_gradients=Meanwhile()
-    )
+    return _context(axes, device, Flight())
 
 
 def simulated(
@@ -119,11 +115,18 @@ def simulated(
         if len(ranks) > 1:
             position = ranks.index(rank)
             axes[name] = Axis(name, len(ranks), position, ranks, transport(ranks, position))
+    return _context(axes, torch.device("meta"), Flight(), load=load)
+
+
+def _context(
+    axes: Mapping[str, Axis], device: torch.device, flight: Flight, cores: int = 1, load: ExpertLoad = EVEN
+) -> ParallelContext:
+    """Return the context with these axes, and with no weight gradient of an expert left to compute."""
     return ParallelContext(
         **_with_parts(axes),
-        device=torch.device("meta"),
-        flight=Flight(),
-        cores=1,
+        device=device,
+        flight=flight,
+        cores=cores,
         expert_load=load,
         expert_gradients=Meanwhile(),
     )
@@ -176,9 +179,7 @@ def create(
     transports = Transports(rank, world_size, timeout, device, host, symmetric, gradient_ctas)
     maker = _AxisMaker(rank, flight, transports)
     axes = {name: maker.make(name, groups) for name, groups in grid.groups().items()}
-    return ParallelContext(
-        **_with_parts(axes), device=device, flight=flight, cores=cores, expert_load=EVEN, expert_gradients=Meanwhile()
-    )
+    return _context(axes, device, flight, cores)
 
 
 class _AxisMaker:
