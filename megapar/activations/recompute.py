@@ -42,7 +42,7 @@ class Recompute:
 
     @classmethod
     def of(cls, train: TrainConfig) -> "Recompute":
-        """That of a run."""
+        """Return the recomputation that the options of a run ask for."""
         return cls(train.recompute, train.recompute_every, train.offload, recomputed_layers(train))
 
     def attention(self) -> bool:

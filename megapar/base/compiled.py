@@ -7,7 +7,7 @@ from megapar_kernels.one_graph import in_one_line
 
 
 class Compiled(NamedTuple):
-    """Of every OneGraph, and of any other code that is compiled."""
+    """What torch has compiled in this process: every OneGraph, and any other code."""
 
     graphs: int
     breaks: tuple[str, ...]

@@ -51,12 +51,12 @@ class Grid:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Those of the dense grid, by axis."""
+        """The number of ranks along each axis of the dense grid, by its name."""
         return {"tp": self.tp, "cp": self.cp, "dp": self.dp, "pp": self.pp}
 
     @property
     def expert_sizes(self) -> dict[str, int]:
-        """Those of the expert grid, by axis. All are 1 in a model without experts."""
+        """The number of ranks along each axis of the expert grid, by its name. All are 1 in a model without experts."""
         if not self.ep:
             return dict.fromkeys(EXPERT_AXES, 1)
         ranks = self.tp * self.cp * self.dp

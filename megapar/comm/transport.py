@@ -42,7 +42,7 @@ class Counts(NamedTuple):
 
     @property
     def back(self) -> "Counts":
-        """Those of the way back."""
+        """The counts of an all-to-all that sends the received rows back."""
         return Counts(self.received, self.sent, self.received_groups, self.sent_groups)
 
 

@@ -28,7 +28,7 @@ class AttentionDropout:
     positions_s: Tensor
 
     def of(self, keys_k: Tensor, samples: slice = ALL, queries: slice = ALL) -> RowDropout:
-        """That of `queries` of `samples`, slices of local rows, and of keys at the positions `keys_k`."""
+        """Return the dropout of `queries` of `samples`, slices of local rows, and keys at positions `keys_k`."""
         sample_b11 = self.sample_ids_b[samples, None, None]
         head_1n1 = torch.arange(self.heads.start, self.heads.stop, device=self.positions_s.device)[None, :, None]
         position_11q = self.positions_s[None, None, queries]

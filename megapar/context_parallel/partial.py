@@ -44,7 +44,7 @@ class Dropped:
             self._keys = torch.cat([torch.arange(start, stop, device=device) for start, stop in keys])
 
     def of(self, block: Block) -> RowDropout | None:
-        """That of a block. None without dropout."""
+        """Return the dropout of a block of queries and keys, None without dropout."""
         if self._dropout is None:
             return None
         return self._dropout.of(self._keys[block.keys], block.samples, block.queries)

@@ -148,7 +148,7 @@ class FlatLayout:
         return self.slots[bucket.first_param].update
 
     def updates(self) -> list[Update]:
-        """Those of all buckets, sorted, each once."""
+        """Return the distinct updates of all parameters, sorted."""
         return sorted({slot.update for slot in self.slots})
 
     def shards(self) -> list[Range]:
@@ -156,7 +156,7 @@ class FlatLayout:
         return merge(self.shard(bucket) for bucket in self.buckets)
 
     def shards_of(self, update: Update) -> list[Range]:
-        """Those of `shards` with this update."""
+        """Return the elements of `shards` that this update changes, in as few ranges as possible."""
         return merge(self.shard(bucket) for bucket in self.buckets if self.update_of(bucket) == update)
 
     def norm_ranges(self) -> list[Range]:

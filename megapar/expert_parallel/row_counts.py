@@ -101,7 +101,7 @@ class Chunk:
 
     @cached_property
     def _arriving(self) -> Tensor:
-        """Of `RowCounts.arriving_qpe` the experts of the chunk, on the host."""
+        """The part of `RowCounts.arriving_qpe` for the experts of this chunk, on the host."""
         return self.counts.on_host[1][..., self.experts]
 
     @cached_property

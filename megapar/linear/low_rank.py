@@ -144,7 +144,7 @@ class LowRank:
 
     @torch.no_grad()
     def squared_norms(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Of the rows of all W_j, and of all W_j + s B_j A_j: [2, rows], in fp32."""
+        """Return the squared norms of the rows of all W_j, and of all W_j + s B_j A_j: [2, rows], in fp32."""
         wide = torch.promote_types(weight.dtype, torch.float32)
         of_weight, of_sum = [], []
         step = max(1, NORM_BLOCK // weight.shape[1])

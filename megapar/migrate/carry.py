@@ -229,7 +229,7 @@ def move(
 
 
 def _nothing(row: OtherFlag) -> str:
-    """That nothing is to be set, and why, if the note of a row says so: that of an option says what its value is."""
+    """Return the words "nothing to set", with the reason if the note of a row is one. Other notes explain a value."""
     reason = row.note if row.relation in ("always", "lacking") or row.convert is nothing else ""
     return f"nothing to set: {reason}" if reason else "nothing to set"
 

@@ -89,7 +89,7 @@ def _rows_of_a_part(name: str) -> Rows:
 
 
 def _counterparts(unknown: UnknownOption, rows: Rows) -> str:
-    """Whose flag it is, and what there is here. Frameworks with the same answer are named together."""
+    """Return whose flag was typed, and what megapar has for it. Frameworks with the same answer are named together."""
     owners: dict[tuple[str, str], list[str]] = {}
     for framework, row in rows:
         subject = "it" if plain(row.name) == plain(unknown.name) else row.name

@@ -63,7 +63,7 @@ def names_of(config: OptimizerConfig, modules: Iterable[HasParameters]) -> list[
 
 
 def needing_whole(config: OptimizerConfig, modules: Iterable[HasParameters]) -> list[str]:
-    """Those of `names_of` needing whole parameters (`Optimizer.WHOLE`)."""
+    """Return the optimizers of `names_of` that need whole parameters (`Optimizer.WHOLE`)."""
     return [name for name in names_of(config, modules) if find(name).WHOLE]
 
 

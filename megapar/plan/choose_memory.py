@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
     @property
     def activations(self) -> tuple[Mode, int, float]:
-        """What it chooses for activations, alike in all pipeline stages."""
+        """The part of this choice that is about activations, alike in all pipeline stages."""
         return self[:3]
 
     def of(self, config: Config) -> Config:

@@ -46,7 +46,7 @@ class Divisors(NamedTuple):
 
     @classmethod
     def of(cls, state: TrainState, batches: Sequence[MicroBatch], samples: int) -> "Divisors":
-        """Those of a step with `samples` samples. `batches` are this rank's micro-batches, on its device."""
+        """Return the divisors of a step with `samples`. `batches` are this rank's micro-batches, on its device."""
         tokens = count_targets(batches, state.ctx)
         if state.stages.declared.divided_by == "tokens":
             return cls(tokens, tokens)
@@ -54,7 +54,7 @@ class Divisors(NamedTuple):
         return cls(tokens.clamp(min=1.0), torch.full_like(tokens, samples))
 
     def of_added(self, loss: AddedLoss) -> Tensor:
-        """That of a loss besides the main one."""
+        """Return the divisor of a loss besides the main one."""
         return self.tokens if loss.divided_by == "tokens" else self.main
 
 
