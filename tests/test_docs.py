@@ -392,7 +392,13 @@ def width_of(text: str, size: float, weight: str) -> float:
     return float(TextPath((0, 0), text, size, prop=font).get_extents().width)
 
 
-@pytest.mark.parametrize("draw", [picture_of_ours, with_rooms_to_come], ids=["ours", "more-rooms"])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        pytest.param(picture_of_ours, id="ours"),
+        pytest.param(with_rooms_to_come, id="more-rooms", marks=pytest.mark.slow),
+    ],
+)
 def test_nothing_on_the_architecture_picture_covers_anything_else(draw: Callable[[], str]) -> None:
     """No two boxes meet, each text is inside its box also in a wide font, and no arrow enters a box."""
     picture = draw()

@@ -157,7 +157,7 @@ def test_a_number(number):
 @pytest.mark.parametrize(
     ("share", "minutes", "processes", "lines"),
     [
-        ("8/10", 5, [], ["share 8 of 10: 25 cases, 2 chosen, 2 ran, 0 skipped"]),
+        pytest.param(*("8/10", 5, [], ["share 8 of 10: 25 cases, 2 chosen, 2 ran, 0 skipped"]), marks=pytest.mark.slow),
         (
             "0/4",
             5,
