@@ -340,7 +340,10 @@ def test_a_local_disk_is_a_tier_and_is_found_by_the_next_job(tmp_path: Path, und
     ended = scene.run(*FLAGS, *LAYOUTS["dp2"], *local, plant=faults.on_rank(1, 6, lambda _: os.kill(os.getpid(), 9)))
     assert ended.code == 6
     (folder,) = (tmp_path / "fast").iterdir()
-    assert sorted(path.name for path in folder.glob("checkpoints/step_*")) == ["step_00000005", "step_00000006"]
+    kept = sorted(path.name for path in folder.glob("checkpoints/step_*"))
+    # Rank 1 kills the job as soon as step 6 is complete; rank 0 may not have removed step 4 yet.
+    assert kept[-2:] == ["step_00000005", "step_00000006"]
+    assert kept[:-2] in ([], ["step_00000004"])
     ended = scene.run(*FLAGS, *LAYOUTS["dp2"], *local)
     assert f"resumed step 6 from {folder}" in ended.out
     check_same(scene, undisturbed["dp2"])
