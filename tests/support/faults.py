@@ -98,7 +98,9 @@ class Scene:
     def start(
         self, *flags: str, env: Mapping[str, str] | None = None, plant: Callable[[], None] | None = None
     ) -> Program:
-        return program.start(*flags, cwd=self.work, env={"TMPDIR": str(self.tmp), **(env or {})}, plant=plant)
+        # torch makes the folder of its compiler's cache where a process first imports the compiler, as planning does.
+        folders = {"TMPDIR": str(self.tmp), "TORCHINDUCTOR_CACHE_DIR": str(self.work.parent / "inductor")}
+        return program.start(*flags, cwd=self.work, env={**folders, **(env or {})}, plant=plant)
 
     def run(
         self,
