@@ -48,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megapar.migrate": {BASE, SYSTEM, CONFIG},  # commands of other frameworks, read for programs
     # Only programs import it.
     JUDGING: {*GROUND, *LAYERS, *ENGINES, "megapar.migrate", "megapar.step", "megapar.train", MODELS, CONVERT},
-    "megapar.launch": {*GROUND, "megapar.pipeline"},
+    # The schedule and the optimizers decide which ranks are connected (grid.py).
+    "megapar.launch": {*GROUND, "megapar.pipeline", "megapar.data_parallel", "megapar.optimizer"},
     "megapar.step": {*GROUND, *ENGINES},
     "megapar.trace": {*GROUND, "megapar.launch", "megapar.pipeline"},
     "megapar.observe": {*GROUND, "megapar.step", "megapar.context_parallel", *ENGINES},

@@ -3,16 +3,17 @@
 The layer declaring a parameter names its optimizer. One needs whole matrices, and all tensor ranks for a norm.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from megapar_models.build import build_stages
 from megapar_models.factory import Factory
 from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
-from megapar_models.llama.model import LlamaStage
+from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.mixtral.family import MIXTRAL as MIXTRAL_FAMILY
 from megapar_models.mixtral.model import MixtralStage
 from megapar_models.mlp import DenseMLP
@@ -27,9 +28,13 @@ from megapar.config.options import Config, OptimizerConfig
 from megapar.declare.optimizer_state import StateTensor
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer
+from megapar.optimizer.muon import Muon
 from megapar.optimizer.table import check
 from megapar.optimizer.visits import Shard, Step
+from megapar.plan import hardware
 from megapar.plan.memory import reports
+from megapar.plan.simulate import simulate
+from megapar.plan.step_time import OPTIMIZER, step_time
 from megapar.step.step import TrainState, train_step
 from megapar.train.checkpoints import FOLDER, Saver, find, resume
 from megapar.verify.logical import assemble, held_weights
@@ -231,3 +236,93 @@ def test_a_plan_refuses_an_option_that_no_optimizer_reads() -> None:
     mlps = replace(config, model=MODELS["MOMENTUM"], train=replace(config.train, trainable=("*.mlp.*",)))
     with pytest.raises(ConfigError, match="no optimizer of this run reads it"):
         reports(mlps, PARTS)
+
+
+class OtherMuon(Muon):
+    """Muon from outside of the tree, with other products of its own."""
+
+    @classmethod
+    def matrix_products(cls, rows: int, columns: int) -> list[tuple[int, int, int]]:
+        return [(rows, columns, rows)]
+
+
+class MuonMLP(DenseMLP):
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+        super().__init__(number, kind, model, updated_by("OtherMuon", factory))
+
+
+class MuonStage(LlamaStage):
+    """Llama with its MLPs updated by OtherMuon, and all else by the optimizer of the run."""
+
+    @classmethod
+    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+        return replace(super().layer_kind(model, number), mlp=f"{__name__}:MuonMLP")
+
+
+@dataclass(frozen=True)
+class MuonModel(LlamaModel):
+    @property
+    def optimizers_of_layers(self) -> tuple[str, ...]:
+        return (f"{__name__}:OtherMuon",)
+
+
+MUON_MLPS = replace(LLAMA_FAMILY, name="muon_mlps", stage=MuonStage, options=MuonModel)
+SILENT = replace(LLAMA_FAMILY, name="silent", stage=MuonStage)
+WITH_MUON_MLPS = MuonModel(**{**vars(LLAMA), "family": f"{__name__}:MUON_MLPS"})
+ON_A_PLANE = [{"tp": 2, "dp": 2}, {"tp": 2, "dp": 2, "zero_stage": 3}, {"tp": 2}]
+
+
+@pytest.mark.parametrize("sizes", slow_but([0], ON_A_PLANE), ids=str)
+def test_an_optimizer_that_joins_matrices_needs_no_name_of_ours(sizes: dict[str, Any]) -> None:
+    """Given as optimizer.name MODULE:NAME: its class declares that ranks join matrices."""
+    check_on_ranks(Layout(LLAMA, optimizer=f"{__name__}:OtherMuon", micro_batch_size=3, **sizes))
+
+
+@pytest.mark.parametrize("sizes", slow_but([0], ON_A_PLANE), ids=str)
+def test_layers_may_name_an_optimizer_that_joins_matrices(sizes: dict[str, Any]) -> None:
+    check_on_ranks(Layout(WITH_MUON_MLPS, micro_batch_size=3, **sizes))
+
+
+def bytes_sent(config: Config) -> dict[str, dict[str, int]]:
+    """The bytes that this rank sends in its second step, by operation, by axis."""
+    state = make_state(config)
+    one_step(state)
+    for axis in state.ctx.axes:
+        axis.traffic.sent.clear()
+    train_step(state, micro_batches(config, state.ctx, 1))
+    return {axis.name: axis.traffic.sent for axis in state.ctx.axes if axis.traffic.sent}
+
+
+@pytest.mark.parametrize("given", slow_but([1], ["the run", "layers"]))
+def test_a_simulated_rank_sends_what_an_optimizer_that_joins_matrices_sends(given: str) -> None:
+    layout = Layout(WITH_MUON_MLPS, tp=2, dp=2, micro_batch_size=3)
+    if given == "the run":
+        layout = Layout(LLAMA, tp=2, dp=2, micro_batch_size=3, optimizer=f"{__name__}:OtherMuon")
+    config = layout.config()
+    for rank, sent in enumerate(run_ranks(4, bytes_sent, config)):
+        traffic = simulate(config, build_stages, PARTS, rank, ranks_per_node=8).traffic
+        assert "all_to_all" in sent["plane"]
+        assert {name: axis.sent for name, axis in traffic.items()} == sent
+
+
+def test_the_options_of_a_model_name_the_optimizers_of_its_layers_that_join_matrices() -> None:
+    model = replace(LLAMA, family=f"{__name__}:SILENT")
+    with pytest.raises(Exception, match=r"2 ranks of tp and 2 of grad.* name it in optimizers_of_layers"):
+        check_on_ranks(Layout(model, tp=2, dp=2, micro_batch_size=3))
+
+
+def test_a_plan_prices_an_optimizer_that_joins_matrices_by_its_own_products() -> None:
+    """Its rows are multiplied once, where Muon has fifteen products of Newton-Schulz."""
+    machine = hardware.load("h100-80g")
+    layouts = {
+        "muon": Layout(LLAMA, tp=2, dp=2, optimizer="muon"),
+        "other": Layout(LLAMA, tp=2, dp=2, optimizer=f"{__name__}:OtherMuon"),
+        "mlps": Layout(WITH_MUON_MLPS, tp=2, dp=2),
+        "adamw": Layout(LLAMA, tp=2, dp=2),
+    }
+    times = {name: step_time(layout.config("bf16"), PARTS, machine) for name, layout in layouts.items()}
+    seconds = {name: time.busy[OPTIMIZER] for name, time in times.items()}
+    assert seconds["muon"] > seconds["other"] > seconds["mlps"] > seconds["adamw"]
+    exposed = {name: time.exposed["plane"] for name, time in times.items() if "plane" in time.exposed}
+    assert exposed["muon"] == exposed["other"] > exposed["mlps"] > 0
+    assert {*exposed} == {"muon", "other", "mlps"}

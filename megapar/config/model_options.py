@@ -119,6 +119,14 @@ class ModelConfig:
         return False
 
     @property
+    def optimizers_of_layers(self) -> tuple[str, ...]:
+        """The optimizers that layers name for parameters of their own (`Sharding.optimizer`).
+
+        Only those that join the parts of matrices must be here (`megapar.optimizer.base.Optimizer.JOINS_MATRICES`).
+        """
+        return ()
+
+    @property
     def num_experts(self) -> int:
         """Experts of a layer; 0 in a model without them."""
         if self.experts is None:

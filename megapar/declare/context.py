@@ -36,7 +36,7 @@ class ParallelContext:
     experts. `expert_gradients` has the weight gradients that this rank computes while rows of experts travel over `ep`.
 
     `plane` is tp x grad, the ranks with a part of a matrix, and `expert_plane` is etp x expert_grad. They are None
-    unless the optimizer of the run asks for them (`Grid.planes`), and have size 1 if they have one direction.
+    unless an optimizer of the run joins the parts of matrices (`Grid.planes`), and have size 1 in one direction.
     """
 
     tp: Axis
@@ -65,7 +65,10 @@ class ParallelContext:
         return (*dense, self.etp, self.ep, self.expert_grad, self.tied, self.world, *parts, *planes)
 
     def plane_of(self, grad_axis: str) -> tuple[Axis, Axis]:
-        """The axis that cuts a matrix, and all ranks with parts of it, by the name of the axis of its gradient sum."""
+        """Return the axis that cuts a matrix, and the axis of all ranks with parts of it.
+
+        `grad_axis` names the axis of its gradient sum. Raises ConfigError if these ranks are not connected.
+        """
         cut, grad, plane = self.tp, self.grad, self.plane
         if grad_axis == self.expert_grad.name:
             cut, grad, plane = self.etp, self.expert_grad, self.expert_plane
@@ -74,7 +77,11 @@ class ParallelContext:
         if grad.size == 1:
             return cut, cut
         if plane is None:
-            raise ConfigError("an optimizer of whole matrices needs optimizer.name muon if tp or etp is above 1")
+            raise ConfigError(
+                f"a layer names an optimizer that joins the parts of a matrix on {cut.size} ranks of {cut.name} and "
+                f"{grad.size} of {grad.name}, and this run has not connected them: name it in optimizers_of_layers of "
+                "the model's options, or as optimizer.name"
+            )
         return cut, plane
 
     def traffic(self) -> dict[str, int]:

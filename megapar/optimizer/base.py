@@ -2,7 +2,7 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -10,9 +10,10 @@ import torch
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor
 
+from megapar.base.grid import Grid
 from megapar.config.options import OptimizerConfig
 from megapar.data_parallel.buckets import ALIGNMENT, Range, intersect
-from megapar.data_parallel.layout import Update
+from megapar.data_parallel.layout import FlatLayout, Update
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.declare.context import ParallelContext
 from megapar.declare.optimizer_state import StateTensor
@@ -62,6 +63,13 @@ class Optimizer(ABC):
 
     MATRICES_ONLY: ClassVar[bool] = False
     """Whether it updates matrices alone (`ParamSpec.update`). If it is the run's, AdamW updates the elements."""
+
+    JOINS_MATRICES: ClassVar[bool] = False
+    """Whether the ranks with parts of a matrix send each other these parts in an update (`ParallelContext.plane_of`).
+
+    A run then connects all ranks with parts of a matrix. If a layer names such an optimizer for its own parameters, the
+    options of the model name the optimizer too (`ModelConfig.optimizers_of_layers`).
+    """
 
     def __init__(
         self,
@@ -121,6 +129,20 @@ class Optimizer(ABC):
         sizes = [size for start, stop, on_host in parts if on_host for size in cls._sizes(stop - start)]
         found[True] += HostUpdates.planned_nbytes(sizes, dtype)
         return found
+
+    @classmethod
+    def matrix_products(cls, rows: int, columns: int) -> Sequence[tuple[int, int, int]]:
+        """Return the matrix products [m, k] x [k, n] of the update of one whole matrix, as (m, k, n). For plans."""
+        return ()
+
+    def join_in_plan(self, grid: Grid, layout_of_rank: Callable[[int], FlatLayout]) -> None:
+        """Find what the ranks of a run tell each other in the first update. For plans, where no other rank exists.
+
+        `layout_of_rank` builds the layout of another rank of `grid`. Raises NotImplementedError if an optimizer joins
+        matrices and does not override this.
+        """
+        if self.JOINS_MATRICES:
+            raise NotImplementedError(f"{type(self).__name__} joins matrices, so it must override join_in_plan")
 
     @abstractmethod
     def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:

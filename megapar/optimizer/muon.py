@@ -8,13 +8,14 @@ is the same in every layout, and no rank repeats the work of another one.
 import hashlib
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megapar.base.grid import Grid
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.data_parallel.layout import FlatLayout
@@ -48,6 +49,7 @@ class Muon(SGD):
 
     OPTIONS = MuonOptions
     MATRICES_ONLY = True
+    JOINS_MATRICES = True
     OFFLOADS = False
 
     def __init__(self, updates: Any, weights: Any, gradients: ReducedGradients, ctx: ParallelContext, *rest: Any):
@@ -74,6 +76,26 @@ class Muon(SGD):
 
     def _located(self, layout: FlatLayout, axis_name: str) -> list[tuple[Part, int]]:
         return parts_of(layout, self.updates, axis_name, by_block=self.options.muon_per_head)
+
+    @classmethod
+    def matrix_products(cls, rows: int, columns: int) -> list[tuple[int, int, int]]:
+        """Return those of Newton-Schulz: of each round m x m x n, m x m x m and m x n x m, with m <= n."""
+        m, n = sorted((rows, columns))
+        return [(m, m, n), (m, m, m), (m, n, m)] * ROUNDS
+
+    def join_in_plan(self, grid: Grid, layout_of_rank: Callable[[int], FlatLayout]) -> None:
+        for name, axis in self.axes.items():
+            cut, plane = self.ctx.plane_of(name)
+            parts = {cut.rank: self.parts(name)}
+            members = []
+            for rank in plane.ranks:
+                positions = grid.positions(rank)
+                _, of_cut = positions[cut.name]
+                _, of_grad = positions[name]
+                if of_cut not in parts:
+                    parts[of_cut] = self.parts_in(layout_of_rank(rank), name)
+                members.append(Member.at(of_grad, axis, parts[of_cut], sharded=self._layout.sharded))
+            self.routes[name] = Routes(members, plane.rank)
 
     def step(self, step: Step) -> None:
         for visit in self.visits:

@@ -226,14 +226,14 @@ class Recording:
         return found
 
     @cached_property
-    def matrices(self) -> Mapping[str, Sequence[Piece]]:
-        """The trained matrices that this rank has a part of, by the axis of their gradients' sum: those that an
-        optimizer of whole matrices updates."""
-        found: dict[str, list[Piece]] = {}
+    def matrices(self) -> Mapping[tuple[str, str], Sequence[Piece]]:
+        """Return the trained matrices that this rank has a part of, by two names: of the axis of gradient sums, and of
+        the optimizer that a layer asks for ("" for the run's)."""
+        found: dict[tuple[str, str], list[Piece]] = {}
         for param in self._stage.parameters():
             spec = spec_of(param)
-            if param.requires_grad and spec.update != "element" and not spec.optimizer:
-                found.setdefault(spec.grad_axis.name, []).extend(spec.pieces)
+            if param.requires_grad and spec.update != "element":
+                found.setdefault((spec.grad_axis.name, spec.optimizer), []).extend(spec.pieces)
         return found
 
     @cached_property

@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.base.expert_load import EVEN, ExpertLoad
-from megapar.base.grid import EXPERT_AXES
+from megapar.base.grid import EXPERT_AXES, Grid
 from megapar.comm.axis import Axis
 from megapar.comm.transport_simulated import Simulated
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.data.order import micro_batch_positions
+from megapar.data_parallel.layout import FlatLayout
 from megapar.declare import context
 from megapar.declare.batch import MicroBatch, PipelineStage, Targets
 from megapar.declare.context import ParallelContext
@@ -28,8 +29,6 @@ from megapar.declare.stage_set import StageSet
 from megapar.launch.grid import grid_of
 from megapar.observe import memory_report
 from megapar.observe.kept import KeptBytes
-from megapar.optimizer.muon import Muon
-from megapar.optimizer.owners import Member, Part, Routes
 from megapar.pipeline.actions import Action
 from megapar.plan.memory import memory_limit
 from megapar.plan.parts import Parts
@@ -108,13 +107,13 @@ def simulate(
     def transport(ranks: tuple[int, ...], position: int) -> Simulated:
         return Simulated(len(ranks), position, sorts_groups=sorts_groups)
 
-    ctx = context.simulated(grid_of(config), rank, transport, load)
+    grid = grid_of(config)
+    ctx = context.simulated(grid, rank, transport, load)
     stages = build(config, ctx)
     freeze(stages.values(), config.train.trainable)
     state = assemble(config, ctx, stages, memory_limit(config, parts))
     for optimizer in state.optimizer.each:
-        if isinstance(optimizer, Muon):
-            _find_routes(optimizer, config, build, ctx)
+        optimizer.join_in_plan(grid, lambda other: _layout_of_rank(other, grid, config, build))
     kept = KeptBytes(state.stages, state.pipeline.deferred_nbytes)
     state.pipeline.after_action.append(kept.note_action)
     batches = _micro_batches(config, ctx, stages.declared.num_targets)
@@ -137,24 +136,12 @@ def simulate(
     )
 
 
-def _find_routes(muon: Muon, config: Config, build: Build, ctx: ParallelContext) -> None:
-    """Find the owners of matrices. In a run the ranks tell each other their parts; here they are built."""
-    grid = grid_of(config)
-    for name, axis in muon.axes.items():
-        cut, plane = ctx.plane_of(name)
-        parts: dict[int, list[Part]] = {cut.rank: muon.parts(name)}
-        members = []
-        for rank in plane.ranks:
-            positions = grid.positions(rank)
-            _, of_cut = positions[cut.name]
-            if of_cut not in parts:
-                there = context.simulated(grid, rank, lambda ranks, position: Simulated(len(ranks), position))
-                stages = build(config, there)
-                freeze(stages.values(), config.train.trainable)
-                parts[of_cut] = muon.parts_in(layout_of(config.optimizer, list(stages.values())), name)
-            _, of_grad = positions[name]
-            members.append(Member.at(of_grad, axis, parts[of_cut], sharded=config.optimizer.zero_stage > 0))
-        muon.routes[name] = Routes(members, plane.rank)
+def _layout_of_rank(rank: int, grid: Grid, config: Config, build: Build) -> FlatLayout:
+    """Build the layout of another rank's parameters."""
+    ctx = context.simulated(grid, rank, lambda ranks, position: Simulated(len(ranks), position))
+    stages = build(config, ctx)
+    freeze(stages.values(), config.train.trainable)
+    return layout_of(config.optimizer, list(stages.values()))
 
 
 def _micro_batches(config: Config, ctx: ParallelContext, num_targets: int) -> list[MicroBatch]:

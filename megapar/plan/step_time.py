@@ -17,7 +17,8 @@ from megapar.base.grid import TIED_AXIS
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.launch.grid import grid_of
-from megapar.optimizer import muon, table
+from megapar.optimizer import table
+from megapar.optimizer.base import Optimizer
 from megapar.pipeline.actions import Event
 from megapar.pipeline.lowering import Message, lower
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
@@ -418,32 +419,35 @@ class _Step:
             # Both at once; but the norm is that of all gradients, on the device.
             updated = self.hardware.memory_seconds(update_traffic(options) * (shard - on_host) + 4 * on_host)
             ends.optimizer += max(updated, self.hardware.host_update_seconds(on_host, itemsize))
-            if table.find(options.name).MATRICES_ONLY:
-                self._orthogonalize(axis, fine, ends)
+            self._join_matrices(axis, fine, ends)
         ends.expose("world", self.network.seconds("all_reduce", "world", 8.0))
         if self.config.model.tie_word_embeddings and rank in self.network.grid.with_embedding:
             tied = max((part.part.embedding_elements for part in fine), default=0)
             ends.expose(TIED_AXIS, self.network.seconds("all_reduce", TIED_AXIS, 4 * tied))
         return ends
 
-    def _orthogonalize(self, axis: str, fine: Sequence[_Fine], ends: _Ends) -> None:
-        """Muon's exchange of matrices and Newton-Schulz, on the rank with the largest share (`owners`)."""
+    def _join_matrices(self, axis: str, fine: Sequence[_Fine], ends: _Ends) -> None:
+        """Add the exchange of whole matrices, and their products on the rank with the largest share (`owners`)."""
         options = self.config.optimizer
         plane = self._plane(axis)
-        shapes: Counter[tuple[int, int]] = Counter()
+        shapes: Counter[tuple[type[Optimizer], int, int]] = Counter()
         elements = 0
         for part in fine:
-            for piece in part.part.matrices.get(axis, ()):
-                blocks = piece.blocks if options.muon_per_head and piece.blocks else piece.shape[:1]
-                # Blocks repeat down to the last row (`Piece.blocks`).
-                count = math.ceil(piece.shape[0] * len(blocks) / sum(blocks))
-                for number in islice(cycle(blocks), count):
-                    shapes[number, piece.shape[1]] += part.number
-                elements += math.prod(piece.shape) * part.number
+            for (axis_of_gradients, name), pieces in part.part.matrices.items():
+                optimizer = table.find(name or options.name)
+                if axis_of_gradients != axis or not optimizer.JOINS_MATRICES:
+                    continue
+                for piece in pieces:
+                    blocks = piece.blocks if options.muon_per_head and piece.blocks else piece.shape[:1]
+                    # Blocks repeat down to the last row (`Piece.blocks`).
+                    count = math.ceil(piece.shape[0] * len(blocks) / sum(blocks))
+                    for number in islice(cycle(blocks), count):
+                        shapes[optimizer, number, piece.shape[1]] += part.number
+                    elements += math.prod(piece.shape) * part.number
         if not shapes:
             return
         ranks = self.network.span(plane).ranks
-        seconds = {shape: self._newton_schulz(*shape) for shape in shapes}
+        seconds = {shape: self._seconds_of_matrix(*shape) for shape in shapes}
         all_of_them = sum(seconds[shape] * number for shape, number in shapes.items())
         ends.optimizer += max(all_of_them / ranks, max(seconds.values()))
         itemsize = 2 if self._sends_16_bits else 4
@@ -451,7 +455,7 @@ class _Step:
 
     @property
     def _sends_16_bits(self) -> bool:
-        """Whether Muon computes in bf16 (`Muon.sent_dtype`)."""
+        """Whether whole matrices travel and are multiplied in bf16 (`Muon.sent_dtype`)."""
         return self.config.kernels.backend in ("triton", "apex") or planned_device(self.config) == "cuda"
 
     def _plane(self, axis: str) -> str:
@@ -461,12 +465,11 @@ class _Step:
             return axis
         return cut if self.network.span(axis).ranks == 1 else plane
 
-    def _newton_schulz(self, rows: int, columns: int) -> float:
-        """Seconds of the rounds of one matrix [m, n] with m <= n: products m x m x n, m x m x m and m x n x m."""
-        m, n = sorted((rows, columns))
+    def _seconds_of_matrix(self, optimizer: type[Optimizer], rows: int, columns: int) -> float:
+        """Return the seconds of the products that update one whole matrix."""
         precision = "bf16" if self._sends_16_bits else "fp32"
-        products = ((m, m, n), (m, m, m), (m, n, m))
-        return muon.ROUNDS * sum(self.hardware.product_seconds(*product, precision) for product in products)
+        products = optimizer.matrix_products(rows, columns)
+        return sum(self.hardware.product_seconds(*product, precision) for product in products)
 
     def _elements(self, fine: Sequence[_Fine]) -> dict[str, int]:
         """The elements of a rank's parameters by axis. A tied embedding counts once."""

@@ -41,9 +41,9 @@ _EMA = 0.9  # nearer to 1, two steps would move no average
 
 
 def _reads_eps(name: str) -> bool:
-    """Return whether a run with this optimizer has AdamW's eps: those of whole matrices leave vectors to AdamW."""
+    """Return whether a run with this optimizer has AdamW's eps: those of matrices alone leave vectors to AdamW."""
     optimizer = find(name)
-    return optimizer.WHOLE or any(option.name == "eps" for option in fields(optimizer.OPTIONS))
+    return optimizer.MATRICES_ONLY or any(option.name == "eps" for option in fields(optimizer.OPTIONS))
 
 
 def tested(config: Config) -> Config:

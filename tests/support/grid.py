@@ -328,6 +328,7 @@ def alone(layout: Layout) -> Layout:
         micro_batch_size=SAMPLES,
         zero_stage=0,
         packed=layout.packed,
+        optimizer=layout.optimizer,
         trainable=layout.trainable,
         adapter=layout.adapter,
         objective=layout.objective,
