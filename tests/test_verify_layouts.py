@@ -1,10 +1,13 @@
 """tools/verify_layouts.py: it reads what people write, passes what is right, and sees every fault that it plants.
 
-The comparison is the tool's own, so these tests plant faults in the code that ranks run (megapar.verify.plants).
+The comparison is the tool's own, so these tests plant faults in the code that ranks run (tests.support.plants).
 """
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +18,16 @@ from megapar_models.registry import named_configs
 from megapar.base.errors import ConfigError
 from megapar.config.options import Config, ParallelConfig, flatten
 from megapar.declare.params import Box, Piece
-from megapar.verify import layout_words, plants
+from megapar.verify import layout_words
 from megapar.verify.compare import NOISES, ROUNDINGS, compare
 from megapar.verify.logical import Assembled, Held, assembled
 from megapar.verify.run import Shown, Step
+from tests.support import plants
 from tests.support.options import load
 from tests.support.program import ROOT, TINY, Ended, Program
 from tests.support.sweeps import slow_but
 from tools import verify_layouts
-from tools.verify_layouts import MODELS, cases_of, own_layouts, planted_case
+from tools.verify_layouts import cases_of, own_layouts, planted_case
 
 TOOL = ROOT / "tools/verify_layouts.py"
 CONFIG = TINY[:2]
@@ -131,10 +135,10 @@ def test_a_small_model_has_what_makes_layouts_differ(name: str, layouts: list[st
     assert set(getattr(reference.model, "layer_types", ())) == kinds
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", plants.MODELS)
 def test_a_plant_brings_what_a_config_lacks(model: str) -> None:
     for plant in plants.PLANTS:
-        config, layouts = planted_case(plant, replace(Config(), model=MODELS[model]), ["dp2"])
+        config, layouts = planted_case(plant, replace(Config(), model=plants.MODELS[model]), ["dp2"])
         cases_of(config, layouts, whole=False)
         assert {layout.name for layout in layouts} == {"dp2", *plant.layouts}
 
@@ -230,6 +234,15 @@ def test_plants_are_listed_by_bare_names_and_unknown_ones_refused(tmp_path: Path
     assert (unknown.code, unknown.err) == (2, said)
 
 
+def test_an_installation_says_that_it_has_no_faults_to_plant(tmp_path: Path) -> None:
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools/verify_layouts.py", tmp_path / "tools")
+    command = [sys.executable, "tools/verify_layouts.py", "--plant", "list"]
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("ConfigError: --plant list: the faults to plant are in tests/support/plants.py of")
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -262,7 +275,6 @@ IN_LANES = ("sp-norm-gradient-sum-missing", "average-of-one-rank", "adam-step-of
 @pytest.mark.parametrize("name", slow_but(map(FAULTS.index, IN_LANES), FAULTS))
 def test_a_planted_fault_is_seen_and_named(name: str, tmp_path: Path) -> None:
     plant = plants.find(name)
-    assert plant is not None
     ended = run(*CONFIG, "--plant", name, "--json", "report.json", folder=tmp_path)
     assert ended.code == 5, ended.out + ended.err
     (layout,) = json.loads((tmp_path / "report.json").read_text())["layouts"]
@@ -275,11 +287,11 @@ def test_a_planted_fault_is_seen_and_named(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", plants.MODELS)
 def test_the_layouts_of_plants_pass_without_them(name: str, tmp_path: Path) -> None:
     """Otherwise the fault would not be what was seen."""
     layouts = dict.fromkeys(layout for plant in plants.PLANTS if plant.model == name for layout in plant.layouts)
-    model = [word for path, value in flatten(MODELS[name], "model.").items() for word in flags(path, value)]
+    model = [word for path, value in flatten(plants.MODELS[name], "model.").items() for word in flags(path, value)]
     ended = run(*model, "--plant", "none", "--layouts", *layouts, folder=tmp_path)
     assert ended.code == 0, ended.out + ended.err
 

@@ -6,6 +6,7 @@ It takes pretrain.py's own flags and files. It runs each layout on CPU ranks of 
 same kind. Exit code 0: all layouts compute what one process computes; 5: some does not.
 """
 
+import importlib
 import math
 import sys
 import time
@@ -14,15 +15,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from megapar_models.build import build_stages
-from megapar_models.deepseek.model import DeepseekExperts, DeepseekModel
-from megapar_models.gpt.model import GPTModel
-from megapar_models.gpt_oss.model import GptOssModel
-from megapar_models.llama.model import LlamaModel
-from megapar_models.mixtral.model import MixtralModel
 from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, validate
 from rich.console import Console
 from rich.progress import Progress
@@ -31,61 +27,29 @@ from megapar.base.errors import ConfigError, NumericError
 from megapar.config.derive import smallest_world, with_vocabulary
 from megapar.config.files import load
 from megapar.config.messages import counted
-from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig, flatten, unflatten
 from megapar.data.tokenizer import load_tokenizer
 from megapar.launch.reporting import open_streams, reported
 from megapar.migrate.hints import hint
 from megapar.system import limits
 from megapar.system.atomic_files import write_json
-from megapar.verify import layout_words, plants, small
+from megapar.verify import layout_words, small
 from megapar.verify.compare import Difference, compare, rounding
 from megapar.verify.layout_words import Layout
 from megapar.verify.run import Order, RankError, Shown, on_ranks
 from megapar.verify.table import as_table, failures
 
-CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
+if TYPE_CHECKING:
+    from tests.support.plants import Plant
+
+ROOT = Path(__file__).parents[1]
+CONFIGS = ROOT / "pretrain_scripts/configs"
 STEPS = 2
 
-# The models that planted faults bring where that of the configuration would not show them.
-_SIZES: dict[str, Any] = {
-    "hidden_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 10,
-    "intermediate_size": 76,
-    "vocab_size": 131,
-}
-_DENSE = LlamaModel(**_SIZES, family="llama", num_hidden_layers=4, qk_norm=True)
-_EXPERTS = MoEConfig(num_experts=5, moe_intermediate_size=40, router_aux_loss_coef=0.05, router_z_loss_coef=0.01)
-MODELS = {
-    "dense": _DENSE,
-    "six-layers": replace(_DENSE, num_hidden_layers=6),
-    "straddling": replace(_DENSE, num_attention_heads=6, num_key_value_heads=3),
-    "tied": replace(_DENSE, tie_word_embeddings=True),
-    "experts": MixtralModel(**_SIZES, family="mixtral", num_hidden_layers=2, moe=_EXPERTS),
-    "windows": GptOssModel(**_SIZES, family="gpt_oss", num_hidden_layers=2, sliding_window=7, moe=_EXPERTS),
-    "latent": DeepseekModel(
-        **{**_SIZES, "num_key_value_heads": 0, "head_dim": 6},
-        family="deepseek",
-        num_hidden_layers=2,
-        q_lora_rank=20,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        v_head_dim=8,
-        moe=DeepseekExperts(num_experts=5, moe_intermediate_size=24, first_k_dense_replace=1),
-    ),
-    "dropout": GPTModel(
-        family="gpt",
-        hidden_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        vocab_size=131,
-        max_position_embeddings=64,
-        attention_dropout=0.1,
-        hidden_dropout=0.1,
-    ),
-}
+NO_PLANT = "none"
+"""The word that plants nothing."""
+LIST = "list"
+"""The word that asks for the names of faults."""
 
 
 @dataclass
@@ -103,7 +67,7 @@ class Arguments:
     """The largest number of ranks of a drawn layout."""
     whole: bool = False
     """Take the model, the batch and the sequence length as they are, not a small model of the same kind."""
-    plant: str = plants.NONE
+    plant: str = NO_PLANT
     """Plant a fault in the running code, to see that it is found: exit code 5. `list` prints the names of all."""
     json: Path | None = None
     """Write all differences to this file."""
@@ -212,7 +176,18 @@ def cases_of(config: Config, layouts: Sequence[Layout], *, whole: bool) -> tuple
     return cases[0].config, cases[1:]
 
 
-def planted_case(plant: plants.Plant, config: Config, words: Sequence[str]) -> tuple[Config, list[Layout]]:
+def faults_to_plant(name: str) -> Any:
+    """Import `tests.support.plants`. Raises ConfigError in an installation, which has no tests."""
+    if not (ROOT / "tests/support/plants.py").is_file():
+        raise ConfigError(
+            f"--plant {name}: the faults to plant are in tests/support/plants.py of the repository, which an "
+            "installation does not have; run tools/verify_layouts.py in a clone"
+        )
+    sys.path.insert(0, str(ROOT))  # first: packages of others may have a folder `tests` too
+    return importlib.import_module("tests.support.plants")
+
+
+def planted_case(plant: "Plant", config: Config, words: Sequence[str]) -> tuple[Config, list[Layout]]:
     """The configuration and the layouts for a planted fault: the given ones if they show it, else its own."""
     layouts = [layout_words.read(word) for word in dict.fromkeys((*words, *plant.layouts))]
     # Options besides the model stay away: some of them keep the faulty line from being run.
@@ -223,7 +198,7 @@ def planted_case(plant: plants.Plant, config: Config, words: Sequence[str]) -> t
     )
     own = replace(plain, model=config.model)
     if not plant.serves(config.model) or not config.model.vocab_size or not all(runs(own, each) for each in layouts):
-        own = replace(plain, model=MODELS[plant.model])
+        own = replace(plain, model=faults_to_plant(plant.name).MODELS[plant.model])
     return unflatten({**flatten(own), **plant.options}, type(own.model)), layouts
 
 
@@ -239,7 +214,7 @@ def orders_of(config: Config) -> list[Order]:
     return orders
 
 
-def outcomes(reference: Config, cases: Sequence[Case], plant: plants.Plant | None) -> Iterator[Outcome]:
+def outcomes(reference: Config, cases: Sequence[Case], plant: "Plant | None") -> Iterator[Outcome]:
     """Run one process and then each case, with a progress bar on a terminal."""
     console = Console(stderr=True)
     # Without a thread that draws: a rank forked while it holds a lock would wait for ever.
@@ -254,7 +229,7 @@ def outcomes(reference: Config, cases: Sequence[Case], plant: plants.Plant | Non
             yield outcome(case, plant, partial(compare, reference=first, others=others, unit=rounding(case.config)))
 
 
-def outcome(case: Case, plant: plants.Plant | None, compared: "partial[list[Difference]]") -> Outcome:
+def outcome(case: Case, plant: "Plant | None", compared: "partial[list[Difference]]") -> Outcome:
     """Run a case and compare it."""
     begun = time.monotonic()
     order = Order(case.config.train.micro_batch_size)
@@ -334,7 +309,7 @@ def check(args: Arguments) -> None:
     """Raise ConfigError for contradicting flags, and for a file without a folder."""
     if args.sample and args.layouts:
         raise ConfigError(f"--sample {args.sample}: draws layouts, and --layouts names them; leave one of them out")
-    if args.sample and args.plant != plants.NONE:
+    if args.sample and args.plant != NO_PLANT:
         raise ConfigError(f"--sample {args.sample}: a fault shows in layouts of its own; leave out --sample or --plant")
     if args.sample < 0 or args.ranks < 2:
         raise ConfigError(f"--sample {args.sample} --ranks {args.ranks}: use --sample 20 --ranks 4")
@@ -345,7 +320,7 @@ def check(args: Arguments) -> None:
 def verify(args: Arguments, config: Config) -> int:
     """Run all layouts and print what they show; returns the exit code."""
     check(args)
-    plant = plants.find(args.plant)
+    plant = None if args.plant == NO_PLANT else faults_to_plant(args.plant).find(args.plant)
     if plant is not None:
         config, layouts = planted_case(plant, config, args.layouts)
         print(f"planted in the ranks of each layout: {plant.name}: {plant.sentence}")
@@ -381,8 +356,8 @@ def main() -> int:
     limits.raise_open_files()
     with reported():
         args, rest = tyro.cli(Arguments, description=__doc__, use_underscores=True, return_unknown_args=True)
-        if args.plant == plants.LIST:
-            print("\n".join(plant.name for plant in plants.PLANTS))
+        if args.plant == LIST:
+            print("\n".join(plant.name for plant in faults_to_plant(LIST).PLANTS))
             return 0
         return verify(args, load(rest, named_configs(CONFIGS), FOR_OPTIONS, hint).config)
     return 0

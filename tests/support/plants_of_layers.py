@@ -1,4 +1,4 @@
-"""Faults of attention, experts, norm and update to plant (`megapar.verify.plants`). Each is a function of `Patch`."""
+"""Faults of attention, experts, norm and update to plant (`tests.support.plants`). Each is a function of `Patch`."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from megapar.optimizer.average import Average
 from megapar.optimizer.base import Optimizer
 from megapar.tensor_parallel import regions
 from megapar.train import trainer
-from megapar.verify.faults_of_ranks import Patch
+from tests.support.plants_of_ranks import Patch
 
 # Context parallelism
 

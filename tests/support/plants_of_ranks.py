@@ -1,4 +1,4 @@
-"""Faults of tensor, data and pipeline parallelism to plant (`megapar.verify.plants`). Each is a function of `Patch`."""
+"""Faults of tensor, data and pipeline parallelism to plant (`tests.support.plants`). Each is a function of `Patch`."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

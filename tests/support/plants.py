@@ -6,21 +6,62 @@ of the ranks, and nowhere else: the reference and the comparison stay as they ar
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
+from megapar_models.deepseek.model import DeepseekExperts, DeepseekModel
+from megapar_models.gpt.model import GPTModel
+from megapar_models.gpt_oss.model import GptOssModel
+from megapar_models.llama.model import LlamaModel
+from megapar_models.mixtral.model import MixtralModel
+
 from megapar.base.errors import ConfigError
 from megapar.base.grid import TIED_AXIS
-from megapar.config.model_options import ModelConfig
-from megapar.verify import faults_of_layers as layers
-from megapar.verify import faults_of_ranks as ranks
-from megapar.verify.faults_of_ranks import Patch, Wrap
+from megapar.config.model_options import ModelConfig, MoEConfig
+from tests.support import plants_of_layers as layers
+from tests.support import plants_of_ranks as ranks
+from tests.support.plants_of_ranks import Patch, Wrap
 
-NONE = "none"
-"""The plant that plants nothing."""
-LIST = "list"
-"""The word that asks for the names."""
+# The models that planted faults bring where that of the configuration would not show them.
+_SIZES: dict[str, Any] = {
+    "hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "intermediate_size": 76,
+    "vocab_size": 131,
+}
+_DENSE = LlamaModel(**_SIZES, family="llama", num_hidden_layers=4, qk_norm=True)
+_EXPERTS = MoEConfig(num_experts=5, moe_intermediate_size=40, router_aux_loss_coef=0.05, router_z_loss_coef=0.01)
+MODELS = {
+    "dense": _DENSE,
+    "six-layers": replace(_DENSE, num_hidden_layers=6),
+    "straddling": replace(_DENSE, num_attention_heads=6, num_key_value_heads=3),
+    "tied": replace(_DENSE, tie_word_embeddings=True),
+    "experts": MixtralModel(**_SIZES, family="mixtral", num_hidden_layers=2, moe=_EXPERTS),
+    "windows": GptOssModel(**_SIZES, family="gpt_oss", num_hidden_layers=2, sliding_window=7, moe=_EXPERTS),
+    "latent": DeepseekModel(
+        **{**_SIZES, "num_key_value_heads": 0, "head_dim": 6},
+        family="deepseek",
+        num_hidden_layers=2,
+        q_lora_rank=20,
+        kv_lora_rank=16,
+        qk_nope_head_dim=12,
+        v_head_dim=8,
+        moe=DeepseekExperts(num_experts=5, moe_intermediate_size=24, first_k_dense_replace=1),
+    ),
+    "dropout": GPTModel(
+        family="gpt",
+        hidden_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        vocab_size=131,
+        max_position_embeddings=64,
+        attention_dropout=0.1,
+        hidden_dropout=0.1,
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -53,15 +94,13 @@ class Plant:
             yield
 
 
-def find(name: str) -> Plant | None:
-    """The fault called `name`; None for NONE. Raises ConfigError for an unknown name."""
-    if name == NONE:
-        return None
+def find(name: str) -> Plant:
+    """Return the fault called `name`. Raises ConfigError for an unknown name."""
     for plant in PLANTS:
         if plant.name == name:
             return plant
     near = get_close_matches(name, [plant.name for plant in PLANTS], n=2)
-    hint = f"did you mean {' or '.join(near)}?" if near else f"--plant {LIST} prints their names"
+    hint = f"did you mean {' or '.join(near)}?" if near else "--plant list prints their names"
     raise ConfigError(f"--plant {name}: no such fault; {hint}")
 
 
