@@ -21,7 +21,7 @@ from megapar.config.options import CheckpointConfig, Config, OptimizerConfig, Pa
 from megapar.declare import context
 from megapar.declare.batch import MicroBatch
 from megapar.launch.grid import grid_of
-from megapar.launch.rank_process import join, leave, rank_process
+from megapar.launch.rank_process import job
 from megapar.launch.reporting import reported
 from megapar.step.step import train_step
 from megapar.system import environment
@@ -143,10 +143,8 @@ def main() -> None:
     with reported():
         env = environment.read()
         config = options(env.world_size)
-    with rank_process(config, env) as process:
-        ctx = join(config, env, process)
+    with job(config, env) as (ctx, _):
         run(config, ctx)
-        leave(ctx)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from megapar_models.build import build_stages
 from megapar_models.registry import FOR_OPTIONS, num_targets, validate
 
 from megapar.config.files import load
-from megapar.launch.rank_process import join, leave, rank_process
+from megapar.launch.rank_process import job
 from megapar.launch.reporting import reported
 from megapar.step.step import train_step
 from megapar.system import environment
@@ -20,11 +20,9 @@ with reported():
     env = environment.read()  # one process, or the rank that torchrun or Slurm started
     config = validate(load(sys.argv[1:], families=FOR_OPTIONS).config, env.world_size)
 run_dir = Path(config.run_dir)
-with rank_process(config, env) as process:
-    ctx = join(config, env, process)
+with job(config, env) as (ctx, process):
     train_data, validation_sets = open_loaders(config, ctx, num_targets(config))
-    with lock_run_dir(run_dir, ctx):
-        process.claim_run_dir(run_dir)
+    with lock_run_dir(run_dir, ctx, process):
         state, _ = start(config, ctx, build_stages(config, ctx), identity(train_data, validation_sets))
         go_on(state, train_data, validation_sets)
         process.arm()
@@ -37,4 +35,3 @@ with rank_process(config, env) as process:
                 stop = result.stop or state.step == config.train.steps
                 if saver.due(state.step, last=stop):
                     saver.save(state)
-    leave(ctx)

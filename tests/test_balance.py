@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megapar_models import balance
-from megapar_models.build import stage_layers
+from megapar_models.build import StageBuilder, stage_layers
 from megapar_models.counts import WholeModel
 from megapar_models.qwen3_moe.model import Qwen3MoeExperts, Qwen3MoeModel
 from megapar_models.registry import validate
@@ -15,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
+from megapar.plan import measure
 from tests.support import program
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
@@ -29,12 +29,12 @@ def test_what_is_timed_is_a_layer_the_embedding_and_the_head(family: str, monkey
             run()
         return counter.get_total_flops()
 
-    monkeypatch.setattr(balance, "_seconds", flops_of)
+    monkeypatch.setattr(measure, "_seconds", flops_of)
     model = ModelConfig(family=family, hidden_size=64, num_hidden_layers=5, intermediate_size=96, **SIZES)
     # So short that attention's scores, which the counter and the formula count differently, are less than 2%.
     train = TrainConfig(seq_length=2, micro_batch_size=3, global_batch_size=12)
     config = validate(Config(model=model, train=train, parallel=ParallelConfig(pp=2, balance="measured")), 2)
-    layers, first, last = balance.measure(config, torch.device("cpu"))
+    layers, first, last = measure.measure(StageBuilder(), config, torch.device("cpu"))
     tokens = 6
     head = 6 * 300 * 64 * tokens
     assert first == 0, "a lookup"
@@ -46,14 +46,14 @@ def test_what_is_timed_is_a_layer_the_embedding_and_the_head(family: str, monkey
 def test_layers_of_other_kinds_are_timed_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a mixture with some plain layers, each kind once; computed costs count the chosen experts of a token."""
     timed = []
-    monkeypatch.setattr(balance, "_seconds", lambda run, where: timed.append(run) or float(len(timed)))
+    monkeypatch.setattr(measure, "_seconds", lambda run, where: timed.append(run) or float(len(timed)))
     moe = Qwen3MoeExperts(8, 2, moe_intermediate_size=96, mlp_only_layers=(0, 1))
     model = Qwen3MoeModel(
         family="qwen3_moe", hidden_size=64, num_hidden_layers=5, intermediate_size=1000, moe=moe, **SIZES
     )
     train = TrainConfig(seq_length=2, micro_batch_size=3, global_batch_size=12)
     config = validate(Config(model=model, train=train, parallel=ParallelConfig(pp=2)), 2)
-    assert balance.measure(config, torch.device("cpu")) == ([1.0, 1.0, 2.0, 2.0, 2.0], 3.0, 4.0)
+    assert measure.measure(StageBuilder(), config, torch.device("cpu")) == ([1.0, 1.0, 2.0, 2.0, 2.0], 3.0, 4.0)
     # A token's MLP is 1000 wide in the first two layers and 2 * 96 in the others. With all 8 * 96 it would be 2, 3.
     assert [len(layers) for layers in stage_layers(config)] == [1, 4]
 
@@ -62,7 +62,7 @@ def costs(layer: float, first: float, last: float) -> Callable[[], None]:
     """Plants measured costs."""
 
     def plant() -> None:
-        balance.measure = lambda config, where: ([layer] * config.model.num_hidden_layers, first, last)
+        measure.measure = lambda builder, config, where: ([layer] * config.model.num_hidden_layers, first, last)
 
     return plant
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megapar_models import balance, build  # noqa: F401  imported before the limit holds, as the program does
+from megapar_models import build  # noqa: F401  imported before the limit holds, as the program does
 
 from megapar.comm import shared_memory
 from tests.support import faults

@@ -257,7 +257,7 @@ def test_functions_files_and_project_stay_small() -> None:
                 length = (node.end_lineno or 0) - node.lineno + 1
                 wrong += [f"{relative(path)}:{node.lineno}: {node.name} has {length} lines"] * (length > 60)
     assert not wrong, "\n".join(wrong)
-    assert (ROOT / "pretrain_scripts/pretrain.py").read_text().count("\n") < 110
+    assert (ROOT / "pretrain_scripts/pretrain.py").read_text().count("\n") <= 60
 
 
 def closure(*modules: str) -> set[Path]:

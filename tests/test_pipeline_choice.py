@@ -7,18 +7,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from megapar_models import balance
+from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar.base.errors import ConfigError
 from megapar.base.grid import Grid
-from megapar.config.files import Resolved
+from megapar.config.files import RunConfig
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.declare import context
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.pipeline.zero_bubble import Memory
+from megapar.plan import measure
 from megapar.plan.choice import FAMILY, Choice, StageTimes, choose
 from megapar.plan.choose_schedule import with_chosen_schedule
 from megapar.plan.memory import memory_limit
@@ -73,13 +74,13 @@ def test_what_is_timed_is_each_half_of_a_backward(monkeypatch: pytest.MonkeyPatc
             run()
         return counter.get_total_flops()
 
-    monkeypatch.setattr(balance, "_seconds", flops_of)
+    monkeypatch.setattr(measure, "_seconds", flops_of)
     model = ModelConfig(
         hidden_size=64, num_hidden_layers=5, intermediate_size=96, num_attention_heads=4, vocab_size=384
     )
     train = TrainConfig(seq_length=2, micro_batch_size=3, global_batch_size=12)
     config = validate(Config(model=model, train=train, parallel=ParallelConfig(pp=2, partition=(3, 2))), 2)
-    stages = balance.times_of_stages(config, torch.device("cpu"))(config)
+    stages = measure.times_of_stages(StageBuilder(), config, torch.device("cpu"))(config)
     tokens = 6
     layer = 2 * tokens * (4 * 64 * 64 + 3 * 64 * 96)
     head = 2 * tokens * 64 * 384
@@ -94,7 +95,7 @@ def plant(times: tuple[float, float, float]) -> Callable[[], None]:
     """Plants measured times of each stage of a rank with one stage."""
 
     def planted() -> None:
-        balance.times_of_stages = lambda config, where: (
+        measure.times_of_stages = lambda builder, config, where: (
             lambda candidate: [tuple(t / candidate.parallel.vpp for t in times)] * 2 * candidate.parallel.vpp
         )
 
@@ -155,10 +156,10 @@ def test_a_chosen_v_trains_as_the_named_one(tmp_path: Path) -> None:
 
 
 def refusal_on_a_rank(config: Config) -> str:
-    resolved = Resolved(config, {})
+    options = RunConfig(config, config, {})
     ctx = context.create(Grid(pp=2))
     with pytest.raises(ConfigError) as error:
-        with_chosen_schedule(resolved, config, ctx, lambda *_: lambda candidate: [(1, 1, 1)] * 2, PARTS)
+        with_chosen_schedule(options, ctx, lambda *_: lambda candidate: [(1, 1, 1)] * 2, PARTS)
     return str(error.value)
 
 

@@ -35,7 +35,7 @@ from megapar.declare.batch import MicroBatch
 from megapar.declare.context import ParallelContext
 from megapar.declare.random import initialize
 from megapar.launch.local import preload, start_local_ranks
-from megapar.launch.rank_process import join, leave, rank_process
+from megapar.launch.rank_process import job
 from megapar.launch.reporting import reported
 from megapar.migrate.hints import hint
 from megapar.optimizer.schedule import learning_rate
@@ -295,8 +295,7 @@ def draw(found: Mapping[str, Drift], left_out: int, path: Path) -> None:
 
 def inspect(config: Config, args: Arguments, env: Environment, board: Board | None = None) -> None:
     """Inspect on one rank. Rank 0 prints."""
-    with rank_process(config, env, board) as process:
-        ctx = join(config, env, process)
+    with job(config, env, board) as (ctx, _):
         data, held_out = open_loaders(config, ctx, num_targets(config), sample_kind(config))
         state, notes = start(config, ctx, build_stages(config, ctx))
         with closing(data):
@@ -317,7 +316,6 @@ def inspect(config: Config, args: Arguments, env: Environment, board: Board | No
                 show_drift(found, args.leave_out, args.out)
             if args.json:
                 write(parameters, reductions, found, args.json)
-        leave(ctx)
 
 
 def steps_of_data(config: Config, ctx: ParallelContext, number: int) -> list[list[MicroBatch]]:

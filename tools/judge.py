@@ -31,7 +31,7 @@ from megapar.data.preprocess import Reading, read_documents
 from megapar.data.texts import TextOptions
 from megapar.declare.context import ParallelContext
 from megapar.launch.local import preload, start_local_ranks
-from megapar.launch.rank_process import join, leave, rank_process
+from megapar.launch.rank_process import job
 from megapar.launch.reporting import open_streams, reported
 from megapar.system import environment
 from megapar.system.atomic_files import finite, replacing
@@ -131,8 +131,7 @@ def run_harness(args: Arguments, judge: Judge, ask: Answer) -> dict[str, Any]:
 
 def run(args: Arguments, config: Config, env: Environment, board: Board | None = None) -> None:
     """Judge on one rank. Rank 0 writes."""
-    with rank_process(config, env, board) as process:
-        ctx = join(config, env, process)
+    with job(config, env, board) as (ctx, _):
         judge = Judge(config, args.checkpoint, ctx, adapters_off=args.adapters_off, reading=args)
         for note in judge.texts.notes if ctx.world.first else ():
             print(note, file=sys.stderr)
@@ -144,7 +143,6 @@ def run(args: Arguments, config: Config, env: Environment, board: Board | None =
         if args.output and ctx.world.first:
             with replacing(args.output) as file:
                 file.write((json.dumps(finite(found), indent=1, default=str, allow_nan=False) + "\n").encode())
-        leave(ctx)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

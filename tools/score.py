@@ -38,7 +38,7 @@ from megapar.data.preprocess import Reading, read_documents
 from megapar.data.scores import DTYPE, writing_scores
 from megapar.data.texts import TextOptions
 from megapar.launch.local import preload, start_local_ranks
-from megapar.launch.rank_process import join, leave, rank_process
+from megapar.launch.rank_process import job
 from megapar.launch.reporting import open_streams, reported
 from megapar.system import environment
 from megapar.system.atomic_files import as_json, replacing
@@ -122,8 +122,7 @@ def documents_of(args: Arguments, first: bool) -> Iterator[Tokens]:
 
 def run(args: Arguments, config: Config, env: Environment, board: Board | None = None) -> None:
     """Score on one rank. Rank 0 writes."""
-    with rank_process(config, env, board) as process:
-        ctx = join(config, env, process)
+    with job(config, env, board) as (ctx, _):
         pipeline = load_pipeline(config, args.checkpoint, ctx, adapters_off=args.adapters_off)
         rows = rows_of(documents_of(args, ctx.world.first), config.train.seq_length, args.input)
         steps = iter(lambda: list(islice(rows, config.train.global_batch_size)), [])
@@ -137,7 +136,6 @@ def run(args: Arguments, config: Config, env: Environment, board: Board | None =
         if ctx.world.first:
             what = "log-probabilities" if config.model.head == "vocabulary" else "rewards"
             print(f"{args.output}: {what} of {count:,} texts")
-        leave(ctx)
 
 
 def main() -> int:

@@ -46,6 +46,31 @@ class Resolved:
 
 
 @dataclass(frozen=True)
+class RunConfig:
+    """The options of a run: as the user gave them, with all values filled in, and the source of each value.
+
+    `given` stands in the run folder's config.toml, because it serves other world sizes too. The run reads `derived`.
+    """
+
+    given: Config
+    derived: Config
+    sources: Mapping[str, str]
+
+    def with_parallel(self, source: str, **options: Any) -> "RunConfig":
+        """Return these options with others of `parallel`, which `source` has chosen."""
+
+        def chosen(config: Config) -> Config:
+            return replace(config, parallel=replace(config.parallel, **options))
+
+        sources = dict.fromkeys((f"parallel.{name}" for name in options), source)
+        return RunConfig(chosen(self.given), chosen(self.derived), {**self.sources, **sources})
+
+    def to_toml(self) -> str:
+        """Return the options as TOML (`to_toml`)."""
+        return to_toml(Resolved(self.given, self.sources), self.derived)
+
+
+@dataclass(frozen=True)
 class _CommandLine(Config):
     """Pretrain a transformer with data, tensor, pipeline, context and expert parallelism."""
 

@@ -7,8 +7,8 @@ other ranks. The agent's own exit code is always 1; error.json has ours. The age
 
 import faulthandler
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from hashlib import blake2b
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from megapar.base.errors import CommunicationError, ConfigError, MegaparError, storing
+from megapar.base.errors import CommunicationError, ConfigError, MegaparError, Preempted, storing
 from megapar.base.grid import Grid
 from megapar.comm import collectives, rendezvous
 from megapar.comm.flight import Board, Flight
@@ -65,6 +65,7 @@ class RankProcess:
     members: list[Member] = field(default_factory=list)
     preflight_store: Store | None = None  # of launch.preflight, if there are several ranks
     preflight: dict[str, Any] | None = None  # what it has measured
+    stopped: str = ""  # what has stopped the run after a save, such as a signal; "" if it has done all its steps
 
     def asked_to_stop(self) -> str:
         """What asks the run to stop at the end of this step: a signal, "launch.time_limit", or "" for nothing."""
@@ -324,6 +325,28 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
         orders = schedule_files.read(config.parallel.schedule).orders
         files["the file of parallel.schedule"] = blake2b(show(orders).encode(), digest_size=6).hexdigest()
     return {**options, **versions, **rendezvous.hashes_of_files(outside), **files, "the device": device_type}
+
+
+@contextmanager
+def job(
+    config: Config,
+    env: Environment,
+    board: Board | None = None,
+    explained: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Iterator[tuple[ParallelContext, RankProcess]]:
+    """A context around a rank's whole work: the ranks meet before the block, and leave together after it.
+
+    Yields this rank's context and process. `board` is that of `rank_process`; `join` says what is raised. Raises
+    Preempted at the end if `RankProcess.stopped` says why the run has stopped. After a failure the process ends, and
+    its launcher ends the others. `explained` makes contexts that turn errors into others that say more.
+    """
+    # Twice on purpose: the outer one also explains what the threads of `rank_process` run out of.
+    with explained(), rank_process(config, env, board) as process, explained():
+        ctx = join(config, env, process)
+        yield ctx, process
+        leave(ctx)
+        if process.stopped:
+            raise Preempted(process.stopped)
 
 
 def leave(ctx: ParallelContext) -> None:

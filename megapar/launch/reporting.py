@@ -16,7 +16,7 @@ from typing import Any
 
 from megapar.base.errors import CommunicationError, MegaparError, OutOfMemoryError, Preempted, StorageError
 from megapar.comm.flight import Flight
-from megapar.system import events, limits
+from megapar.system import environment, events, limits
 from megapar.system.atomic_files import as_json, replace_file
 from megapar.system.regular_files import open_regular
 from megapar.system.say import silence, tell
@@ -48,6 +48,16 @@ def open_streams() -> None:
             setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
         elif descriptor and hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
+
+
+def begin_program() -> int:
+    """Prepare this process for a program: its streams, and as many open files as it may have.
+
+    Returns the rank for `reported`: 0 if this process speaks for all ranks until they have met, else 1.
+    """
+    open_streams()
+    limits.raise_open_files()
+    return 0 if environment.first_to_speak() else 1
 
 
 @contextmanager

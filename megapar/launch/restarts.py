@@ -12,8 +12,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 from megapar.base.errors import (
     CheckpointError,
@@ -27,10 +28,12 @@ from megapar.base.errors import (
 from megapar.config.messages import counted
 from megapar.config.options import Config
 from megapar.launch.local import End, Main, Start, preload, run_ranks
+from megapar.launch.rank_process import refuse_start
 from megapar.launch.reporting import Interrupted, report_error
 from megapar.launch.signals import Signals
-from megapar.system import device, events
+from megapar.system import device, environment, events
 from megapar.system.alert_command import call_now, failure
+from megapar.system.environment import Environment
 from megapar.system.own_folder import OwnFolder, sweep
 from megapar.system.say import tell
 
@@ -91,6 +94,47 @@ def judge(faults: Sequence[Fault], smaller: Callable[[int], int], most: int) -> 
 
 Record = Mapping[str, Any]
 """The fields of error.json."""
+
+
+class Plan(Protocol):
+    """What a run becomes on a number of ranks."""
+
+    @property
+    def config(self) -> Config:
+        """The options that the run reads."""
+
+    def for_ranks(self, world_size: int) -> Self:
+        """Return the plan for another number of ranks. Raises ConfigError if they cannot run."""
+
+    def advise(self, record: Record) -> Record:
+        """Add to an error what its rank could not say."""
+
+
+P = TypeVar("P", bound=Plan)
+
+
+def read_job(given: Config) -> tuple[Environment, int]:
+    """Return what a launcher says to this process, and the job's number of ranks: without one, of those to start here.
+
+    Raises ConfigError if this machine should not start what the options ask for.
+    """
+    env = environment.read()
+    refuse_start(given)
+    return env, env.world_size if env.launched else max(given.launch.nproc, 1)
+
+
+def run_job(main: Callable[..., None], plan: P, env: Environment) -> int:
+    """Run `main(plan, env)` on this rank of a launcher's job, or on ranks that start here; returns the exit code.
+
+    Ranks that start here are started again after faults (`keep_running`). They get the launcher's board as well.
+    """
+    launch = plan.config.launch
+    if env.launched or (launch.nproc <= 1 and not launch.max_restarts):
+        main(plan, env)
+        return 0
+    return keep_running(
+        partial(main, plan), lambda world: partial(main, plan.for_ranks(world)), plan.config, plan.advise
+    )
 
 
 def keep_running(main: Main, prepare: Callable[[int], Main], config: Config, advise: Callable[[Record], Record]) -> int:

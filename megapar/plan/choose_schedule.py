@@ -8,7 +8,7 @@ import torch
 
 from megapar.base.errors import ConfigError
 from megapar.config.derive import num_microbatches
-from megapar.config.files import Resolved, load_earlier
+from megapar.config.files import RunConfig, load_earlier
 from megapar.config.messages import counted
 from megapar.config.options import Config, ParallelConfig
 from megapar.declare.agreement import from_first
@@ -16,6 +16,7 @@ from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.pipeline.zero_bubble import Memory
 from megapar.plan.choice import Choice, StageTimes, choose
+from megapar.plan.measure import MEASURED
 from megapar.plan.memory import memory_limit
 from megapar.plan.parts import Parts
 from megapar.system.say import say
@@ -25,40 +26,31 @@ TimesOfStages = Callable[[Config], Sequence[tuple[float, float, float]]]
 
 
 def with_chosen_schedule(
-    resolved: Resolved,
-    config: Config,
-    ctx: ParallelContext,
-    measure: Callable[[Config, torch.device], TimesOfStages],
-    parts: Parts,
-) -> tuple[Resolved, Config]:
+    options: RunConfig, ctx: ParallelContext, measure: Callable[[Config, torch.device], TimesOfStages], parts: Parts
+) -> RunConfig:
     """Fill in parallel.schedule, vpp and schedule_costs if the schedule is auto. A collective over `ctx.world`.
 
     A resumed run keeps its schedule: rank 0 takes an earlier start's choice from config.toml in the run folder. If
-    there is none, rank 0 calls `measure` and chooses. It prints where the choice is from. Returns both configurations
-    with the choice. Raises ConfigError on every rank if no schedule keeps to parallel.schedule_memory_gb.
+    there is none, rank 0 calls `measure` and chooses. It prints where the choice is from. Raises ConfigError on every
+    rank if no schedule keeps to parallel.schedule_memory_gb.
     """
-    if config.parallel.schedule != "auto":
-        return resolved, config
+    if options.derived.parallel.schedule != "auto":
+        return options
     found = _Found()
     if ctx.world.first:
         try:
-            found = _find_on_first_rank(resolved, config, ctx, measure, parts)
+            found = _find_on_first_rank(options, ctx, measure, parts)
         except ConfigError as error:
             # Not raised here, because the other ranks wait in `from_first`.
             found = _Found(error=str(error))
     # It travels as JSON, so tuples arrive as lists.
-    options, line, error_text = from_first(found, ctx)
+    chosen, line, error_text = from_first(found, ctx)
     if error_text:
         raise ConfigError(error_text)
     if ctx.world.first:
         say(line)
-    options["schedule_costs"] = tuple(options["schedule_costs"])
-    sources = dict(resolved.sources)
-    for name in options:
-        sources[f"parallel.{name}"] = "measured at the first start"
-    in_file = replace(resolved.config, parallel=replace(resolved.config.parallel, **options))
-    in_run = replace(config, parallel=replace(config.parallel, **options))
-    return Resolved(in_file, sources), in_run
+    chosen["schedule_costs"] = tuple(chosen["schedule_costs"])
+    return options.with_parallel(MEASURED, **chosen)
 
 
 class _Found(NamedTuple):
@@ -70,17 +62,13 @@ class _Found(NamedTuple):
 
 
 def _find_on_first_rank(
-    resolved: Resolved,
-    config: Config,
-    ctx: ParallelContext,
-    measure: Callable[[Config, torch.device], TimesOfStages],
-    parts: Parts,
+    options: RunConfig, ctx: ParallelContext, measure: Callable[[Config, torch.device], TimesOfStages], parts: Parts
 ) -> _Found:
-    """The choice of an earlier start. If there is none, a choice by measured times."""
-    earlier = _earlier_choice(resolved.config)
+    """Return the choice of an earlier start. If there is none, choose by measured times."""
+    earlier = _earlier_choice(options.given)
     if earlier is not None:
         return earlier
-    choice = _choose(config, resolved.config.parallel, measure(config, ctx.device), parts)
+    choice = _choose(options.derived, options.given.parallel, measure(options.derived, ctx.device), parts)
     forward, inputs, weights = choice.costs
     line = (
         f"schedule {choice.schedule} with {counted(choice.vpp, 'stage')} on a rank is the shortest, about "

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -42,6 +42,7 @@ from megapar.declare.context import ParallelContext
 from megapar.declare.optimizer_state import StateSlice
 from megapar.declare.params import ADAPTER, MAIN
 from megapar.declare.random import Draws
+from megapar.launch.rank_process import RankProcess
 from megapar.optimizer.schedule import change_of_rate
 from megapar.step import spikes
 from megapar.step.state import TrainState
@@ -56,9 +57,16 @@ _UNDER_WAY = 2
 _PATIENCE_SECONDS = 10.0  # how long a failed run waits for the parts of ranks that may be gone
 
 
-def lock_run_dir(run_dir: Path, ctx: ParallelContext) -> AbstractContextManager[None]:
-    """Lock the run folder against other jobs, and remove what killed jobs left in it. A collective."""
-    return exclusive(run_dir, run_dir / FOLDER, ctx)
+@contextmanager
+def lock_run_dir(run_dir: Path, ctx: ParallelContext, process: RankProcess | None = None) -> Iterator[None]:
+    """Lock the run folder against other jobs, and remove what killed jobs left in it. A collective.
+
+    `process`, this rank's, then claims the folder for its reports (`RankProcess.claim_run_dir`).
+    """
+    with exclusive(run_dir, run_dir / FOLDER, ctx):
+        if process is not None:
+            process.claim_run_dir(run_dir)
+        yield
 
 
 class Saver:

@@ -21,7 +21,7 @@ from megapar.declare.context import ParallelContext
 from megapar.declare.params import Box, Piece
 from megapar.declare.stage_set import StageSet
 from megapar.launch.local import preload, start_local_ranks
-from megapar.launch.rank_process import join, leave, rank_process
+from megapar.launch.rank_process import job
 from megapar.launch.reporting import Ended
 from megapar.launch.signals import HANDLED
 from megapar.linear.products import MatrixProducts
@@ -216,8 +216,7 @@ def _rank(
 ) -> None:
     """The work of one rank: train in each order, and save what it shows."""
     config = replace(config, run_dir=folder)
-    with rank_process(config, env, board) as process:
-        ctx = join(config, env, process)
+    with job(config, env, board) as (ctx, _):
         shown = []
         with around(env.rank):
             for order in orders:
@@ -227,7 +226,6 @@ def _rank(
                         train_steps(replace(config, train=train), ctx, build_stages, num_targets, steps, order)
                     )
         torch.save(shown, f"{folder}/rank_{env.rank}.pt")
-        leave(ctx)
 
 
 def _together(ranks: Sequence[RankShown]) -> Shown:
