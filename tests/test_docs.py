@@ -285,31 +285,71 @@ def test_exit_codes_are_those_of_the_classes_and_signals() -> None:
     assert listed == expected
 
 
+def linked_files(text: str) -> list[str]:
+    """The Python files of the project that a page in docs/ links to."""
+    return re.findall(r"\]\(\.\./([^)]+\.py)\)", text)
+
+
 def files_to_read(text: str) -> list[str]:
     """All files in the numbered rows of docs/reading.md."""
-    rows = re.findall(r"^\| \d+ \|.*$", text, re.MULTILINE)
-    return [name for row in rows for name in re.findall(r"\]\(\.\./([^)]+\.py)\)", row)]
+    return linked_files("\n".join(re.findall(r"^\| \d+ \|.*$", text, re.MULTILINE)))
 
 
-# What these rooms do is plain from the page, or from the names of their functions.
-BY_NAME = ("config", "comm", "system", "launch", "plan", "data", "checkpoint", "train", "base", "migrate", "observe")
+def files_imported(name: str) -> set[str]:
+    """The files of the library that a file imports, wherever they are."""
+    found = set()
+    for module in imports(ROOT / name):
+        parts = module.split(".")
+        folder = {"megapar": ROOT, "megapar_models": ROOT / "models", "megapar_kernels": ROOT / "kernels"}.get(parts[0])
+        while folder and parts and not (path := folder.joinpath(*parts).with_suffix(".py")).is_file():
+            parts.pop()
+        if folder and parts:
+            found.add(path.relative_to(ROOT).as_posix())
+    return found
 
 
-def test_the_files_to_read_need_no_other_file() -> None:
-    """Each module of ours that they import is one of them, or the page says what it does."""
+def files_to_open(text: str) -> list[tuple[str, str]]:
+    """The files of docs/reading.md to open when a reader meets them, each with where that is."""
+    table = text.partition("## Open these when you meet them")[2].partition("## Where to look")[0]
+    rows = re.findall(r"^\| ([a-z_./, ]+) \|(.*)$", table, re.MULTILINE)
+    return [(name, met_in) for met_in, cells in rows for name in linked_files(cells)]
+
+
+def rooms_known_by_name(text: str) -> dict[str, str]:
+    """The rooms of docs/reading.md that a reader need not enter, each with its sentence."""
+    return dict(re.findall(r"^\| `([a-z_/]+)` \| (.+) \|$", text, re.MULTILINE))
+
+
+def test_the_reading_page_tells_of_each_file_that_the_files_to_read_import() -> None:
+    """They are on the list, or to be opened when a reader meets them, or in a room that the page tells of."""
     text = (ROOT / "docs/reading.md").read_text()
-    missing = []
-    for name in files_to_read(text):
-        for module in imports(ROOT / name):
-            room = module.split(".")[1] if module.startswith("megapar.") else ""
-            if not module.startswith(("megapar.", "megapar_models.")) or room in BY_NAME:
-                continue
-            parts = module.split(".")
-            while parts and not (ROOT / ("models" if room == "" else ".") / Path(*parts)).with_suffix(".py").exists():
-                parts.pop()
-            if parts and f"{parts[-1]}.py" not in text:
-                missing.append(f"{name}: {'.'.join(parts)}")
-    assert not missing, missing
+    listed, rooms = files_to_read(text), rooms_known_by_name(text)
+    told = {*listed, *(name for name, _ in files_to_open(text))}
+    missing = {
+        f"{name} imports {found}"
+        for name in listed
+        for found in files_imported(name) - told
+        if found.rpartition("/")[0] not in rooms
+    }
+    assert not missing, "\n".join(sorted(missing))
+
+
+def test_the_reading_page_tells_of_no_file_or_room_that_a_reader_does_not_meet() -> None:
+    text = (ROOT / "docs/reading.md").read_text()
+    imported = {name: files_imported(name) for name in files_to_read(text)}
+    files = files_to_open(text)
+    assert len(files) > 40
+    assert not {name for name, _ in files} & {*imported}, "is on the list too"
+    for name, met_in in files:
+        ends = tuple(f"/{end}" for end in met_in.split(", ")) if met_in != "everywhere" else ""
+        places = [found for file, found in imported.items() if file.endswith(ends)]
+        assert any(name in found for found in places), f"nobody meets {name} in {met_in}"
+        assert not ends or len(places) == len(ends), f"{met_in} is not on the list, or not alone"
+    met = {found.rpartition("/")[0] for of_file in imported.values() for found in of_file}
+    for room, sentence in rooms_known_by_name(text).items():
+        assert room in met, room
+        assert sentence.endswith("."), room
+        assert len(sentence.split()) > 8, room
 
 
 def test_the_files_to_read_have_about_as_many_lines_as_documents_say() -> None:
@@ -318,6 +358,7 @@ def test_the_files_to_read_have_about_as_many_lines_as_documents_say() -> None:
     assert len(files) > 15
     lines = sum((ROOT / name).read_text().count("\n") for name in files)
     assert lines <= 4500, "leave out what is not needed to know how a step works"
+    assert f"{len(files)} files" in text
     for document, pattern in (("README.md", r"these ([\d,]+) lines"), ("docs/reading.md", r"About ([\d,]+) lines")):
         found = re.search(pattern, (ROOT / document).read_text())
         assert found, document
