@@ -1,7 +1,8 @@
 """The lanes of the suite, told apart by the -m option.
 
 - CPU (any other -m, or none): GPUs are hidden, Triton's kernels are interpreted, ranks talk over gloo. Runs anywhere.
-  `-m "project and not slow"` is what PROJECT lists, `-m "not project and not slow"` is the proof (tests/run.sh).
+  `-m "project and not slow"` is what PROJECT of tests/support/lanes.py lists, `-m "not project and not slow"` is the
+  proof (tests/run.sh).
 - `-m gpu`: kernels run natively in this process, on the first GPU.
 - `-m gpus`: ranks are forked and have a GPU each, over NCCL.
 
@@ -11,45 +12,23 @@ and compiler cannot share a process. The deciding variables must be set before t
 
 import atexit
 import gc
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.support import garbage, huge_pages
+from tests.support import garbage, huge_pages, lanes
 
-# Files that prove nothing about training: documents, benchmarks, rules of the code, tools, the tests' own support.
-PROJECT = (
-    *(
-        "test_benchmark",
-        "test_benchmark_checkpoint",
-        "test_benchmark_data",
-        "test_come_over",
-        "test_command",
-        "test_dashboard",
-        "test_docs",
-    ),
-    *("test_gpu_check", "test_house", "test_kernel_benchmarks", "test_lanes", "test_other_frameworks"),
-    *(
-        "test_plot_schedule",
-        "test_status",
-        "test_strategy_tables",
-        "test_support_distributed",
-        "test_support_program",
-        "test_terminal",
-    ),
-)
+pytest_plugins = ("tests.support.durations",)  # pytest imports it first, to rewrite its assertions
 
-# The longest of both lanes first: a process that begins with one of them last works alone at the end. By the seconds
-# that their tests take with `-n 2 --durations=0 -vv` on two cores; those of hung ranks wait for most of them.
-LONGEST = (
-    *("test_restarts", "test_docs", "test_kernels_tiled_attention", "test_faults_local", "test_model_types"),
-    *("test_grid", "test_adapters", "test_faults_hosts", "test_stragglers", "test_training", "test_zero"),
-    *("test_narrow_state", "test_optimizers_further", "test_compile", "test_preflight", "test_dry_run"),
-    *("test_gpu_waits", "test_expert_meanwhile", "test_benchmark", "test_kernels_norms", "test_plan_search"),
-    *("test_objectives", "test_memory_budget", "test_pipeline_halves", "test_data_preprocess", "test_data_text"),
-    *("test_rendezvous", "test_command", "test_checkpoint_program", "test_house", "test_lanes", "test_faults_links"),
-)
+LEFT_OUT = pytest.StashKey[list[str]]()  # groups of tests.support.lanes
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    told = "leave out tests of documents, benchmarks and migration whose files are as in the last commit"
+    parser.addoption("--leave-out", action="store_true", help=f"{told}, unless the command names files")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -69,6 +48,21 @@ def pytest_configure(config: pytest.Config) -> None:
     dispatch.SMALL = 0  # tensors of tests are small, and kernels are what they test
     if lane in ("gpu", "gpus") and not torch.cuda.is_available():
         raise pytest.UsageError(f"-m {lane} needs a GPU, and torch {torch.__version__} sees none here")
+    config.stash[LEFT_OUT] = groups_to_leave_out(config)
+
+
+def groups_to_leave_out(config: pytest.Config) -> list[str]:
+    """Return the names of the groups. xdist's processes get the first one's: they must all collect the same tests."""
+    if hasattr(config, "workerinput"):
+        return config.workerinput["left_out"]
+    if not config.option.leave_out or config.args_source is pytest.Config.ArgsSource.ARGS:
+        return []
+    return lanes.left_out(lanes.changed_files())
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["left_out"] = node.config.stash[LEFT_OUT]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -113,10 +107,12 @@ def forks_can_use_gpus(request: pytest.FixtureRequest, monkeypatch: pytest.Monke
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """A lane does not import the other lane's files: this would take seconds in each process."""
-    lane = config.option.markexpr
-    of_project = collection_path.stem in PROJECT
+    name, lane = collection_path.stem, config.option.markexpr
     if collection_path.suffix != ".py":
         return None
+    if any(name in lanes.GROUPS[group].tests for group in config.stash[LEFT_OUT]):
+        return True
+    of_project = name in lanes.PROJECT
     if lane.startswith("project ") and not of_project:
         return True
     return True if lane.startswith("not project ") and of_project else None
@@ -130,18 +126,35 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files of PROJECT are marked. A file of kernel tests is marked gpu as a whole; its tests with forked ranks belong
-    to `-m gpus` alone. Long files come first.
+    """Files of the project lane are marked. A file of kernel tests is marked gpu as a whole; its tests with forked
+    ranks belong to `-m gpus` alone. Files begin in the order of tests/durations.json.
 
     In the lane `-m gpus`, whose time may end before its tests do, those marked slow come last. Another test of each
     mechanism has then run.
     """
     for item in items:
-        if item.path.stem in PROJECT:
+        if item.path.stem in lanes.PROJECT:
             item.add_marker(pytest.mark.project)
     if config.option.markexpr == "gpu":
         items[:] = [item for item in items if item.get_closest_marker("gpus") is None]
-    places = {name: place for place, name in enumerate(LONGEST)}
-    items.sort(key=lambda item: places.get(item.path.stem, len(LONGEST)))  # the order within a file stays
+    from tests.support import durations
+
+    # The longest file begins first: a process that begins with it last would work alone at the end. So does a file that
+    # nobody knows yet. The order within a file stays.
+    seconds = durations.read(config.rootpath / durations.FILE)
+    items.sort(key=lambda item: -seconds.get(item.path.stem, {"wall": math.inf})["wall"])
     if config.option.markexpr == "gpus":
         items.sort(key=lambda item: item.get_closest_marker("slow") is not None)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Tell the results of the proof from those of the project where both have run, and say what was left out."""
+    from tests.support import durations
+
+    results = durations.lanes(terminalreporter.stats, config.stash[durations.SUMS].files, lanes.PROJECT)
+    if len(results) > 1:
+        terminalreporter.write_sep("=", "lanes")
+        for name, line in results.items():
+            terminalreporter.write_line(f"{name} lane: {line}")
+    for line in lanes.told(config.stash[LEFT_OUT]):
+        terminalreporter.write_line(line)

@@ -1,18 +1,10 @@
-"""Documents tell the truth: links lead somewhere, commands run, tables agree with the code, the site is built."""
+"""Documents tell the truth: links lead somewhere, tables and the picture agree with the code."""
 
-import importlib.util
-import io
 import itertools
-import json
 import operator
-import os
 import re
-import shlex
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Collection
-from contextlib import redirect_stdout
 from functools import cache
 from itertools import combinations
 from pathlib import Path
@@ -26,19 +18,11 @@ from megapar_models.registry import FOR_OPTIONS
 
 from megapar.base import errors
 from megapar.migrate.table import TABLE
-from tests.support.program import Program
-from tests.support.source_tree import ROOT, TESTS, imports, setup_argument, tree
-from tests.support.sweeps import slow_but
+from tests.support.documents import DOCUMENTS
+from tests.support.source_tree import ROOT, imports, setup_argument
 from tools import docs_hooks, draw_architecture
 
-DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
-)
 SVG = "{http://www.w3.org/2000/svg}"
-INSTALLING = (
-    *(f"bash pretrain_scripts/{name}.sh" for name in ("quickstart", "moe_laptop", "finetune_laptop")),
-    "bash tests/run.sh",
-)
 
 
 def test_links_of_the_documents_lead_somewhere() -> None:
@@ -87,163 +71,6 @@ def test_files_that_contributing_names_exist() -> None:
     assert len(named) > 30
     missing = sorted(name for name in named if not (ROOT / name).exists())
     assert not missing, missing
-
-
-def fenced(document: Path, language: str) -> list[str]:
-    """The document's blocks in this language."""
-    return re.findall(rf"^```{language}\n(.*?)^```", document.read_text(), re.DOTALL | re.MULTILINE)
-
-
-def fenced_commands(document: Path) -> list[str]:
-    """Lines of the document's ```bash blocks, continued lines joined."""
-    lines = re.sub(r"\\\n\s*", "", "".join(fenced(document, "bash"))).splitlines()
-    return [line for line in lines if line and not line.startswith("#")]
-
-
-def assert_part_of_the_suite(command: str) -> None:
-    """`python -m pytest FILE ...` names files of `tests/run.sh`, or tests in them."""
-    for word in shlex.split(command)[3:]:
-        file, _, test = word.partition("::")
-        assert (ROOT / file) in TESTS, command
-        names = {node.name for node in tree(ROOT / file).body if hasattr(node, "name")}
-        assert not test or test in names, command
-
-
-def run_commands(document: Path, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
-    """Run the document's commands, but those in `without`, in order in `folder` with the programs; returns what each
-    printed.
-
-    Installations are only parsed, parts of the suite are only looked up. Our own programs run in forks: the launchers
-    of the documents, laptop.sh and torchrun, start them in interpreters of their own.
-    """
-    for name in ("pretrain_scripts", "tools", "README.md"):
-        (folder / name).symlink_to(ROOT / name)
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    commands = [command for command in fenced_commands(document) if command not in without]
-    printed = dict.fromkeys(commands, "")
-    for command in commands:
-        if command.startswith("python -m pytest "):
-            assert_part_of_the_suite(command)
-        elif command == "pip install -c constraints.txt -e .":
-            assert (ROOT / "constraints.txt").is_file()
-        elif command in INSTALLING:
-            subprocess.run(["bash", "-n", command.split()[1]], cwd=ROOT, check=True)
-        elif command.startswith(("python pretrain_scripts/", "python tools/")):
-            words = shlex.split(command)
-            ended = Program(folder / words[1], words[2:], folder, {}).wait()
-            assert ended.code == 0, f"{command}\n{ended.out}{ended.err}"
-            printed[command] = ended.out
-        else:
-            run = subprocess.run(
-                ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, check=False
-            )
-            assert run.returncode == 0, f"{command}\n{run.stdout}{run.stderr}"
-            printed[command] = run.stdout
-    return printed
-
-
-def test_readme_commands(tmp_path: Path) -> None:
-    """All run, and the losses in the README equal those of one process and of eight ranks."""
-    assert len(run_commands(ROOT / "README.md", tmp_path)) > 7
-    promised = losses_in((ROOT / "README.md").read_text())
-    assert len(promised) == 5
-    for folder in ("one", "eight"):
-        lines = (tmp_path / "runs" / folder / "metrics.jsonl").read_text().splitlines()
-        losses = [json.loads(line)["loss"] for line in lines]
-        assert losses == pytest.approx(promised, abs=1e-3)
-
-
-LIBRARY_PAGE, TUTORIAL, NEW_FAMILY = (ROOT / f"docs/{name}.md" for name in ("library", "tutorial", "new-family"))
-WITH_TESTS_OF_THEIR_OWN = (ROOT / "README.md", LIBRARY_PAGE, TUTORIAL, NEW_FAMILY)
-OTHERS_WITH_COMMANDS = [path for path in DOCUMENTS if path not in WITH_TESTS_OF_THEIR_OWN and fenced_commands(path)]
-
-
-# Those of profile.md train with a profiler, as tests/test_profile.py does.
-WITH_COMMANDS = slow_but(
-    [number for number, path in enumerate(OTHERS_WITH_COMMANDS) if path.stem != "profile"], OTHERS_WITH_COMMANDS
-)
-
-
-@pytest.mark.parametrize("document", WITH_COMMANDS, ids=lambda path: path.stem)
-def test_commands_of_the_other_documents(document: Path, tmp_path: Path) -> None:
-    run_commands(document, tmp_path, without=fenced_commands(ROOT / "README.md"))
-
-
-def losses_in(text: str) -> list[float]:
-    """The losses in lines reporting a step."""
-    return [float(loss) for loss in re.findall(r"^step +\d+(?:/\d+)? \| loss ([\d.]+)", text, re.MULTILINE)]
-
-
-def test_a_loop_of_your_own_trains_as_the_program_does(tmp_path: Path) -> None:
-    """The page shows the whole file of 40 lines. Its losses in another layout are those of pretrain.py."""
-    loop = (ROOT / "pretrain_scripts/own_loop.py").read_text()
-    assert fenced(LIBRARY_PAGE, "python")[0] == loop
-    assert len([line for line in loop.splitlines() if line]) <= 40
-    two_ranks, resumed = run_commands(LIBRARY_PAGE, tmp_path).values()
-    promised = losses_in((ROOT / "README.md").read_text())
-    assert len(promised) == 5
-    assert losses_in(two_ranks) == pytest.approx(promised, abs=1e-3)
-    assert len(losses_in(resumed)) == 2, "it goes on from step 5"
-
-
-@pytest.mark.slow
-def test_the_tutorial_ends_in_what_transformers_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole walk, in fewer steps: transformers generates what generate.py generates."""
-    pytest.importorskip("transformers")
-    page = tmp_path / "tutorial.md"
-    text = TUTORIAL.read_text()
-    shorter = {"\nsteps = 300": "\nsteps = 6", "--train.steps 350": "--train.steps 8", "--max_mb 6": "--max_mb 3"}
-    shorter |= {"warmup_steps = 20": "warmup_steps = 2"}
-    for long, short in shorter.items():
-        assert text.count(long) == 1, long
-        text = text.replace(long, short)
-    page.write_text(text.replace("00000300", "00000006").replace("00000350", "00000008"))
-    (tmp_path / "mine.toml").write_text(fenced(page, "toml")[0])
-    printed = run_commands(page, tmp_path)
-    generated = next(out for command, out in printed.items() if "generate.py" in command)
-    assert "resumed step 6 from" in "".join(printed.values())
-    assert len(generated) > len("def read(self, ") + 20, "24 tokens"
-    monkeypatch.chdir(tmp_path)
-    (loading,) = fenced(page, "python")
-    out = io.StringIO()
-    with redirect_stdout(out):
-        exec(compile(loading, str(TUTORIAL), "exec"), {})
-    assert out.getvalue() == generated
-
-
-@pytest.mark.slow
-def test_a_family_is_built_as_the_page_says(tmp_path: Path) -> None:
-    """Its file lies outside of the repository. The draft does as well, and a wrong rule is refused as the page says."""
-    pytest.importorskip("transformers")
-    assert NEW_FAMILY.read_text().count("\n") <= 150
-    script, rules, names = fenced(NEW_FAMILY, "python")
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path, check=True, capture_output=True)
-    (tmp_path / "my_stablelm.py").write_text(f"{rules}\n\n{names}")
-    printed = run_commands(NEW_FAMILY, tmp_path)
-    (asked,) = fenced(NEW_FAMILY, "text")
-    report = next(out for command, out in printed.items() if "new_family.py" in command)
-    assert {*asked.splitlines()} <= {*report.splitlines()}
-    assert "nothing is missing" in report
-    assert "5 layouts compute what one process computes" in "".join(printed.values())
-    assert "started from the weights of native" in "".join(printed.values())
-    # Other families in place of the page's.
-    wrong = rules.replace("partial_rotary(model)", "Rotary.of(model)").replace(
-        "from megapar_models.stage", "from megapar_models.rotary import Rotary\nfrom megapar_models.stage"
-    )
-    assert wrong.count("Rotary.of(model)") == 1
-    (tmp_path / "drafts/wrong.py").write_text(f"{wrong}\n\n{names}")
-    command = next(command for command in printed if "hf-to-native" in command).replace("PYTHONPATH=.", "")
-    environment = {**os.environ, "PYTHONPATH": "drafts", "OMP_NUM_THREADS": "1"}
-    for module, code, said in (("stablelm", 0, ""), ("wrong", 4, "logits differ from those of transformers")):
-        words = shlex.split(command.replace("my_stablelm:", f"{module}:").replace(" native ", f" {module}_native "))
-        run = subprocess.run(
-            [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
-        )
-        assert run.returncode == code, run.stderr
-        assert said in run.stderr
-        assert (tmp_path / f"{module}_native").exists() == (code == 0)
-    assert "`logits differ from those of transformers`" in NEW_FAMILY.read_text()
 
 
 def test_extras_that_documents_name_exist() -> None:
@@ -461,17 +288,6 @@ def test_nothing_on_the_architecture_picture_covers_anything_else(draw: Callable
         assert not any(left <= x <= right and top < y < bottom for left, top, right, bottom in boxes), (x, y)
 
 
-def test_python_of_the_documents_runs(tmp_path: Path) -> None:
-    loop = (ROOT / "pretrain_scripts/own_loop.py").read_text()  # it has a test of its own, as two pages have
-    pages = [path for path in DOCUMENTS if path not in (TUTORIAL, NEW_FAMILY)]
-    blocks = [(path, block) for path in pages for block in fenced(path, "python") if block != loop]
-    assert blocks
-    for document, block in blocks:
-        (tmp_path / "block.py").write_text(block)
-        run = Program(tmp_path / "block.py", (), tmp_path, {}).wait()
-        assert run.code == 0, f"{document.name}\n{block}{run.err}"
-
-
 # The site
 
 
@@ -492,57 +308,3 @@ def test_links_to_files_of_the_repository_lead_to_pages_of_the_site() -> None:
     assert docs_hooks.rewrite_links("[a](docs/data.md) ![b](docs/images/architecture.svg)", "README.md") == (
         "[a](data.md) ![b](images/architecture.svg)"
     )
-
-
-def build(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run tools/build_docs.sh; skips the test if mkdocs is not installed."""
-    for module in ("mkdocs", "material", "mkdocstrings"):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"{module} is not installed: pip install -c constraints.txt -e '.[docs]'")
-    command = ["bash", str(ROOT / "tools/build_docs.sh"), str(folder), *options]
-    environment = {**os.environ, "PYTHON": sys.executable}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-
-
-@pytest.mark.slow
-def test_the_site_is_built_strictly(tmp_path: Path) -> None:
-    """Every page is there, the search works from a disk, and no page loads anything from elsewhere."""
-    built = build(tmp_path / "site")
-    assert built.returncode == 0, built.stdout + built.stderr
-    # A page from a disk may neither read files nor start a worker: the index is a script, and a frame is the worker.
-    index = (tmp_path / "site/search/search_index.js").read_text()
-    entries = json.loads(index.removeprefix("var __index = "))["docs"]
-    assert {"strategies.html", "options.html"} <= {entry["location"].partition("#")[0] for entry in entries}
-    page = (tmp_path / "site/api/megapar.data.html").read_text()
-    assert '<script src="../javascripts/iframe-worker.js"></script>' in page
-    assert (tmp_path / "site/javascripts/iframe-worker.js").is_file()
-    assert {"default", "slate"} <= {*re.findall(r'data-md-color-scheme="(\w+)"', page)}
-    pages = {path.relative_to(tmp_path / "site").as_posix() for path in (tmp_path / "site").rglob("*.html")}
-    assert {"index.html", "contributing.html", "options.html", "files/megapar/step/step.py.html"} <= pages
-    assert {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")} <= pages
-    assert "step_of" in (tmp_path / "site/api/megapar.checkpoint.html").read_text()
-    loading = re.compile(
-        r'<(?:script|img|iframe)[^>]*src="https?:|<link[^>]*rel="(?:stylesheet|preconnect)"[^>]*href="https?:'
-    )
-    for page in pages:
-        found = loading.search((tmp_path / "site" / page).read_text())
-        assert found is None, f"{page}: {found}"
-
-
-def test_a_broken_link_ends_the_build(tmp_path: Path) -> None:
-    """With the settings of mkdocs.yml, on one page with a link to nowhere."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs/page.md").write_text("# A page\n\n[a link](gone.md)\n")
-    settings = ["site_name: test", "docs_dir: docs", "nav: [page.md]", "hooks: []", "plugins: []"]
-    (tmp_path / "mkdocs.yml").write_text("\n".join([f"INHERIT: {ROOT}/mkdocs.yml", *settings]))
-    built = build(tmp_path / "site", "--config-file", str(tmp_path / "mkdocs.yml"))
-    assert built.returncode == 1, built.stdout + built.stderr
-    assert "gone.md" in built.stderr
-
-
-def test_a_folder_with_other_files_is_not_emptied(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("mine")
-    built = build(tmp_path)
-    assert built.returncode == 2
-    assert "holds other files" in built.stderr
-    assert (tmp_path / "mine.txt").read_text() == "mine"

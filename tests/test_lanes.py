@@ -1,14 +1,18 @@
 """The lanes of the suite (tests/conftest.py): what needs a GPU says so, and asking for GPUs leaves forks usable."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Collection
+from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from tests.conftest import LONGEST, PROJECT
+from tests.support import durations, lanes
 from tests.support.sweeps import slow_but
 
 ROOT = Path(__file__).parents[1]
@@ -34,35 +38,43 @@ def test_torch_is_imported_after_the_lane_is_chosen() -> None:
     assert run.returncode == 0, run.stderr
 
 
-def test_files_that_begin_first_and_those_of_the_project_are_there() -> None:
-    assert [name for name in (*LONGEST, *PROJECT) if not (ROOT / f"tests/{name}.py").is_file()] == []
+def test_files_of_the_project_are_there() -> None:
+    assert [name for name in lanes.PROJECT if not (ROOT / f"tests/{name}.py").is_file()] == []
 
 
-# Stands in for python: notes its words, and exits with the code of the lane that they name.
+def test_lines_of_the_lanes_tell_outcomes_and_seconds() -> None:
+    def reports(*nodeids: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(nodeid=nodeid) for nodeid in nodeids]
+
+    grid = reports("tests/test_grid.py::test_a", "tests/test_grid.py::test_b[x/y]", "tests/test_zero.py::test_c")
+    stats = {"passed": [*grid, *reports("tests/test_docs.py::test_d")], "error": reports("tests/test_docs.py")}
+    files = {name: {"wall": 1.0, "cpu": cpu} for name, cpu in (("test_grid", 2), ("test_zero", 3), ("test_docs", 4))}
+    assert durations.lanes(stats, files, lanes.PROJECT) == {
+        "proof": "3 passed; 5 s of CPU",
+        "project": "1 error, 1 passed; 4 s of CPU",
+    }
+    assert durations.lanes({"passed": grid}, files, lanes.PROJECT).keys() == {"proof"}
+
+
+# Stands in for python: notes its words, and exits with a code.
 STAND_IN = """#!/bin/sh
 echo "$*" >> "$NOTES"
-case "$*" in
-    *"-m not project and not slow"*) exit "$PROOF" ;;
-    *"-m project and not slow"*) exit "$PROJECT" ;;
-esac
+exit 3
 """
 
 
 @pytest.mark.parametrize(
-    ("words", "proof", "project", "code", "lanes", "report"),
+    ("words", "passed_on"),
     [
-        ((), 0, 0, 0, 2, ["proof lane: passed, ", "project lane: passed, "]),
-        (("-x", "tests/test_grid.py"), 1, 5, 1, 2, ["proof lane: ended with 1, ", "project lane: has no such test, "]),
-        ((), 0, 1, 1, 2, ["proof lane: passed, ", "project lane: ended with 1, "]),
-        (("nowhere.py",), 5, 5, 5, 2, ["proof lane: has no such test, ", "project lane: has no such test, "]),
-        (("--proof",), 0, 1, 0, 1, ["proof lane: passed, "]),
-        (("--project", "-x"), 1, 0, 0, 1, ["project lane: passed, "]),
-        (("-m", "slow"), 1, 1, 0, 1, []),
+        ((), "-m not slow --leave-out"),
+        (("--all", "-x"), "-m not slow -x"),
+        (("-x", "tests/test_grid.py"), "-m not slow --leave-out -x tests/test_grid.py"),
+        (("--proof",), "-m not project and not slow"),
+        (("--project", "-x"), "-m project and not slow -x"),
+        (("-m", "slow"), "-m not slow -m slow"),
     ],
 )
-def test_one_command_runs_the_lanes_and_tells_their_times(
-    tmp_path: Path, words: tuple[str, ...], proof: int, project: int, code: int, lanes: int, report: list[str]
-) -> None:
+def test_one_command_runs_the_lanes(tmp_path: Path, words: tuple[str, ...], passed_on: str) -> None:
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/run.sh").write_text((ROOT / "tests/run.sh").read_text())
     (tmp_path / "pretrain_scripts").mkdir()
@@ -71,15 +83,133 @@ def test_one_command_runs_the_lanes_and_tells_their_times(
     (tmp_path / "python").chmod(0o755)
     notes = tmp_path / "notes"
     environment = {"PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}", "NOTES": str(notes)}
-    environment |= {"PROOF": str(proof), "PROJECT": str(project)}
     command = ["bash", str(tmp_path / "tests/run.sh"), *words]
     run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == code, run.stderr
-    assert [line[: line.rindex(",") + 2] for line in run.stdout.splitlines()] == report
-    started = notes.read_text().splitlines()
-    assert len(started) == lanes
-    others = [word for word in words if word not in ("--proof", "--project")]
-    assert all(line.endswith(" ".join(others)) for line in started)
+    assert run.returncode == 3, run.stderr
+    (started,) = notes.read_text().splitlines()
+    assert started.endswith(f"--no-loadscope-reorder {passed_on}")
+
+
+def test_groups_name_files_that_are_there() -> None:
+    there = [
+        path.relative_to(ROOT).as_posix()
+        for folder in ("", "docs/", "megapar/migrate/", "pretrain_scripts/", "tools/", "tools/benchmarks/", "tests/")
+        for path in ROOT.glob(f"{folder}*.*")
+    ]
+    for name, group in lanes.GROUPS.items():
+        assert {*group.tests} <= {*lanes.PROJECT}, name
+        assert [
+            pattern
+            for pattern in lanes.patterns_of(group)
+            if not any(fnmatch(file, pattern) for file in there) and not (ROOT / pattern.removesuffix("*")).exists()
+        ] == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "running"),
+    [
+        ([], []),
+        (["megapar/step/step.py", "CHANGELOG.md", "tests/test_grid.py"], []),
+        (["docs/data.md"], ["documents"]),
+        (["tools/benchmarks/kernels/ops.py"], ["benchmarks"]),
+        (["megapar/migrate/table.py"], ["migration"]),  # a pattern
+        (["megapar/config/options.py"], ["migration"]),  # test_come_over imports it
+        (["tests/support/sweeps.py"], ["documents", "benchmarks", "migration"]),  # all three import it
+        (["tests/test_survey.py"], ["makers of pages"]),
+        (None, ["documents", "benchmarks", "migration", "makers of pages"]),  # nobody knows
+    ],
+)
+def test_a_group_runs_if_a_file_of_it_has_changed(changed: Collection[str] | None, running: list[str]) -> None:
+    out = lanes.left_out(changed)
+    assert [name for name in lanes.GROUPS if name not in out] == running
+
+
+def test_changed_files_are_those_that_differ_from_the_last_commit(tmp_path: Path) -> None:
+    """Staged or not, renamed, removed and new ones. Without a commit, in a folder of a checkout and without git nobody
+    knows."""
+
+    def git(*words: str) -> None:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@example.org")
+        subprocess.run(["git", *identity, *words], cwd=tmp_path, check=True, capture_output=True)
+
+    assert lanes.changed_files(tmp_path) is None
+    git("init", "-q")
+    assert lanes.changed_files(tmp_path) is None
+    (tmp_path / "folder").mkdir()
+    (tmp_path / ".gitignore").write_text("ignored\n")
+    for name in ("same", "edited", "staged", "gone", "moved"):
+        (tmp_path / f"folder/{name}").write_text(name)
+    git("add", ".")
+    git("commit", "-qm", "all")
+    assert lanes.changed_files(tmp_path) == set()
+    (tmp_path / "folder/edited").write_text("anew")
+    (tmp_path / "folder/staged").write_text("anew")
+    git("add", "folder/staged")
+    git("mv", "folder/moved", "folder/há llo")
+    (tmp_path / "folder/gone").unlink()
+    for name in ("ignored", "new"):
+        (tmp_path / name).write_text(name)
+    expected = {f"folder/{name}" for name in ("edited", "staged", "gone", "moved", "há llo")} | {"new"}
+    assert lanes.changed_files(tmp_path) == expected
+    assert lanes.changed_files(tmp_path / "folder") is None
+
+
+# Says that a document has changed, and gives files of tests the names that groups have.
+DOCUMENT_CHANGED = "from tests.support import lanes\nlanes.changed_files = lambda: {'docs/data.md'}\n"
+SAID = [
+    "Left out, because their files are as in the last commit: tests of benchmarks, migration, makers of pages.",
+    "`bash tests/run.sh --all` runs them too.",
+]
+
+
+@pytest.mark.parametrize(
+    ("words", "passed", "said"),
+    [
+        (["-n", "2", "--leave-out"], "2 passed", SAID),
+        (["test_survey.py", "--leave-out"], "1 passed", []),
+        pytest.param(["-n", "1"], "3 passed", [], marks=pytest.mark.slow),
+    ],
+)
+def test_a_run_says_what_it_left_out(tmp_path: Path, words: list[str], passed: str, said: list[str]) -> None:
+    """A file that the command names runs."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = .\nmarkers = project: x\n")
+    (tmp_path / "conftest.py").write_text(DOCUMENT_CHANGED)
+    for name in ("docs_site", "survey", "grid"):
+        (tmp_path / f"test_{name}.py").write_text("def test_it(): pass")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", *words]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    lines = run.stdout.splitlines()
+    assert [line for line in lines if line in SAID] == said, run.stdout + run.stderr
+    assert lines[-1].startswith(f"{passed} in "), run.stdout + run.stderr
+
+
+SPENDS = """import os, subprocess, sys, time
+def spend(seconds):
+    while time.process_time() < seconds: pass
+def test_here_and_in_a_child():
+    spend(time.process_time() + 0.2)
+    subprocess.run([sys.executable, "-S", "-c", "import time\\nwhile time.process_time() < 0.2: pass"])
+"""
+
+
+@pytest.mark.parametrize("processes", [[], ["-n", "1"]])
+def test_a_run_keeps_the_seconds_of_its_files(tmp_path: Path, processes: list[str]) -> None:
+    """CPU seconds of children count. What earlier runs kept of other files stays while those are there."""
+    (tmp_path / "tests").mkdir()
+    for name, text in (("spends", SPENDS), ("idle", "def test_nothing(): pass"), ("other", "")):
+        (tmp_path / f"tests/test_{name}.py").write_text(text)
+    known = tmp_path / "tests/durations.json"
+    known.write_text(json.dumps({f"test_{name}": {"wall": 99, "cpu": 99} for name in ("gone", "spends", "other")}))
+    files = [str(tmp_path / f"tests/test_{name}.py") for name in ("idle", "spends")]
+    options = ("-p", "tests.support.durations", "--keep-durations", "-p", "no:cacheprovider")
+    run = python("-m", "pytest", "-q", *options, *processes, f"--rootdir={tmp_path}", *files)
+    assert run.returncode == 0, run.stdout + run.stderr
+    kept = durations.read(known)
+    assert [*kept] == ["test_other", "test_spends", "test_idle"]
+    assert 0.4 <= kept["test_spends"]["cpu"] < 99
+    assert kept["test_idle"]["cpu"] < 0.2
+    assert [line[3:8] for line in known.read_text().splitlines()[1:-1]] == ["test_"] * 3
+    assert durations.read(tmp_path / "nothing.json") == {}
 
 
 ASK_THEN_FORK = """
