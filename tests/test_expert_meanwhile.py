@@ -193,14 +193,14 @@ def forward_without_a_rank(layout: Layout, fault: Callable[[], None]) -> None:
     run_action, has_arrived = _Execution._run_action, Pending.has_arrived
     with pytest.MonkeyPatch.context() as patch:
 
-        def running(self: _Execution, action: Action, received: tuple[Tensor, ...]) -> None:
+        def running(self: _Execution, action: Action) -> None:
             patch.setattr(Pending, "has_arrived", (lambda _: True) if action.kind == "B" else has_arrived)
             if action == Action("F", 0, 1):
                 if state.ctx.ep.rank == 1:
                     patch.setattr(ArrivingRows, "post", lambda *_: fault())
                 else:
                     assert state.pipeline.meanwhile.nbytes
-            run_action(self, action, received)
+            run_action(self, action)
 
         patch.setattr(_Execution, "_run_action", running)
         state.pipeline.step(micro_batches(config, state.ctx, 0))
@@ -277,10 +277,10 @@ def passes(layout: Layout, *, late_rows: bool) -> str:
     noted: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
 
-        def running(self: _Execution, action: Action, received: tuple[Tensor, ...]) -> None:
+        def running(self: _Execution, action: Action) -> None:
             noted.append(f" {action.kind}")
             patch.setattr(Pending, "has_arrived", lambda it: action.kind != "F" or not (late_rows or it in numbers))
-            run_action(self, action, received)
+            run_action(self, action)
 
         def gathering(*args: Any) -> tuple[Tensor, Pending]:
             out, pending = all_gather_async(*args)

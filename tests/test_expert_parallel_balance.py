@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megapar.base.grid import Grid
 from megapar.declare import context
-from megapar.declare.batch import MicroBatch, add_loss
+from megapar.declare.batch import MicroBatch, StepScope, add_loss
 from megapar.declare.context import ParallelContext, single
 from megapar.declare.params import Init
 from megapar.declare.sharding import Sharding
@@ -180,7 +180,7 @@ LAYOUTS_OF_4 = [
 def batch_of(grad_scale: Tensor) -> MicroBatch:
     nothing = torch.zeros(1, 1)
     batch = MicroBatch.of_samples(nothing.long(), nothing.long(), nothing, nothing[0].long())
-    return replace(batch, grad_scale=grad_scale)
+    return replace(batch, scope=StepScope(grad_scale))
 
 
 def losses_alone(layout: Layout, ctx: ParallelContext, rule: RouterRule, kind: BalanceRule) -> dict[str, Any]:

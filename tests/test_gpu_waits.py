@@ -26,7 +26,7 @@ from megapar.base.precision import Precision
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, LogConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.declare import context
-from megapar.declare.batch import MicroBatch
+from megapar.declare.batch import MicroBatch, StepScope
 from megapar.declare.random import initialize
 from megapar.expert_parallel import dispatch, row_counts
 from megapar.linear.products import MatrixProducts
@@ -307,7 +307,7 @@ def events_of_mixture(config: Config, rows: int) -> list[str]:
     try:
         (stage,) = state.stages.values()
         with Seen(noted, rows):
-            loss = stage(None, replace(batches[0], grad_scale=torch.ones(())))
+            loss = stage(None, replace(batches[0], scope=StepScope(torch.ones(()))))
             noted.append("backward")
             loss.backward()
     finally:

@@ -92,7 +92,7 @@ PLANTED = [
     ("linear_backward", SEQUENCE),
     ("_one_ahead", CHUNKS),
     ("ChunkedScatterSum.leave_in_chunks", CHUNKS),
-    ("_Execution._compute", PIPELINE),
+    ("_Execution._run_action", PIPELINE),
     ("_RingAttention.forward", RING),
     ("_RingAttention.backward", RING),
     ("all_reduce", SEQUENCE),

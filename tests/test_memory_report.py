@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megapar.declare.batch import StepScope
 from megapar.observe.kept import BETWEEN, DEFERRED, ENDS, KeptBytes
 from megapar.observe.memory_report import ALL, OTHER
 from tests.support import program
@@ -30,7 +31,9 @@ def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recomput
     state = make_state(config)
     (stage,) = state.stages.values()
     # With a scale, as the runtime gives it: without one the losses of routers are freed at once.
-    first, second = (replace(batch, grad_scale=torch.ones(())) for batch in micro_batches(config, state.ctx, 0)[:2])
+    first, second = (
+        replace(batch, scope=StepScope(torch.ones(()))) for batch in micro_batches(config, state.ctx, 0)[:2]
+    )
     known = [*stage.parameters(), *stage.buffers()]
     expected = kept_for_backward(lambda: stage(None, first), known)
     kept = KeptBytes(state.stages)

@@ -24,6 +24,7 @@ from megapar.base.grid import Grid
 from megapar.comm import collectives
 from megapar.comm.transport_shared_memory import SharedMemory
 from megapar.declare import context
+from megapar.linear.main_grad import WeightGradientQueue
 from megapar.observe import metrics
 from megapar.observe.prediction import Prediction
 from megapar.optimizer.optimizers import Optimizers
@@ -64,15 +65,14 @@ def sleeping_parts() -> None:
     delayed(Optimizers, "step", lambda *_: UPDATE)
     delayed(metrics.Meter, "line", lambda *_: REPORT)
     delayed(SharedMemory, "reduce_scatter", lambda *_: REDUCE)
-    of_kind = {"F": 0.0, "I": BACKWARD, "B": BACKWARD, "W": WEIGHTS}
 
-    def of_action(run: Any, action: Any, received: Any) -> float:
+    def of_forward(run: Any, *_: Any) -> float:
         # This stage's rank of the second replica.
-        if action.kind == "F" and run._runtime.axis.ranks[run._runtime.axis.rank] == SLOW_RANK:
-            return FORWARD
-        return of_kind[action.kind]
+        return FORWARD if run._runtime.axis.ranks[run._runtime.axis.rank] == SLOW_RANK else 0.0
 
-    delayed(_Execution, "_run_action", of_action)
+    delayed(_Execution, "_forward", of_forward)
+    delayed(_Execution, "_backward", lambda *_: BACKWARD)
+    delayed(WeightGradientQueue, "run", lambda *_: WEIGHTS)
 
 
 @pytest.fixture(scope="module")

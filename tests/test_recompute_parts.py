@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megapar.activations import recompute
 from megapar.config.options import AdapterConfig
+from megapar.declare.batch import StepScope
 from megapar.step.step import train_step
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
@@ -138,7 +139,7 @@ def kept_bytes(model: Any, mode: str, precision: str = "fp32") -> int:
     config = Layout(model, micro_batch_size=2, recompute=mode, backend="torch").config(precision)
     state = make_state(config)
     (stage,) = state.stages.values()
-    batch = replace(micro_batches(config, state.ctx, 0)[0], grad_scale=torch.ones(()))
+    batch = replace(micro_batches(config, state.ctx, 0)[0], scope=StepScope(torch.ones(())))
     return kept_for_backward(lambda: stage(None, batch), [*stage.parameters(), *stage.buffers()])
 
 

@@ -40,7 +40,7 @@ from megapar.launch.reporting import reported
 from megapar.migrate.hints import hint
 from megapar.optimizer.schedule import learning_rate
 from megapar.step.state import TrainState
-from megapar.step.step import Divisors
+from megapar.step.step import count_divisors
 from megapar.system import environment
 from megapar.system.atomic_files import save_figure, write_json
 from megapar.system.device import DeviceClock
@@ -137,7 +137,7 @@ def check(config: Config, args: Arguments) -> None:
 def forward_and_backward(state: TrainState, batches: Sequence[MicroBatch], *, overlap: bool) -> None:
     """Compute the gradients of a step. With `overlap` their reduction begins meanwhile, as in training."""
     samples = state.config.train.batch_size(state.consumed_samples)
-    tokens, main = Divisors.of(state, batches, samples)
+    tokens, main = count_divisors(state, batches, samples)
     state.grads.zero()
     most = num_microbatches(state.config, samples)
     if overlap:

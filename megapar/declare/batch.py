@@ -1,7 +1,7 @@
 """Types exchanged by data, models and pipeline: a micro-batch of samples, and a pipeline stage that consumes it."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,22 @@ class Targets(NamedTuple):
         return Targets(self.tokens_bs[:, positions_s], self.weights_bs[:, positions_s])
 
 
+@dataclass
+class StepScope:
+    """What the stages share in a step or an evaluation, besides samples. One scope serves a rank's micro-batches.
+
+    `grad_scale`, 0-d fp32, multiplies the gradient of every added loss (`add_loss`). It is None outside of training.
+    `loss_sums`, 0-d fp64 by name, add up the losses besides the main one. `hits`, 0-d fp64, adds up the weights of the
+    targets that the model gives the highest logit; only an evaluation has it. With `asks_references` stages compute as
+    the base of their adapters, and the last stage returns `Scored.of_answers` in place of the loss.
+    """
+
+    grad_scale: Tensor | None = None
+    loss_sums: Mapping[str, Tensor] | None = None
+    hits: Tensor | None = None
+    asks_references: bool = False
+
+
 @dataclass(frozen=True)
 class MicroBatch:
     """Samples going through the model together. Shapes: b samples, s columns.
@@ -35,16 +51,12 @@ class MicroBatch:
     `sample_ids_b` are positions in the run's global sample order, or PADDING. They key dropout masks, so no layout
     changes a mask. `positions_s` are the positions of the columns inside their samples, for rotary tables, learned
     positions and dropout keys. `sample_length` is the number of positions of a whole sample.
-    `grad_scale`, 0-d fp32, multiplies the gradient of every added loss (`add_loss`). It is None outside of training.
-    `loss_sums`, 0-d fp64 by name, add up the losses besides the main one. `hits`, 0-d fp64, adds up the weights of the
-    targets that the model gives the highest logit. Only an evaluation has it.
     `starts` is for samples of several documents, without attention between them. It is int32 [documents + 1]: the
     position of each document's start, counted through all whole samples one after the other, and b * sample_length at
     the end. With None each sample is one document. `starts_on_host` are the same numbers for the host. Otherwise it
     would have to wait for a GPU to read them. Only `columns` sets them.
     `references_bd`, fp32 [b, documents], are the log-probabilities of the first documents of each sample by a reference
-    model: sums over a document's targets, each times its weight. `asks_references`: stages compute as the base of their
-    adapters, and the last one returns such sums of its own in place of the loss.
+    model: sums over a document's targets, each times its weight. `scope` is the step's or the evaluation's.
     """
 
     tokens_bs: Tensor  # int64
@@ -54,13 +66,10 @@ class MicroBatch:
     positions_s: Tensor  # int64
     sample_length: int
     starts: Tensor | None = None
-    grad_scale: Tensor | None = None
     starts_on_host: tuple[int, ...] | None = None
     references_bd: Tensor | None = None
-    asks_references: bool = False
     later_targets: tuple[Targets, ...] = ()
-    loss_sums: Mapping[str, Tensor] | None = None
-    hits: Tensor | None = None
+    scope: StepScope = field(default_factory=StepScope)
 
     @classmethod
     def of_samples(
@@ -111,12 +120,12 @@ class MicroBatch:
         """The number of columns."""
         return self.tokens_bs.shape[1]
 
-    def to(self, device: torch.device) -> "MicroBatch":
-        """The micro-batch with its tensors on `device`."""
+    def to(self, device: torch.device, scope: StepScope | None = None) -> "MicroBatch":
+        """Return the micro-batch with its tensors on `device`, and with `scope`, by default its own."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         moved: dict[str, Any] = {name: to_device(x, device) for name, x in values.items() if isinstance(x, Tensor)}
         later = [Targets(*(to_device(x, device) for x in targets)) for targets in self.later_targets]
-        return replace(self, **moved, later_targets=tuple(later))
+        return replace(self, **moved, later_targets=tuple(later), scope=scope or self.scope)
 
     def targets(self, ahead: int = 1) -> Targets:
         """The tokens `ahead` positions after each column. Raises ValueError if the micro-batch has none."""
@@ -184,14 +193,15 @@ def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
 
     Raises ValueError if the model does not declare the name.
     """
-    if batch.grad_scale is None:
+    scope = batch.scope
+    if scope.grad_scale is None:
         return x
     total = None
-    if batch.loss_sums is not None:
-        if name not in batch.loss_sums:
-            raise ValueError(f"loss {name!r} is not among those that the model declares: {list(batch.loss_sums)}")
-        total = batch.loss_sums[name]
-    return _AddLoss.apply(x, loss, batch.grad_scale, total)
+    if scope.loss_sums is not None:
+        if name not in scope.loss_sums:
+            raise ValueError(f"loss {name!r} is not among those that the model declares: {list(scope.loss_sums)}")
+        total = scope.loss_sums[name]
+    return _AddLoss.apply(x, loss, scope.grad_scale, total)
 
 
 class TensorSpec(NamedTuple):

@@ -81,14 +81,14 @@ def forget(modules: Iterable[LargestLogits]) -> None:
         module.maxima.fill_(-torch.inf)
 
 
-def of_step(stages: StageSet[PipelineStage], ctx: ParallelContext) -> tuple[Tensor | None, list[Tensor]]:
-    """The largest logits of a step over all ranks, fp32 [layers, heads], and the largest of them, 0-d. A collective.
+def reduce_largest_logits(stages: StageSet[PipelineStage], ctx: ParallelContext) -> Tensor | None:
+    """Return the largest logits of a step over all ranks, fp32 [layers, heads]. A collective.
 
-    Layers that measure nothing have -inf. All begin to measure anew. If the model declares no table
-    (`megapar.declare.stage_set.Declared.logits`), there is None, and no largest one.
+    Layers that measure nothing have -inf. All begin to measure anew. Returns None if the model declares no table
+    (`megapar.declare.stage_set.Declared.logits`).
     """
     if stages.declared.logits is None:
-        return None, []
+        return None
     table = torch.full(stages.declared.logits, -torch.inf, device=ctx.device)
     modules = measuring_modules(stages.values())
     for module in modules:
@@ -97,4 +97,4 @@ def of_step(stages: StageSet[PipelineStage], ctx: ParallelContext) -> tuple[Tens
     # Heads lie on tp, tokens on dp x cp, layers on pp. A head of keys may serve query heads of several tensor ranks.
     for axis in (ctx.tp, ctx.grad, ctx.pp):
         collectives.all_reduce(table, axis, "max")
-    return table, [table.amax()]
+    return table

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -16,7 +15,7 @@ from megapar.declare.tally import counting_modules, end_step
 from megapar.observe.observer import Observed, Observer
 from megapar.step.references import with_references
 from megapar.step.state import TrainState
-from megapar.step.step import start_losses
+from megapar.step.step import enter_scope
 
 
 class Rehearsal(Observer):
@@ -42,8 +41,8 @@ def rehearse(state: TrainState, batches: Sequence[MicroBatch]) -> str:
     before = compiled_so_far()
     samples = state.config.train.batch_size(state.consumed_samples)
     max_microbatches = num_microbatches(state.config, samples)
-    batches = with_references(state, [batch.to(state.ctx.device) for batch in batches], max_microbatches)
-    batches = [replace(batch, loss_sums=start_losses(state)) for batch in batches]
+    _, batches = enter_scope(state, batches)
+    batches = with_references(state, batches, max_microbatches)
     nothing = torch.zeros((), device=state.ctx.device)  # what losses are multiplied by
     state.grads.zero()
     state.pipeline.step(batches, nothing, state.grads.begin, max_microbatches, nothing)

@@ -4,8 +4,8 @@ import importlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -104,10 +104,10 @@ class PipelineRuntime:
         rank have their final gradients. Those of the last one become final while it runs.
         """
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
-        # A stage before the last may add a loss of its own (megapar.declare.batch.add_loss). It scales the gradient
-        # itself.
-        grad_scale = scale if added_scale is None else added_scale
-        batches = [replace(batch, grad_scale=grad_scale) for batch in batches]
+        for batch in batches:
+            # A stage before the last may add a loss of its own (megapar.declare.batch.add_loss), whose gradient it
+            # scales itself.
+            batch.scope.grad_scale = scale if added_scale is None else added_scale
         plan = self.plan(len(batches), max_microbatches, backward=True)
         adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
         run = _Execution(self, plan, batches, scale)
@@ -220,41 +220,36 @@ class _Execution:
                 assert self._runtime.units is not None
                 self._runtime.units.run(item)
             else:
-                self._compute(item)
+                self._run_action(item)
                 for watcher in self._runtime.after_action:
                     watcher(item)
 
-    def _compute(self, action: Action) -> None:
+    def _run_action(self, action: Action) -> None:
         received, pending = self._arrived.pop(action, ((), Pending()))
         pending.wait()
-        if torch.is_grad_enabled():  # else the phase stays "evaluate"
-            phase: Literal["forward", "backward"] = "forward" if action.kind == "F" else "backward"
-            self._runtime.flight.enter(phase)
-        with self._runtime.flight.span(*action):
-            self._run_action(action, received)
-
-    def _run_action(self, action: Action, received: tuple[Tensor, ...]) -> None:
         key = action.stage, action.microbatch
-        host_inputs = self._runtime.host_inputs
-        if torch.is_grad_enabled():
-            host_inputs.fetch_next()
-        match action.kind:
-            case "F" if torch.is_grad_enabled():
-                with host_inputs.forward(key):
-                    self._forward(action, received)
-            case "F":
-                self._forward(action, received)
-            case "B":
-                self._backward(action, received)
-            case "I":
-                # A whole backward, in which layers defer the gradients of their matrices.
-                self._queues[key] = WeightGradientQueue()
-                with self._queues[key].open(self._main_grads[action.stage]):
+        flight, host_inputs = self._runtime.flight, self._runtime.host_inputs
+        trains = torch.is_grad_enabled()
+        if trains:  # else the phase stays "evaluate"
+            flight.enter("forward" if action.kind == "F" else "backward")
+        with flight.span(*action):
+            if trains:
+                host_inputs.fetch_next()
+            match action.kind:
+                case "F":
+                    with host_inputs.forward(key) if trains else nullcontext():
+                        self._forward(action, received)
+                case "B":
                     self._backward(action, received)
-            case "W":
-                self._queues.pop(key).run()
-        if action.kind in ("B", "I"):
-            host_inputs.end_backward(key)
+                case "I":
+                    # A whole backward, in which layers defer the gradients of their matrices.
+                    self._queues[key] = WeightGradientQueue()
+                    with self._queues[key].open(self._main_grads[action.stage]):
+                        self._backward(action, received)
+                case "W":
+                    self._queues.pop(key).run()
+            if action.kind in ("B", "I"):
+                host_inputs.end_backward(key)
 
     def finish(self) -> list[Tensor]:
         """Wait for the last sends. Returns the losses in the order of micro-batches.

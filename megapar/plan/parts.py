@@ -385,5 +385,5 @@ def meta_batch(samples: int, length: int, cp: int, num_targets: int) -> MicroBat
     later = [Targets(tokens_bs, weights_bs)] * (num_targets - 1)
     whole = MicroBatch.of_samples(tokens_bs, tokens_bs, weights_bs, sample_ids_b=tokens_bs[:, 0], later_targets=later)
     # With a scale, as in training: without one the losses of stages before the last would keep nothing.
-    whole = replace(whole, grad_scale=torch.ones((), device=META))
+    whole.scope.grad_scale = torch.ones((), device=META)
     return whole.columns(torch.empty(length // cp, dtype=torch.int64, device=META))

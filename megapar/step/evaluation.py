@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -10,10 +9,10 @@ import torch
 from megapar.comm import collectives
 from megapar.config.derive import num_microbatches
 from megapar.data.loader import Loader
-from megapar.declare.batch import MicroBatch
+from megapar.declare.batch import MicroBatch, StepScope
 from megapar.step.references import with_references
 from megapar.step.state import TrainState, without_targets
-from megapar.step.step import Divisors, sum_of_losses
+from megapar.step.step import count_divisors, sum_of_losses
 
 
 class Evaluated(NamedTuple):
@@ -44,13 +43,13 @@ def evaluate(state: TrainState, batches: Sequence[MicroBatch], samples: int = 0)
     """
     ctx = state.ctx
     samples = samples or state.config.train.global_batch_size
-    hits = torch.zeros((), dtype=torch.float64, device=ctx.device)
+    scope = StepScope()
     max_microbatches = num_microbatches(state.config, samples)
-    batches = with_references(state, [batch.to(ctx.device) for batch in batches], max_microbatches)
-    batches = [replace(batch, hits=hits) for batch in batches]
+    batches = with_references(state, [batch.to(ctx.device, scope) for batch in batches], max_microbatches)
+    hits = scope.hits = torch.zeros((), dtype=torch.float64, device=ctx.device)
     for stage in state.stages.values():
         stage.eval()
-    divisor = Divisors.of(state, batches, samples).main
+    divisor = count_divisors(state, batches, samples).main
     loss = sum_of_losses(state.pipeline.evaluate(batches, max_microbatches), ctx)
     for stage in state.stages.values():
         stage.train()

@@ -19,7 +19,7 @@ from megapar.comm import collectives
 from megapar.config.derive import num_microbatches
 from megapar.declare.batch import MicroBatch, PipelineStage
 from megapar.step.state import StepResult, TrainState
-from megapar.step.step import Divisors
+from megapar.step.step import count_divisors
 
 _LISTED = 4  # the most names or samples that a message lists
 
@@ -94,7 +94,7 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
     handles = watch.attach(state.stages)
     try:
         samples = state.config.train.batch_size(state.consumed_samples)
-        tokens, main = Divisors.of(state, batches, samples)
+        tokens, main = count_divisors(state, batches, samples)
         state.pipeline.step(
             batches,
             loss_scale / main,
@@ -134,9 +134,7 @@ class _Watch:
         return handles
 
     def _enter(self, number: int, _: nn.Module, inputs: tuple[Any, ...]) -> None:
-        # The pipeline hands its stages copies of the micro-batches, which share their tensors.
-        ids = inputs[1].sample_ids_b
-        microbatch = next(i for i, batch in enumerate(self._batches) if batch.sample_ids_b is ids)
+        microbatch = next(i for i, batch in enumerate(self._batches) if batch is inputs[1])
         self._now = number, microbatch
 
     def _leave(self, *_: Any) -> None:

@@ -21,8 +21,11 @@ def with_references(
     training = [stage.training for stage in state.stages.values()]
     for stage in state.stages.values():
         stage.eval()
-    asking = [replace(batch, asks_references=True) for batch in batches]
-    found = state.pipeline.evaluate(asking, max_microbatches)
+    for batch in batches:
+        batch.scope.asks_references = True
+    found = state.pipeline.evaluate(batches, max_microbatches)
+    for batch in batches:
+        batch.scope.asks_references = False
     for stage, was_training in zip(state.stages.values(), training, strict=True):
         stage.train(was_training)
     # They are found where they are needed: on the ranks of the last stage.

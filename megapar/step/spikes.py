@@ -21,10 +21,9 @@ from megapar.config.messages import counted
 from megapar.config.options import Config
 from megapar.declare.agreement import from_first, on_all_ranks
 from megapar.declare.context import ParallelContext
-from megapar.declare.largest_logits import forget, measuring_modules
 from megapar.declare.tally import counting_modules, end_step
 from megapar.step.state import QueuedStep, Recent, StepResult, TrainState
-from megapar.step.step import compute_gradients
+from megapar.step.step import count_divisors, enter_scope, reduce_sums, run_microbatches
 from megapar.system import events
 from megapar.system.atomic_files import write_json
 from megapar.system.typed import read_json
@@ -131,12 +130,16 @@ def compute_again(state: TrainState, step: QueuedStep) -> tuple[float, float]:
     """
     state.weights.wait()
     samples = state.config.train.batch_size(step.before.consumed_samples)
-    loss, norm, *_ = compute_gradients(state, step.batches, samples, step.loss_scale.scale)
-    # Modules have measured the step's logits and counted its tokens a second time.
-    forget(measuring_modules(state.stages.values()))
+    state.ctx.flight.enter("forward")
+    scope, batches = enter_scope(state, step.batches)
+    scale = step.loss_scale.scale  # the state's may have grown since
+    divisors = count_divisors(state, batches, samples)
+    main_losses = run_microbatches(state, batches, samples, divisors, scale)
+    sums = reduce_sums(state, scope, main_losses, divisors, scale)
+    # Modules have counted the step's tokens a second time.
     end_step(counting_modules(state.stages.values()), torch.ones((), dtype=torch.bool, device=state.ctx.device))
     with state.ctx.flight.held():
-        return loss.item(), norm.item()
+        return sums.loss.item(), sums.grad_norm.item()
 
 
 def in_words_again(result: StepResult, loss: float, grad_norm: float) -> str:

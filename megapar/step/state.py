@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megapar.base.errors import DataError
@@ -79,6 +80,29 @@ class TrainState:
     tiers: Sequence[Tier] = ()
     norm_limit: float = math.inf
     recent: Recent = field(default_factory=Recent)
+
+
+@dataclass(frozen=True)
+class StepSums:
+    """What the ranks of a step have summed up, the same on every rank: 0-d fp32 tensors on the device.
+
+    `loss` and `grad_norm` are without the loss scale. `tokens` is the sum of the weights of targets. `stop_votes`
+    counts the ranks that have to stop. `added` are the losses besides the main one, in the order of
+    `megapar.declare.stage_set.Declared.losses`. `logits`, fp32 [layers, heads], are the largest logits of attention,
+    None without optimizer.qk_clip.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor
+    tokens: Tensor
+    stop_votes: Tensor
+    added: Sequence[Tensor]
+    logits: Tensor | None
+
+    def packed(self) -> Tensor:
+        """Return the numbers of the step, fp32 1-D, as `QueuedStep.finish` reads them: the largest logit comes last."""
+        largest = [] if self.logits is None else [self.logits.amax()]
+        return torch.stack([self.loss, self.grad_norm, self.tokens, self.stop_votes, *self.added, *largest])
 
 
 @dataclass(frozen=True)
@@ -165,7 +189,7 @@ class QueuedStep:
     lr: float
     loss_scale: LossScale
     before: Position
-    numbers: device.HostCopy  # fp32: loss, norm, tokens, votes to stop, the declared losses, the largest logit
+    numbers: device.HostCopy  # `StepSums.packed`
     tallies: Mapping[str, device.HostCopy]
 
     def finish(self) -> StepResult:

@@ -5,7 +5,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megapar.activations import recompute
 from megapar.config.model_options import ModelConfig
 from megapar.config.plugins import named
 from megapar_models.attention import Attention
@@ -15,7 +14,7 @@ from megapar_models.latent_attention import LatentAttention
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mlp import DenseMLP, PlainMLP
 from megapar_models.moe import MixtureOfExperts
-from megapar_models.norms import NoNorm, Norm
+from megapar_models.norms import NoNorm, Norm, add_and_norm
 
 # A mixer and an MLP are made as CLASS(number, kind, model, factory), and map x_sbh and a ForwardContext to x_sbh.
 MIXERS: Mapping[str, type] = {"attention": Attention, "latent": LatentAttention}
@@ -52,32 +51,34 @@ class Layer(nn.Module):
         self.mlp: nn.Module = mlp(number, kind, model, factory)
         self.mlp_output_norm = norm("mlp_output_norm", "after")
 
+    @property
+    def leaves_branch(self) -> bool:
+        """Whether the layer takes a branch to add, and may leave its last branch to the layer behind.
+
+        A subclass with a forward pass of its own does neither, unless it says so.
+        """
+        return type(self).forward is Layer.forward
+
     def forward(
         self, x_sbh: Tensor, context: ForwardContext, branch_sbh: Tensor | None = None, *, adds: bool = True
     ) -> Any:
-        """The hidden states after the layer. Without `adds` their two summands: h, and the last branch's output.
+        """Return the hidden states after the layer, [s, b, h], from those before it: x, or x + branch.
 
-        `branch_sbh` is the second one of the layer before. One kernel adds it to x, the first, and normalizes the sum.
+        Without `adds` return the two summands h and mlp(norm(h)). The norm of the next layer adds them in its kernel.
         """
-        if branch_sbh is None:
-            normed_sbh = recompute.remade(self.attention_norm, x_sbh)
-        else:
-            normed_sbh, x_sbh = self.attention_norm.add_and_norm(branch_sbh, residual=x_sbh)
-            recompute.remade_as(normed_sbh, self.attention_norm, x_sbh)
-        attention_sbh = self._branch(self.attention_output_norm(self.attention(normed_sbh, context)))
+        normed_sbh, x_sbh = add_and_norm(self.attention_norm, x_sbh, branch_sbh)
+        attention_sbh = self._scaled(self.attention_output_norm(self.attention(normed_sbh, context)))
         if self.parallel == "no":
             del normed_sbh  # its memory is free during the MLP
-            # h = x + attention, and its norm: one kernel computes both.
-            normed_sbh, h_sbh = self.mlp_norm.add_and_norm(attention_sbh, residual=x_sbh)
-            recompute.remade_as(normed_sbh, self.mlp_norm, h_sbh)
+            normed_sbh, h_sbh = add_and_norm(self.mlp_norm, x_sbh, attention_sbh)
         else:
             if self.parallel == "two_norms":
-                normed_sbh = recompute.remade(self.mlp_norm, x_sbh)
+                normed_sbh, _ = add_and_norm(self.mlp_norm, x_sbh)
             h_sbh = x_sbh + attention_sbh
         del attention_sbh
-        branch_sbh = self._branch(self.mlp_output_norm(self.mlp(normed_sbh, context)))
-        return h_sbh + branch_sbh if adds else (h_sbh, branch_sbh)
+        mlp_sbh = self._scaled(self.mlp_output_norm(self.mlp(normed_sbh, context)))
+        return h_sbh + mlp_sbh if adds else (h_sbh, mlp_sbh)
 
-    def _branch(self, y_sbh: Tensor) -> Tensor:
-        """The output of a branch, times the multiplier of both."""
-        return y_sbh if self.multiplier == 1.0 else y_sbh * self.multiplier
+    def _scaled(self, branch_sbh: Tensor) -> Tensor:
+        """Return the output of a branch, times the layer's multiplier."""
+        return branch_sbh if self.multiplier == 1.0 else branch_sbh * self.multiplier

@@ -8,6 +8,7 @@ from megapar_kernels.dispatch import Implementation
 from megapar_kernels.norms import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from torch import Tensor, nn
 
+from megapar.activations import recompute
 from megapar.declare.params import ONES, ZEROS
 from megapar.declare.sharding import Sharding
 from megapar.tensor_parallel.layers import shared_vector
@@ -137,3 +138,14 @@ class NoNorm(nn.Module):
 
 
 Norm = RMSNorm | LayerNorm | NoNorm
+
+
+def add_and_norm(norm: Norm, x_sbh: Tensor, branch_sbh: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Return norm(x + branch) and x + branch, [s, b, h]; without a branch norm(x) and x.
+
+    One kernel adds and normalizes. With train.recompute=light, backward computes the norm again from the sum.
+    """
+    if branch_sbh is None:
+        return recompute.remade(norm, x_sbh), x_sbh
+    normed_sbh, sum_sbh = norm.add_and_norm(branch_sbh, residual=x_sbh)
+    return recompute.remade_as(normed_sbh, norm, sum_sbh), sum_sbh

@@ -92,10 +92,10 @@ class Objective:
         # The losses of whole samples are the same on each of the cp ranks, so the first one's count. Each rank has the
         # whole gradient of them, as it has that of its own columns alone.
         counts = self.divided_by == "tokens" or scored.cp.first
-        if scored.batch.loss_sums is not None and counts:
+        if scored.batch.scope.loss_sums is not None and counts:
             for name in self.metrics:
-                scored.batch.loss_sums[name].add_(metrics[name].detach().sum())
-        if self.divided_by == "pairs" and scored.batch.hits is not None:
+                scored.batch.scope.loss_sums[name].add_(metrics[name].detach().sum())
+        if self.divided_by == "pairs" and scored.batch.scope.hits is not None:
             # An evaluation may hold padding. Unlike tokens without a weight, a pair without any has a loss.
             losses = losses.masked_fill(scored.batch.sample_ids_b == PADDING, 0.0)
         total = losses.sum()

@@ -117,7 +117,10 @@ class Stage(PipelineStage, Generic[M]):
         return cls.layer_kind(model, model.num_hidden_layers - 1).norm
 
     def make_layer(self, number: int, kind: LayerKind) -> nn.Module:
-        """Make the layer with this global number. It maps (x_sbh, ForwardContext) to x_sbh."""
+        """Make the layer with this global number. It maps (x_sbh, ForwardContext) to x_sbh.
+
+        A layer with `leaves_branch` also takes, and then gives back, a branch that is not yet added to x_sbh (`Layer`).
+        """
         return Layer(number, kind, self.model, self.factory)
 
     @classmethod
@@ -152,7 +155,7 @@ class Stage(PipelineStage, Generic[M]):
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         """The hidden states for the next stage; on the last stage the loss sum."""
-        if batch.asks_references:
+        if batch.scope.asks_references:
             with adapters_off(self):
                 x_sbh = self.hidden_states(x_sbh, batch)
                 return self.scored(x_sbh, batch).of_answers() if self.last else x_sbh
@@ -175,8 +178,8 @@ class Stage(PipelineStage, Generic[M]):
         with recompute.light(rule.mode == "light"):
             for number, layer in self.layers.items():
                 again, offloads = rule.layer(int(number)), rule.offloads(int(number))
-                # Layers of a family's own class take one input, and so does one that is recomputed: it keeps its input.
-                if type(layer).forward is Layer.forward and not again:
+                # A recomputed layer keeps its one input.
+                if not again and getattr(layer, "leaves_branch", False):
                     x_sbh, branch_sbh = layer(x_sbh, context, branch_sbh, adds=False)
                     continue
                 x_sbh, branch_sbh = _added(x_sbh, branch_sbh), None
@@ -234,12 +237,12 @@ class Stage(PipelineStage, Generic[M]):
         assert self.norm is not None
         if self.model.head == "score":
             return Scored(self.logits(x_sbh)[..., 0].float(), batch, self.factory.sharding.cp)
-        if batch.hits is None:
+        if batch.scope.hits is None:
             losses_sb = self.token_losses(self.norm(x_sbh), batch.targets())
         else:
             hits_sb = torch.empty(batch.targets_bs.t().shape, dtype=torch.bool, device=x_sbh.device)
             losses_sb = self.token_losses(self.norm(x_sbh), batch.targets(), hits_sb)
-            batch.hits.add_((hits_sb * batch.weights_bs.t()).sum())
+            batch.scope.hits.add_((hits_sb * batch.weights_bs.t()).sum())
         return Scored(-losses_sb, batch, self.factory.sharding.cp)
 
     def cross_entropy(self, normed_sbh: Tensor, targets: Targets) -> Tensor:

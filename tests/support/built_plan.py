@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.declare import context
-from megapar.declare.batch import MicroBatch, PipelineStage, Targets
+from megapar.declare.batch import MicroBatch, PipelineStage, StepScope, Targets
 from megapar.declare.params import spec_of
 from megapar.launch.grid import grid_of
 from megapar.linear.main_grad import WeightGradientQueue, main_grads
@@ -78,7 +78,7 @@ def meta_batch(config: Config, num_targets: int) -> MicroBatch:
     later = [Targets(tokens_bs, weights_bs)] * (num_targets - 1)
     whole = MicroBatch.of_samples(tokens_bs, tokens_bs, weights_bs, tokens_bs[:, 0], later_targets=later)
     part = whole.columns(torch.empty(train.seq_length // config.parallel.cp, dtype=torch.int64, device=META))
-    return replace(part, grad_scale=torch.ones((), device=META))
+    return replace(part, scope=StepScope(torch.ones((), device=META)))
 
 
 def forward(stage: PipelineStage, batch: MicroBatch) -> Tensor:

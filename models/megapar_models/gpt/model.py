@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from megapar_kernels.dropout import dropout_add, keep_mask
 from torch import Tensor, nn
 
-from megapar.activations import recompute
 from megapar.config.model_options import OF_TRAINING, ModelConfig
 from megapar.declare.params import shared_piece
 from megapar_models.attention import Attention
@@ -19,7 +18,7 @@ from megapar_models.factory import Factory
 from megapar_models.forward import DropoutSite, ForwardContext, dropout_use, hidden_keys, rows_of_rank
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mlp import PlainMLP
-from megapar_models.norms import NormRule
+from megapar_models.norms import NormRule, add_and_norm
 from megapar_models.stage import Stage
 
 
@@ -49,14 +48,12 @@ class GPTLayer(nn.Module):
         self.mlp = PlainMLP(number, kind, model, factory)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        y_sbh = self.attention(recompute.remade(self.attention_norm, x_sbh), context)
+        y_sbh = self.attention(add_and_norm(self.attention_norm, x_sbh)[0], context)
         if self._dropout():
             x_sbh = self._add(y_sbh, x_sbh, context, DropoutSite.ATTENTION_OUTPUT)
-            normed = recompute.remade(self.mlp_norm, x_sbh)
+            normed, _ = add_and_norm(self.mlp_norm, x_sbh)
         else:
-            # Without dropout one kernel adds and normalizes, as in Llama.
-            normed, x_sbh = self.mlp_norm.add_and_norm(y_sbh, x_sbh)
-            recompute.remade_as(normed, self.mlp_norm, x_sbh)
+            normed, x_sbh = add_and_norm(self.mlp_norm, x_sbh, y_sbh)
         return self._add(self.mlp(normed, context), x_sbh, context, DropoutSite.MLP_OUTPUT)
 
     def _dropout(self) -> float:
