@@ -128,12 +128,7 @@ def stage_layers(config: Config, whole: Callable[[Config], WholeModel] = whole_m
     if num_stages == 1:
         return [range(model.num_hidden_layers)]  # without building the model to count its costs
     layers = whole(config).layer_costs(config.train.seq_length)
-    return balanced(config, layers, float(model.hidden_size), float(model.head_rows * model.hidden_size))
-
-
-def balanced(config: Config, layers: Sequence[float], first: float, last: float) -> list[range]:
-    """The layers of each stage, balanced by the costs of each layer, of the embedding, and of norm, head and loss."""
-    return partition(layers, first, last, config.parallel.pp * config.parallel.vpp)
+    return partition(layers, float(model.hidden_size), float(model.head_rows * model.hidden_size), num_stages)
 
 
 class StageBuilder:
