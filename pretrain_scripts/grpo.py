@@ -10,7 +10,7 @@ from typing import cast
 
 import torch
 from megapar_models.build import build_stages
-from megapar_models.convert.handoff import Handoff, Loader
+from megapar_models.convert.handoff import Handoff, StreamLoader
 from megapar_models.generation import Sampling, generate
 from megapar_models.objectives import Losses, Objective, Scored
 from megapar_models.registry import validate
@@ -110,7 +110,7 @@ def run(config: Config, ctx: context.ParallelContext, seed: int = 0) -> list[flo
     handoff = Handoff(config, grid_of(config), ctx, state.stages.values(), state.weights, slices, receivers=everyone)
     alone = context.single(ctx.device)
     generator = build_stages(options(1), alone)[0].eval()
-    loader = Loader(generator)
+    loader = StreamLoader(generator)
     random = torch.Generator().manual_seed(seed)
     for _ in range(WARM_UP):
         prompts = prompts_of(PROMPTS * SAMPLES, random)

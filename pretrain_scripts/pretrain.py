@@ -19,7 +19,7 @@ from megapar.plan.run_plan import RunPlan
 from megapar.system.environment import Environment
 from megapar.train.checkpoints import lock_run_dir
 from megapar.train.data import go_on, identity, open_loaders
-from megapar.train.trainer import Run, initializes_by_unit, start, train
+from megapar.train.trainer import TrainingRun, initializes_by_unit, start, train
 
 
 def train_rank(plan: RunPlan, env: Environment, board: Board | None = None) -> None:
@@ -37,7 +37,7 @@ def train_rank(plan: RunPlan, env: Environment, board: Board | None = None) -> N
             write_run_header(config, ctx, size, [*balance, *notes], plan.options.to_toml())
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
             report, time = plan.memory_report(env.rank), plan.prediction(ctx)
-            run = Run(state, data, held_out, run_dir, flops, process.asked_to_stop, report, time, process)
+            run = TrainingRun(state, data, held_out, run_dir, flops, process.asked_to_stop, report, time, process)
             process.stopped = train(run)
 
 

@@ -13,7 +13,7 @@ from megapar.data import template_process
 from megapar.data.chat import ChatTemplate, load_template
 from megapar.data.chat_data import example_of, marked
 from megapar.data.chat_masks import Rendered, rendered
-from megapar.data.conversations import Beside, conversation_of
+from megapar.data.conversations import ConversationContext, conversation_of
 from megapar.data.row_keys import Keys
 from megapar.data.template_process import TemplateProcess
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
@@ -54,12 +54,18 @@ def test_a_template_of_its_own_for_tools_is_taken_as_transformers_does(tmp_path:
     both = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": both}))
     template = load_template("", f"hf:{tmp_path / 'tokenizer.json'}")
-    assert [template.text([], beside=Beside(tools)) for tools in (None, [], [TOOL])] == ["plain", *["with tools"] * 2]
+    assert [template.text([], beside=ConversationContext(tools)) for tools in (None, [], [TOOL])] == [
+        "plain",
+        *["with tools"] * 2,
+    ]
     (tmp_path / "chat_template.jinja").write_text("newer")
     (tmp_path / "additional_chat_templates").mkdir()
     (tmp_path / "additional_chat_templates/tool_use.jinja").write_text("newer with tools")
     template = load_template("", f"hf:{tmp_path / 'tokenizer.json'}")
-    assert [template.text([], beside=Beside(tools)) for tools in (None, [TOOL])] == ["newer", "newer with tools"]
+    assert [template.text([], beside=ConversationContext(tools)) for tools in (None, [TOOL])] == [
+        "newer",
+        "newer with tools",
+    ]
 
 
 def test_special_tokens_come_from_every_file_of_a_tokenizer(tmp_path: Path) -> None:
@@ -155,7 +161,7 @@ def test_the_last_turn_has_all_its_marked_parts() -> None:
     """Fault part-of-turn-trained: a template may mark an answer and the end token apart from each other."""
     assert trained(rendered(made(PARTS), TALK, "last")) == ["yes;", "#"]
     assert trained(rendered(made(PARTS), TALK)) == ["good;", "yes;", "#"]
-    first = Beside(untrained=frozenset({3}))
+    first = ConversationContext(untrained=frozenset({3}))
     assert trained(rendered(made(PARTS), TALK, beside=first)) == ["good;"]
 
 
@@ -228,9 +234,9 @@ def test_texts_tools_and_options_that_a_template_does_not_write_are_refused() ->
     """Fault message-not-written: a tool may have the name of a word in the text."""
     template = made("{% for m in messages %}<{{ m.role }}>{{ m.content }};{% endfor %}")
     with pytest.raises(DataError, match="does not write the tool get_weather; --pass_over tools"):
-        rendered(template, [asked("get_weather"), answer("good")], beside=Beside(tools=[TOOL]))
+        rendered(template, [asked("get_weather"), answer("good")], beside=ConversationContext(tools=[TOOL]))
     with pytest.raises(DataError, match="does not read enable_thinking of chat_template_kwargs"):
-        rendered(template, TALK, beside=Beside(options={"enable_thinking": False}))
+        rendered(template, TALK, beside=ConversationContext(options={"enable_thinking": False}))
     silent = made("{% for m in messages %}<{{ m.role }}>{{ m.content if m.role != 'user' }};{% endfor %}")
     with pytest.raises(DataError, match=r"does not write the text of message 1 \(user\)"):
         rendered(silent, TALK)

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from megapar.base.errors import CheckpointError
 from megapar.checkpoint import format as checkpoint_format
 from megapar.checkpoint.format import (
-    Chunk,
-    Entry,
+    StoredChunk,
+    TensorEntry,
     boxes,
     find_complete,
     folder_name,
@@ -80,7 +80,7 @@ def test_coverage_finds_every_gap_and_overlap(
 ) -> None:
     shape, cuts = case
     chunks = [
-        Chunk("file", str(start), box.offset, box.size, 0)
+        StoredChunk("file", str(start), box.offset, box.size, 0)
         for start, stop in pairwise(cuts)
         for box in boxes(shape, start, stop)
     ]
@@ -93,13 +93,13 @@ def test_coverage_finds_every_gap_and_overlap(
     counts = torch.zeros(shape, dtype=torch.int)
     for chunk in chunks:
         counts[tuple(slice(o, o + s) for o, s in zip(chunk.offset, chunk.size, strict=True))] += 1
-    problem = checkpoint_format._problem(Entry(shape, "float32", tuple(chunks)), {"file": 0})
+    problem = checkpoint_format._problem(TensorEntry(shape, "float32", tuple(chunks)), {"file": 0})
     assert (problem is None) == bool((counts == 1).all())
 
 
 def test_a_gap_as_large_as_an_overlap_is_found() -> None:
-    chunks = (Chunk("file", "a", (0,), (4,), 0), Chunk("file", "b", (2,), (4,), 0))
-    assert "overlap" in str(checkpoint_format._problem(Entry((8,), "float32", chunks), {"file": 0}))
+    chunks = (StoredChunk("file", "a", (0,), (4,), 0), StoredChunk("file", "b", (2,), (4,), 0))
+    assert "overlap" in str(checkpoint_format._problem(TensorEntry((8,), "float32", chunks), {"file": 0}))
 
 
 @given(st.integers(1, 7), st.integers(1, 5), st.integers(1, 4), st.integers(0, 3), st.data())

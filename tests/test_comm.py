@@ -15,7 +15,7 @@ from megapar.base.grid import Grid
 from megapar.comm import collectives, transport_torch
 from megapar.comm.axis import Axis, Traffic
 from megapar.comm.pending import Pending
-from megapar.comm.transport import Counts
+from megapar.comm.transport import ExchangedRows
 from megapar.declare import context
 from megapar.expert_parallel.exchange import exchange_rows
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
@@ -146,7 +146,7 @@ def check_all_to_all(axis: Axis, dtype: torch.dtype) -> None:
     unlike = [n + 1 if position == axis.rank else n for position, n in enumerate(received)]
     with pytest.raises(ValueError, match="receives from itself what it sends there"):
         collectives.all_to_all(all_x[axis.rank], sent, unlike, axis)
-    unlike_groups = Counts(sent, received, received_groups=[[n, 1] for n in received])
+    unlike_groups = ExchangedRows(sent, received, received_groups=[[n, 1] for n in received])
     with pytest.raises(ValueError, match="was given groups of"):
         collectives.all_to_all_async(all_x[axis.rank], unlike_groups, axis)
     if dtype.is_floating_point:
@@ -170,7 +170,7 @@ def check_groups(axis: Axis, dtype: torch.dtype) -> None:
         arriving = [x.split(row)[axis.rank].split(of) for x, row, of in zip(all_x, sizes, groups, strict=True)]
         sorted_rows = torch.cat([of_source[group] for group in range(3) for of_source in arriving])
         for x in (all_x[axis.rank].clone(), strided(all_x[axis.rank])):
-            to_groups = Counts(sent, received, received_groups=groups)
+            to_groups = ExchangedRows(sent, received, received_groups=groups)
             out, pending = collectives.all_to_all_async(x, to_groups, axis)
             pending.wait()
             assert torch.equal(out, sorted_rows)

@@ -73,7 +73,7 @@ def test_parts_and_whole_are_inverse(cp: int, size: int) -> None:
     assert torch.equal(whole_of(parts), whole)
 
 
-def mask_of(blocks: list[deal.Block], samples: int, queries: int, keys: int) -> Tensor:
+def mask_of(blocks: list[deal.KeyBlock], samples: int, queries: int, keys: int) -> Tensor:
     """How many times the blocks attend each pair, [samples, queries, keys]."""
     count = torch.zeros(samples, queries, keys, dtype=torch.int)
     for block in blocks:
@@ -115,8 +115,8 @@ def test_blocks_of_whole_samples_are_few() -> None:
     """A rank's own queries and keys are one causal block. Both chunks of queries attend an earlier rank's in one."""
     own = deal.chunks(16, 2, 1)
     everything = slice(None)
-    assert deal.blocks(own, own, 16) == [deal.Block(everything, slice(0, 8), slice(0, 8), True)]
-    assert deal.blocks(own, deal.chunks(16, 2, 0), 16) == [deal.Block(everything, slice(0, 8), slice(0, 4), False)]
+    assert deal.blocks(own, own, 16) == [deal.KeyBlock(everything, slice(0, 8), slice(0, 8), True)]
+    assert deal.blocks(own, deal.chunks(16, 2, 0), 16) == [deal.KeyBlock(everything, slice(0, 8), slice(0, 4), False)]
 
 
 @settings(max_examples=60, deadline=None)
@@ -268,7 +268,7 @@ def test_blocks_merged_are_the_whole() -> None:
     result = Result(q, v_width=7)
     gradient_of = torch.randn(2, 2, 9, 7, dtype=torch.float64)
     rows = slice(None)
-    blocks = [deal.Block(rows, slice(0, 9), slice(first, first + 3), False) for first in (0, 3, 6)]
+    blocks = [deal.KeyBlock(rows, slice(0, 9), slice(first, first + 3), False) for first in (0, 3, 6)]
     result.out.zero_()
     result.lse.fill_(-torch.inf)
     none = Dropped(None, [(0, 9)])

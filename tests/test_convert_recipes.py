@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from megapar_models.convert.config_json import canonical_name
-from megapar_models.convert.huggingface import Weights, native_tensor
+from megapar_models.convert.huggingface import HFWeights, native_tensor
 from megapar_models.convert.quantized import mxfp4
 from megapar_models.convert.recipes import places, recipes
 from megapar_models.llama.family import LLAMA
-from megapar_models.tensor_layouts import Layout, Pairs
+from megapar_models.tensor_layouts import Packing, Pairs
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -78,7 +78,7 @@ def test_rows_of_q_k_and_v_below_each_other() -> None:
 def test_q_k_and_v_of_each_group_of_heads(kv: int, groups: str) -> None:
     """As Falcon has them, three query heads to a key; and as GPT-NeoX has them, one."""
     stored = {"h.3.qkv.weight": torch.randn((6 + 2 * kv) * D, H), "h.3.qkv.bias": torch.randn((6 + 2 * kv) * D)}
-    ours = there_and_back(stored, recipes(qkv(kv=kv, bias=True), FUSED, {"h.*.qkv": Layout(groups)}, sizes=SIZES))
+    ours = there_and_back(stored, recipes(qkv(kv=kv, bias=True), FUSED, {"h.*.qkv": Packing(groups)}, sizes=SIZES))
     heads = stored["h.3.qkv.weight"].view(kv, 6 // kv + 2, D, H)
     assert torch.equal(ours["layers.3.attention.q.weight"].view(6, D, H)[6 // kv], heads[1, 0])
     assert torch.equal(ours["layers.3.attention.k.weight"].view(kv, D, H)[1], heads[1, -2])
@@ -87,7 +87,7 @@ def test_q_k_and_v_of_each_group_of_heads(kv: int, groups: str) -> None:
 
 def test_rows_that_do_not_divide_into_groups_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"h.3.qkv.weight: rows \[20, 8, 8\] do not divide by 6 groups"):
-        recipes(qkv(heads=5), FUSED, {"h.*.qkv": Layout("num_attention_heads")}, sizes=SIZES)
+        recipes(qkv(heads=5), FUSED, {"h.*.qkv": Packing("num_attention_heads")}, sizes=SIZES)
 
 
 def test_a_query_and_its_gate_in_each_head() -> None:
@@ -95,7 +95,7 @@ def test_a_query_and_its_gate_in_each_head() -> None:
     shapes = {"layers.0.attention.q.weight": (6 * D, H), "layers.0.attention.gate.weight": (6 * D, H)}
     names = {"layers.*.attention.q": "h.*.q_proj", "layers.*.attention.gate": "h.*.q_proj"}
     stored = {"h.0.q_proj.weight": torch.randn(12 * D, H)}
-    ours = there_and_back(stored, recipes(shapes, names, {"h.*.q_proj": Layout("num_attention_heads")}, sizes=SIZES))
+    ours = there_and_back(stored, recipes(shapes, names, {"h.*.q_proj": Packing("num_attention_heads")}, sizes=SIZES))
     query, gate = stored["h.0.q_proj.weight"].view(6, 2 * D, H).split(D, dim=1)
     assert torch.equal(ours["layers.0.attention.q.weight"], query.reshape(-1, H))
     assert torch.equal(ours["layers.0.attention.gate.weight"], gate.reshape(-1, H))
@@ -103,7 +103,7 @@ def test_a_query_and_its_gate_in_each_head() -> None:
 
 def test_a_weight_of_a_norm_with_a_row_for_each_head() -> None:
     """As Command R+ has them, with rotary pairs beside each other."""
-    layouts = {"h.*.q_norm": Layout("num_attention_heads", by_group=True)}
+    layouts = {"h.*.q_norm": Packing("num_attention_heads", by_group=True)}
     shapes = {"layers.0.attention.q_norm.weight": (6 * D,)}
     names = {"layers.*.attention.q_norm": "h.*.q_norm"}
     stored = {"h.0.q_norm.weight": torch.randn(6, D)}
@@ -118,7 +118,7 @@ def test_a_weight_of_a_norm_with_a_row_for_each_head() -> None:
 def test_a_weight_of_a_norm_with_a_tensor_for_each_head() -> None:
     """As StableLM 2 12B has them: twelve heads, so that the order of the numbers is not that of their digits."""
     sizes = SimpleNamespace(num_attention_heads=12)
-    layouts = {"h.*.norms.*": Layout("num_attention_heads")}
+    layouts = {"h.*.norms.*": Packing("num_attention_heads")}
     shapes = {"layers.3.attention.q_norm.weight": (12 * D,)}
     names = {"layers.*.attention.q_norm": "h.*.norms.*"}
     stored = {f"h.3.norms.{head}.weight": torch.randn(D) for head in range(12)}
@@ -139,7 +139,7 @@ def test_boxes_of_a_tensor_that_is_several_of_theirs(boxes: list[tuple[int, int]
     made = recipes(
         shapes,
         {"layers.*.attention.q_norm": "h.*.norms.*"},
-        {"h.*.norms.*": Layout("num_attention_heads")},
+        {"h.*.norms.*": Packing("num_attention_heads")},
         sizes=SimpleNamespace(num_attention_heads=5),
     )
     ours = torch.randn(50)
@@ -193,9 +193,9 @@ def test_interleaved_transposed_stacks_of_experts_with_biases() -> None:
         names[f"layers.*.mlp.experts.*.{module}.weight"] = f"h.*.experts.{theirs}"
         names[f"layers.*.mlp.experts.*.{module}.bias"] = f"h.*.experts.{theirs}_bias"
     layouts = {
-        "h.*.experts.gate_up_proj": Layout("rows", transposed=True),
-        "h.*.experts.gate_up_proj_bias": Layout("rows"),
-        "h.*.experts.down_proj": Layout(transposed=True),
+        "h.*.experts.gate_up_proj": Packing("rows", transposed=True),
+        "h.*.experts.gate_up_proj_bias": Packing("rows"),
+        "h.*.experts.down_proj": Packing(transposed=True),
     }
     stored = {"h.1.experts.gate_up_proj": torch.randn(3, H, 2 * D), "h.1.experts.gate_up_proj_bias": torch.randn(3, 8)}
     stored |= {"h.1.experts.down_proj": torch.randn(3, D, H), "h.1.experts.down_proj_bias": torch.randn(3, H)}
@@ -233,7 +233,7 @@ def test_fp8_blocks_with_ragged_ends(tmp_path: Path) -> None:
     plain = torch.ones(3)
     stored = {"a.weight": values, "a.weight_scale_inv": scales, "b.weight": plain.bfloat16()}
     save_file(stored, tmp_path / "model.safetensors")
-    weights = Weights(tmp_path)
+    weights = HFWeights(tmp_path)
     assert set(weights.tensors) == {"a.weight", "b.weight"}
     assert weights.dtype() == torch.bfloat16
     (found,) = [
@@ -246,11 +246,11 @@ def test_fp8_blocks_with_ragged_ends(tmp_path: Path) -> None:
     torch.testing.assert_close(found.double(), expected, rtol=2**-24, atol=0.0)
     save_file(stored | {"a.weight_scale_inv": torch.rand(4, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"a.weight_scale_inv has shape \[4, 2\], not \[5, 2\]"):
-        Weights(tmp_path)
+        HFWeights(tmp_path)
     del stored["a.weight_scale_inv"]
     save_file(stored, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"a\.weight is F8_E4M3"):
-        Weights(tmp_path)
+        HFWeights(tmp_path)
 
 
 def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
     scales = torch.randint(120, 134, (3, 8, 2), dtype=torch.uint8)
     theirs = integrations.convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
     save_file({"h.gate_up_proj_blocks": blocks, "h.gate_up_proj_scales": scales}, tmp_path / "model.safetensors")
-    weights = Weights(tmp_path)
+    weights = HFWeights(tmp_path)
     assert weights.tensors["h.gate_up_proj"].info.shape == theirs.shape == (3, 64, 8)
     for expert in range(3):
         assert torch.equal(weights.read("h.gate_up_proj", expert), theirs[expert])

@@ -16,7 +16,7 @@ from megapar_models.convert.word_pattern import InexpressibleError
 
 from megapar.base.errors import CheckpointError, DataError
 from megapar.config.options import CheckpointConfig, DataConfig
-from megapar.data.preprocess import Recipe, preprocess
+from megapar.data.preprocess import PreprocessOptions, preprocess
 from megapar.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from tests.support.exports import make_checkpoint, make_run, report
 from tests.support.sweeps import slow_but
@@ -238,7 +238,7 @@ def test_no_end_token_follows_from_the_default_tokenizer(tmp_path: Path) -> None
         return json.loads((tmp_path / name / "config.json").read_text())["eos_token_id"]
 
     (tmp_path / "a.txt").write_text("text")
-    preprocess([tmp_path / "a.txt"], tmp_path / "described", Recipe(tokenizer="bytes"))
+    preprocess([tmp_path / "a.txt"], tmp_path / "described", PreprocessOptions(tokenizer="bytes"))
     unnamed = make_checkpoint(
         tmp_path / "native", data=DataConfig(train=(f"0.5:{tmp_path / 'megatrons'}", "synthetic"))
     )

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from megapar.base.errors import ConfigError
 from megapar.config.data_spec import blend_stages
 from megapar.config.options import Config, DataConfig, TrainConfig
-from megapar.data.blend import BLEND_VERSION, BLOCK, PARTS, Blend, Stage, block_counts, parts_of
+from megapar.data.blend import BLEND_VERSION, BLOCK, PARTS, Blend, BlendPhase, block_counts, parts_of
 from megapar.data.loader import Mixture
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=12)
@@ -56,7 +56,7 @@ def test_blends_at_the_edges(weights: tuple[float, ...]):
 def test_the_blend_is_frozen():
     """As the order inside sources: change these values only together with the version's name."""
     assert BLEND_VERSION == "blocks-v1"
-    blend = Blend([Stage(0, (0.5, 0.3, 0.2)), Stage(12_345, (0.2, 0.0, 0.8))], seed=1234)
+    blend = Blend([BlendPhase(0, (0.5, 0.3, 0.2)), BlendPhase(12_345, (0.2, 0.0, 0.8))], seed=1234)
     sources, turns = blend.locate(np.arange(12_339, 12_351))
     assert sources.tolist() == [1, 1, 0, 0, 0, 0, 2, 2, 2, 2, 0, 2]
     assert turns.tolist() == [3701, 3702, 6164, 6165, 6166, 6167, 2474, 2475, 2476, 2477, 6168, 2478]
@@ -70,7 +70,7 @@ def test_sources_are_walked_through_without_gap_or_repetition(data: st.DataObjec
     """Over all stages: the turns of a source are 0, 1, 2, ... in the order of positions, from wherever one starts."""
     weights = st.tuples(*[st.floats(0.01, 1)] * sources)
     firsts = sorted(data.draw(st.sets(st.integers(1, 5000), max_size=3)))
-    blend = Blend([Stage(first, data.draw(weights)) for first in (0, *firsts)], seed)
+    blend = Blend([BlendPhase(first, data.draw(weights)) for first in (0, *firsts)], seed)
     chosen, turns = blend.locate(np.arange(7000))
     for source in range(sources):
         assert np.array_equal(turns[chosen == source], np.arange((chosen == source).sum()))
@@ -82,7 +82,7 @@ def test_sources_are_walked_through_without_gap_or_repetition(data: st.DataObjec
 
 def test_samples_beyond_32_bits_are_placed():
     """Fault sample-order-beyond-32-bits."""
-    blend = Blend([Stage(0, (0.7, 0.3)), Stage(2**33 + 7, (0.1, 0.9))], seed=1)
+    blend = Blend([BlendPhase(0, (0.7, 0.3)), BlendPhase(2**33 + 7, (0.1, 0.9))], seed=1)
     sources, turns = blend.locate(np.arange(3000) + 2**40)
     for source, share in ((0, 0.1), (1, 0.9)):
         before = (0.7, 0.3)[source] * (2**33 + 7) + share * (2**40 - 2**33 - 7)
@@ -116,7 +116,7 @@ def test_each_sample_is_read_once_an_epoch_of_its_source_and_epochs_are_told():
     """Fault samples-independent-of-layout. 300 samples of weight 0.7 beside 2,000 of weight 0.3; the second stage makes
     it 0.1."""
     sources = [Numbers(300), Numbers(2000)]
-    mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(1500, (0.9, 0.1))], seed=5)
+    mixture = Mixture(sources, [BlendPhase(0, (0.7, 0.3)), BlendPhase(1500, (0.9, 0.1))], seed=5)
     positions = np.arange(4000)
     ids, chosen = mixture.read(positions)[:, 0], mixture.blend.locate(positions)[0]
     orders = []

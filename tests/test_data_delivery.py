@@ -20,7 +20,7 @@ from megapar.base.errors import ConfigError, DataError
 from megapar.base.grid import Grid
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, ParallelConfig, TrainConfig
-from megapar.data.blend import Stage
+from megapar.data.blend import BlendPhase
 from megapar.data.delivery import Delivery, _Processes
 from megapar.data.indexed import IndexedWriter
 from megapar.data.loader import Loader, Mixture
@@ -70,7 +70,7 @@ def test_no_change_of_ranks_batches_workers_or_restart_changes_a_step(changes: l
     """Faults samples-independent-of-layout, sample-order-across-layouts. Through a batch-size ramp, a blend with a
     stage and the ends of epochs."""
     sources = [SyntheticDataset(S, 100, seed=1, num_samples=60), SyntheticDataset(S, 100, seed=2)]
-    mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(170, (0.2, 0.8))], seed=5)
+    mixture = Mixture(sources, [BlendPhase(0, (0.7, 0.3)), BlendPhase(170, (0.2, 0.8))], seed=5)
     (alone,), consumed = deliveries(mixture, 1, 1, 0, 0), 0
     for dp, mbs, workers, count in changes:
         ranks = deliveries(mixture, dp, mbs, workers, consumed)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megapar.base.errors import DataError
-from megapar.data.blend import Stage
+from megapar.data.blend import BlendPhase
 from megapar.data.loader import Loader, Mixture
 from megapar.data.packs import PACKS_VERSION, PackDataset, best_fit
 from megapar.data.prepared import weights_path
@@ -152,7 +152,7 @@ def test_conversations_of_a_blend_count_alike(tmp_path: Path) -> None:
 
 def test_text_beside_conversations_is_trained_whole(tmp_path: Path) -> None:
     chat = PackDataset(numbered(tmp_path / "pair", [5, 7, 3]), 11, 131)
-    samples = Mixture([chat, SyntheticDataset(11, 131, 0, num_samples=30)], [Stage(0, (0.5, 0.5))], seed=3)
+    samples = Mixture([chat, SyntheticDataset(11, 131, 0, num_samples=30)], [BlendPhase(0, (0.5, 0.5))], seed=3)
     found = samples.read_documents(np.arange(30), with_starts=True)
     assert found.weights is not None
     of_text = np.array([len(starts) == 1 for starts in found.starts])

@@ -26,17 +26,17 @@ from numpy.typing import NDArray
 from megapar.base.errors import ConfigError, DataError
 from megapar.data import corpus, prepared
 from megapar.data import preprocess as preprocessing
-from megapar.data.corpus import Place, Reading, Span, cut, find_files
+from megapar.data.corpus import DocumentPlace, FileRange, Reading, cut, find_files
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.prepared import first_occurrences, merge_prepared, read_sidecar, split, verify
-from megapar.data.preprocess import Counts, Recipe, Shard, encode, preprocess, read_documents
+from megapar.data.preprocess import PartSpans, PreprocessOptions, TextCounts, encode, preprocess, read_documents
 from megapar.data.tokenizer import ByteTokenizer, train_sentencepiece
 from megapar.data.workers import run, worker_pool
 from tests.support.faults import gone
 from tests.support.sweeps import slow_but
 
 ROOT = Path(__file__).parent.parent
-BYTES = Recipe(tokenizer="bytes", append_eod=True)
+BYTES = PreprocessOptions(tokenizer="bytes", append_eod=True)
 TEXTS = [f"document {i} ü\n" * (i * 37 % 91) for i in range(150)]
 
 
@@ -48,9 +48,9 @@ def in_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def pool(count: int, prepare: Callable[[], Any]) -> Iterator[Any]:
         yield prepare()
 
-    def here(tasks: list[Shard], work: Callable[..., None]) -> Iterator[Counts]:
+    def here(tasks: list[PartSpans], work: Callable[..., None]) -> Iterator[TextCounts]:
         for task in tasks:
-            reports: list[Counts] = []
+            reports: list[TextCounts] = []
             work(task, reports.append)
             yield from reports
 
@@ -101,7 +101,7 @@ def test_documents_become_sequences_in_input_order(tmp_path: Path, in_process: N
     assert (facts["documents"], facts["empty_documents"]) == (5, 1)
     assert facts["tokens"] == facts["text_bytes"] + 5 == len(IndexedDataset(tmp_path / "out").tokens)
     assert [text for text in read_documents(inputs) if text] == expected
-    preprocess(inputs, tmp_path / "plain", Recipe(tokenizer="bytes"))
+    preprocess(inputs, tmp_path / "plain", PreprocessOptions(tokenizer="bytes"))
     assert IndexedDataset(tmp_path / "plain").tokens[:].tolist() == list("".join(expected).encode())
 
 
@@ -162,7 +162,7 @@ def test_parquet(tmp_path: Path, in_process: None, small_shards: None):
     table = pyarrow.table({"body": pyarrow.array(texts).dictionary_encode(), "n": range(len(texts))})
     path = tmp_path / "a.parquet"
     parquet.write_table(table, path, row_group_size=7, compression="none")
-    recipe = Recipe(tokenizer="bytes", append_eod=True, text_field="body")
+    recipe = PreprocessOptions(tokenizer="bytes", append_eod=True, text_field="body")
     assert len(list(cut([path], recipe, 1000))) > 5
     assert preprocess([path], tmp_path / "out", recipe)["documents"] == len(texts)
     assert documents(tmp_path / "out") == texts
@@ -204,7 +204,7 @@ def test_input_that_cannot_be_used_is_refused(tmp_path: Path, in_process: None):
     for inputs, kind, said in cases:
         with pytest.raises(kind, match=said):
             preprocess(inputs, tmp_path / "out", BYTES)
-    for options, workers in ((BYTES, 0), (Recipe(tokenizer="bytes", shuffle=-1), 1)):
+    for options, workers in ((BYTES, 0), (PreprocessOptions(tokenizer="bytes", shuffle=-1), 1)):
         with pytest.raises(ConfigError, match="--workers"):
             preprocess([empty], tmp_path / "out", options, workers=workers)
     assert not (tmp_path / "out.bin").exists()
@@ -257,7 +257,7 @@ def test_a_bad_line_is_named_left_out_or_mended(
     assert {p.name for p in tmp_path.iterdir()} <= {"a.jsonl", "out.parts"}
     places = [f"{path}: line 4 (byte 51)", f"{path}: line 6 (byte {51 + len(line) + 1 + 17})"]
     for policy, text in (("skip", None), ("replace", mended)):
-        recipe = Recipe(tokenizer="bytes", append_eod=True, on_bad_line=policy)  # type: ignore[arg-type]
+        recipe = PreprocessOptions(tokenizer="bytes", append_eod=True, on_bad_line=policy)  # type: ignore[arg-type]
         facts = preprocess([path], out, recipe)
         between = [] if text is None else [text]
         said = f"{reason}, {'mended' if between else 'left out'}"
@@ -334,7 +334,7 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, small_shards: Non
     train_sentencepiece([(ROOT / "megapar/comm/collectives.py").read_text()], 400, model)
     inputs = [jsonl(tmp_path / "a.jsonl", TEXTS), tmp_path / "m.txt", jsonl(tmp_path / "b.jsonl", TEXTS[::-1])]
     inputs[1].write_text("between " * 4000)
-    recipe = Recipe(tokenizer=f"spm:{model}", append_eod=True, shuffle=3)
+    recipe = PreprocessOptions(tokenizer=f"spm:{model}", append_eod=True, shuffle=3)
     for workers in (1, 3):
         preprocess(inputs, tmp_path / f"w{workers}", recipe, workers=workers)
     assert outputs(tmp_path / "w1") == outputs(tmp_path / "w3")
@@ -345,7 +345,7 @@ KILLED_RUN = """
 import multiprocessing, os, signal
 from pathlib import Path
 from megapar.data import preprocess as preprocessing
-from megapar.data.preprocess import Recipe, preprocess
+from megapar.data.preprocess import PreprocessOptions, preprocess
 
 def stop(counts):
     if len([path for path in Path("out.parts").glob("*.json") if "draft" not in path.name]) >= 5:
@@ -356,7 +356,8 @@ def stop(counts):
 
 if __name__ == "__main__":
     preprocessing._SHARD_BYTES = 5000
-    preprocess([Path("a.jsonl")], Path("out"), Recipe(tokenizer="bytes", append_eod=True), workers=1, on_progress=stop)
+    options = PreprocessOptions(tokenizer="bytes", append_eod=True)
+    preprocess([Path("a.jsonl")], Path("out"), options, workers=1, on_progress=stop)
 """
 
 
@@ -388,7 +389,7 @@ def test_a_killed_run_goes_on_where_it_stood(tmp_path: Path, small_shards: None,
     heard: list[int] = []
     seen: list[dict[str, int]] = []
 
-    def watch(counts: Counts) -> None:
+    def watch(counts: TextCounts) -> None:
         heard.append(counts.documents)
         whole = (path for path in Path("out.parts").glob("*.json") if "draft" not in path.name)
         seen.append({path.name: path.stat().st_ino for path in whole})
@@ -414,10 +415,10 @@ def test_parts_of_other_options_or_input_are_not_taken(
         path.write_bytes(path.read_bytes().replace(b"document 149", b"Document 149"))
         os.utime(path, ns=(0, 0))
     elif change == "eod":
-        recipe = Recipe(tokenizer="bytes")
+        recipe = PreprocessOptions(tokenizer="bytes")
     elif change == "tokenizer":
         train_sentencepiece([(ROOT / "megapar/comm/collectives.py").read_text()], 400, tmp_path / "m")
-        recipe = Recipe(tokenizer=f"spm:{tmp_path / 'm'}", append_eod=True)
+        recipe = PreprocessOptions(tokenizer=f"spm:{tmp_path / 'm'}", append_eod=True)
     heard: list[int] = []
     preprocess([path], tmp_path / "out", recipe, on_progress=lambda counts: heard.append(counts.documents))
     assert (heard[0] > 0) == (change == "nothing")
@@ -425,7 +426,7 @@ def test_parts_of_other_options_or_input_are_not_taken(
     assert outputs(tmp_path / "out") == outputs(tmp_path / "whole")
 
 
-def interrupt(documents: int, counts: Counts) -> None:
+def interrupt(documents: int, counts: TextCounts) -> None:
     if counts.documents > documents:
         raise KeyboardInterrupt
 
@@ -441,7 +442,7 @@ def test_a_killed_worker_is_named_and_not_waited_for(tmp_path: Path):
     """Fault killed-worker. Worker 0 hangs on a pipe without a writer, and is killed while worker 1 goes on."""
     os.mkfifo(tmp_path / "pipe.txt")
     (tmp_path / "good.txt").write_text("x")
-    shards = [Shard([Span(tmp_path / name, 0, 1, 1)], name) for name in ("pipe.txt", "good.txt")]
+    shards = [PartSpans([FileRange(tmp_path / name, 0, 1, 1)], name) for name in ("pipe.txt", "good.txt")]
     with worker_pool(2, partial(preprocessing._work, BYTES, tmp_path)) as pool:
         processes = list(pool.values())
         reports = run(shards, pool)
@@ -476,7 +477,7 @@ def test_parts_with_bad_lines_serve_only_their_own_policy(
     monkeypatch.setattr(preprocessing, "_SHARD_BYTES", 20)
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"text": "\xff"}\n' + b'{"text": "good"}\n' * 8)
-    skip, replace = (Recipe(tokenizer="bytes", append_eod=True, on_bad_line=p) for p in ("skip", "replace"))
+    skip, replace = (PreprocessOptions(tokenizer="bytes", append_eod=True, on_bad_line=p) for p in ("skip", "replace"))
     with pytest.raises(KeyboardInterrupt):
         preprocess([path], tmp_path / "out", skip, on_progress=partial(interrupt, 4))
     assert len(list((tmp_path / "out.parts").glob("*.json"))) > 3
@@ -496,12 +497,14 @@ def test_vocabularies_around_two_bytes_keep_their_last_id(tmp_path: Path, size: 
     tokenizer.save(str(tmp_path / "t.json"))
     path = jsonl(tmp_path / "a.jsonl", [f"w1 w{size - 1}"])
     with pytest.raises(DataError, match="</s> cannot end a document"):
-        preprocess([path], tmp_path / "out", Recipe(tokenizer=f"hf:{tmp_path / 't.json'}"))
+        preprocess([path], tmp_path / "out", PreprocessOptions(tokenizer=f"hf:{tmp_path / 't.json'}"))
     tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w1"))
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "t.json"))
-    facts = preprocess([path], tmp_path / "out", Recipe(tokenizer=f"hf:{tmp_path / 't.json'}", append_eod=True))
+    facts = preprocess(
+        [path], tmp_path / "out", PreprocessOptions(tokenizer=f"hf:{tmp_path / 't.json'}", append_eod=True)
+    )
     dataset = verify(tmp_path / "out", full=True)
     assert dataset.tokens[:].tolist() == [1, size - 1, 0]
     assert (facts["tokenizer"]["vocab_size"], dataset.dtype) == (size, np.dtype("<i4"))
@@ -514,8 +517,8 @@ def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path):
         def encode(self, text: str) -> NDArray[np.integer]:
             return np.array([1, 2, 257] if text == "wrong" else [3])
 
-    span = Span(jsonl(tmp_path / "a.jsonl", ["x", "wrong"]), 0, 1, 1)
-    batch = [(Place(span, 1, 0), "x"), (Place(span, 2, 14), "wrong")]
+    span = FileRange(jsonl(tmp_path / "a.jsonl", ["x", "wrong"]), 0, 1, 1)
+    batch = [(DocumentPlace(span, 1, 0), "x"), (DocumentPlace(span, 2, 14), "wrong")]
     said = r"a.jsonl: line 2 \(byte 14\): offset 2: token id 257 is outside the vocabulary of 257"
     with pytest.raises(DataError, match=said):
         encode(batch, Wrong(), BYTES)
@@ -527,7 +530,9 @@ def test_an_id_outside_the_vocabulary_is_named(tmp_path: Path):
 def test_duplicates_go_and_the_first_stays(tmp_path: Path, in_process: None, small_shards: None):
     texts = [TEXTS[i * i % 150] for i in range(400)]
     inputs = [jsonl(tmp_path / "a.jsonl", texts), jsonl(tmp_path / "b.jsonl", [*texts, "new", "new "])]
-    facts = preprocess(inputs, tmp_path / "out", Recipe(tokenizer="bytes", append_eod=True, deduplicate=True))
+    facts = preprocess(
+        inputs, tmp_path / "out", PreprocessOptions(tokenizer="bytes", append_eod=True, deduplicate=True)
+    )
     expected = list(dict.fromkeys(text for text in [*texts, "new", "new "] if text))
     assert documents(tmp_path / "out") == expected
     assert facts["documents"] == len(expected) < facts["documents_before_deduplication"]
@@ -552,7 +557,7 @@ def test_a_shuffle_is_a_permutation_that_its_number_names(tmp_path: Path, in_pro
     path = jsonl(tmp_path / "a.jsonl", [*texts, *texts[:10]])
     found = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        recipe = Recipe(tokenizer="bytes", append_eod=True, shuffle=seed, deduplicate=True)
+        recipe = PreprocessOptions(tokenizer="bytes", append_eod=True, shuffle=seed, deduplicate=True)
         preprocess([path], tmp_path / name, recipe)
         found.append(documents(tmp_path / name))
     assert found[0] == found[1] != found[2]
@@ -569,7 +574,7 @@ def test_the_sidecar_says_what_made_a_pair(tmp_path: Path, in_process: None):
     model = tmp_path / "m"
     train_sentencepiece([(ROOT / "megapar/comm/collectives.py").read_text()], 400, model)
     path = jsonl(tmp_path / "a.jsonl", TEXTS)
-    facts = preprocess([path], tmp_path / "out", Recipe(tokenizer=f"spm:{model}", append_eod=True))
+    facts = preprocess([path], tmp_path / "out", PreprocessOptions(tokenizer=f"spm:{model}", append_eod=True))
     digest = hashlib.sha256(model.read_bytes()).hexdigest()
     assert facts["tokenizer"] == {"spec": f"spm:{model}", "sha256": digest, "vocab_size": 400, "eod": 2}
     assert facts["sources"] == [{"path": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}]
@@ -623,7 +628,9 @@ def test_documents_of_several_sequences_are_split_whole(tmp_path: Path):
 
 def test_pairs_of_different_tokenizers_are_not_merged(pair: Path, tmp_path: Path, in_process: None):
     train_sentencepiece([(ROOT / "megapar/comm/collectives.py").read_text()], 400, tmp_path / "t")
-    preprocess([tmp_path / "a.jsonl"], tmp_path / "b", Recipe(tokenizer=f"spm:{tmp_path / 't'}", append_eod=True))
+    preprocess(
+        [tmp_path / "a.jsonl"], tmp_path / "b", PreprocessOptions(tokenizer=f"spm:{tmp_path / 't'}", append_eod=True)
+    )
     with pytest.raises(DataError, match=r"b was made with tokenizer .*: merge files of one tokenizer"):
         merge_prepared([pair, tmp_path / "b"], tmp_path / "m")
     (tmp_path / "b.json").unlink()

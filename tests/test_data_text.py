@@ -16,7 +16,7 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, TrainConfig
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import write_sidecar
-from megapar.data.preprocess import Recipe, preprocess
+from megapar.data.preprocess import PreprocessOptions, preprocess
 from megapar.data.tokenizer import load_tokenizer, made_by, train_sentencepiece
 from megapar.train import data as train_data
 from tests.support.tokenizers import byte_pairs, hugging_face
@@ -121,7 +121,7 @@ def test_data_described_by_an_earlier_version_is_trained_on(tmp_path: Path):
     """Fault tokenizer-fingerprint: its description holds the fingerprint of both files."""
     path, prefix = hugging_face(tmp_path), tmp_path / "out"
     (tmp_path / "a.txt").write_text("text " * 20)
-    facts = preprocess([tmp_path / "a.txt"], prefix, Recipe(tokenizer=f"hf:{path}"))
+    facts = preprocess([tmp_path / "a.txt"], prefix, PreprocessOptions(tokenizer=f"hf:{path}"))
     older = hashlib.sha256(path.read_bytes()).hexdigest()
     assert older != facts["tokenizer"]["sha256"]
     data = DataConfig(train=(str(prefix),), tokenizer=f"hf:{path}")
@@ -140,16 +140,18 @@ def test_special_tokens_in_a_text_become_ids_only_where_that_is_asked_for(tmp_pa
     parsed = load_tokenizer(spec, parse_special=True)
     assert parsed.encode(text).tolist() == [0, *load_tokenizer(spec).encode("one"), 1]
     (tmp_path / "a.txt").write_text(text)
-    facts = preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer=spec, special_tokens="parse"))
+    facts = preprocess(
+        [tmp_path / "a.txt"], tmp_path / "out", PreprocessOptions(tokenizer=spec, special_tokens="parse")
+    )
     assert facts["tokenizer"]["special_tokens"] == "parse"
     assert IndexedDataset(tmp_path / "out").document(0).tolist() == parsed.encode(text).tolist()
-    facts = preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer=spec))
+    facts = preprocess([tmp_path / "a.txt"], tmp_path / "out", PreprocessOptions(tokenizer=spec))
     assert "special_tokens" not in facts["tokenizer"]
     start, *ids = IndexedDataset(tmp_path / "out").document(0).tolist()
     assert start == 0  # of the post-processor
     assert not {0, 1} & {*ids}
     with pytest.raises(ConfigError, match="--special_tokens parse: hf: and spm: tokenizers alone"):
-        preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer="bytes", special_tokens="parse"))
+        preprocess([tmp_path / "a.txt"], tmp_path / "out", PreprocessOptions(tokenizer="bytes", special_tokens="parse"))
 
 
 def test_ids_of_a_vocabulary_with_gaps_are_below_its_size(tmp_path: Path):

@@ -85,7 +85,7 @@ def test_no_bit_depends_on_when_rows_arrive(layout: Layout) -> None:
 def with_and_without_sorted_arrivals(layout: Layout) -> list[Bits]:
     found = [two_steps(layout)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_counts.Chunk, "arrives_sorted", False)
+        patch.setattr(row_counts.RowChunk, "arrives_sorted", False)
         found.append(two_steps(layout))
     return found
 

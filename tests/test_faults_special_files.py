@@ -10,7 +10,7 @@ from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 import pytest
-from megapar_models.convert.huggingface import INDEX, Weights
+from megapar_models.convert.huggingface import INDEX, HFWeights
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.lineage import PLAN, complete_plan
@@ -156,7 +156,7 @@ def plan(folder: Path) -> None:
 
 def index(folder: Path) -> None:
     os.mkfifo(folder / INDEX)
-    Weights(folder)
+    HFWeights(folder)
 
 
 READERS = (sidecar, tokenizer, schedule, options, manifest, plan, index)

@@ -21,14 +21,14 @@ from megapar.comm.axis import Axis
 from megapar.comm.flight import RING, AxisLog, Board, Flight, read
 from megapar.comm.flight_file import FlightFile
 from megapar.comm.pending import Pending
-from megapar.comm.rendezvous import Member
+from megapar.comm.rendezvous import RankInfo
 from megapar.comm.transport import Meta
 from megapar.declare import agreement, context
 from megapar.declare.context import ParallelContext
 from megapar.expert_parallel.dispatch import plan_dispatch
 from megapar.launch.diagnosis import as_table, diagnose
 
-MEMBERS = [Member(rank, f"node-{rank}", "cpu", pid=100 + rank) for rank in range(4)]
+MEMBERS = [RankInfo(rank, f"node-{rank}", "cpu", pid=100 + rank) for rank in range(4)]
 
 
 def test_what_is_logged_is_read() -> None:

@@ -177,7 +177,7 @@ def trained_on_meta(tmp_path: Path, **train: Any) -> TrainState:
     config = replace(config, train=replace(config.train, eval_every=3))
     state.config = replace(config, checkpoint=replace(config.checkpoint, save_last=False))
     data, _ = open_loaders(state.config, context.single())
-    trainer.train(trainer.Run(state, data, {}, tmp_path, flops_per_token=1))
+    trainer.train(trainer.TrainingRun(state, data, {}, tmp_path, flops_per_token=1))
     return state
 
 

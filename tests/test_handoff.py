@@ -17,7 +17,7 @@ import pytest
 import torch
 from megapar_models.convert.exported import hf_recipes
 from megapar_models.convert.giving import Giver, Taker
-from megapar_models.convert.handoff import Handoff, Loader, give, plan_buckets, write_safetensors
+from megapar_models.convert.handoff import Handoff, StreamLoader, give, plan_buckets, write_safetensors
 from megapar_models.convert.huggingface import SINGLE
 from megapar_models.convert.saved import load_model
 from torch import Tensor
@@ -183,7 +183,7 @@ def test_each_rank_of_a_group_receives_what_an_export_holds_and_a_model_takes_it
     with torch.no_grad():
         for param in stage.parameters():
             param.view(-1)[: sum(piece.held.numel for piece in spec_of(param).pieces)] = 7.0
-    Loader(stage).load(streams[0])
+    StreamLoader(stage).load(streams[0])
     assert all(torch.equal(param, weights[key]) for key, param in stage.named_parameters())
 
 
@@ -192,7 +192,7 @@ def test_a_model_takes_over_its_stream() -> None:
     for kind in ("deepseek_v3", "gpt_oss", "stablelm, norms"):
         state = trained(Layout(published(kind)))
         other = make_state(state.config)
-        loader = Loader(next(iter(other.stages.values())))  # type: ignore[arg-type]
+        loader = StreamLoader(next(iter(other.stages.values())))  # type: ignore[arg-type]
         for bucket in handoff_of(state).stream():
             loader.load(bucket)
         for ours, theirs in zip(tensors_of(state), tensors_of(other), strict=True):

@@ -184,6 +184,18 @@ def test_no_test_imports_another_test() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_public_class_has_a_name_of_its_own() -> None:
+    """Whoever searches for a class finds one definition."""
+    found: dict[str, list[str]] = {}
+    for path in LIBRARY:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                found.setdefault(node.name, []).append(relative(path))
+    several = {name: paths for name, paths in found.items() if len(paths) > 1}
+    assert len(found) > 500
+    assert not several, several
+
+
 def test_options_are_read_and_judged_without_torch() -> None:
     """So --help and a refusal take no time, and a plan needs no accelerator."""
     waiting, seen = ["megapar.config.files", "megapar.config.validate"], set()

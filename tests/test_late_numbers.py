@@ -31,7 +31,7 @@ from megapar.step.step import queue_step, train_step
 from megapar.system import device
 from megapar.train.checkpoints import FOLDER
 from megapar.train.data import open_loaders
-from megapar.train.trainer import Run, start, train
+from megapar.train.trainer import TrainingRun, start, train
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.faults import SPEED
 from tests.support.grid import GPT, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, make_state, micro_batches
@@ -111,7 +111,7 @@ def run_all(folder: Path) -> list[Any]:
             if case.precision == "fp16":
                 before_each_step(data, lambda state=state: overflow_at_the_second_step(state))  # type: ignore[misc]
             with place(), redirect_stdout(io.StringIO()):
-                assert train(Run(state, data, {}, run_dir, flops_per_token=1)) == ""
+                assert train(TrainingRun(state, data, {}, run_dir, flops_per_token=1)) == ""
             shown.append((bits(state), state.step, state.consumed_samples, state.optimizer.step_count))
     return shown
 
@@ -252,7 +252,7 @@ def stopped(folder: Path, asked_at: Sequence[int]) -> list[tuple[int, str, int]]
             return "SIGTERM" if state.ctx.world.last and state.step >= step - 1 else ""
 
         with behind_the_host(), redirect_stdout(io.StringIO()):
-            why = train(Run(state, data, {}, run_dir, 1, asked))
+            why = train(TrainingRun(state, data, {}, run_dir, 1, asked))
         shown.append((step, why, state.step))
     return shown
 

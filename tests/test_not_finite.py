@@ -25,7 +25,7 @@ from megapar.declare import context
 from megapar.step import not_finite
 from megapar.step.state import TrainState
 from megapar.train.data import open_loaders
-from megapar.train.trainer import Run, start, train
+from megapar.train.trainer import TrainingRun, start, train
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.grid import LLAMA, SAMPLES, Layout
 from tests.support.runs import behind_the_host
@@ -152,7 +152,7 @@ def messages(
         with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()):
             plant_before_step_2(data, patch, plant, state)
             with pytest.raises(NumericError) as caught, behind_the_host() if late else nullcontext():
-                train(Run(state, data, {}, run_dir, flops_per_token=1))
+                train(TrainingRun(state, data, {}, run_dir, flops_per_token=1))
         assert (state.step, state.consumed_samples, state.optimizer.step_count) == (1, SAMPLES, 1)
         assert ctx.flight.step == 2, "error.json names the step that failed"
         assert data.consumed_samples == (3 if late else 2) * SAMPLES
@@ -207,5 +207,5 @@ def test_a_good_step_pays_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     state, _ = start(config, ctx, build_stages(config, ctx))
     data, _ = open_loaders(config, ctx)
     with redirect_stdout(io.StringIO()):
-        train(Run(state, data, {}, tmp_path, flops_per_token=1))
+        train(TrainingRun(state, data, {}, tmp_path, flops_per_token=1))
     assert state.step == 2

@@ -18,7 +18,7 @@ from megapar.declare.params import ZEROS, ParamSpec, parameter, shared_piece
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.clip import clip_coefficient, grad_norm
 from megapar.optimizer.optimizers import Optimizers
-from megapar.optimizer.visits import Shard, Step
+from megapar.optimizer.visits import UpdateArgs, UpdateShard
 from tests.support.distributed import run_ranks
 from tests.support.flat import Flat, flatten
 from tests.support.kernel_checks import needs_triton
@@ -252,7 +252,7 @@ class Counting(Optimizer):
 
     STATE = (StateTensor("sum"),)
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+    def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
         assert step.found_inf is None
         shard.state["sum"].add_(grad)
         shard.main.sub_(grad, alpha=step.lr)

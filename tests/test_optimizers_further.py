@@ -506,7 +506,7 @@ def test_the_work_of_owners_of_a_7b_model_is_even(sizes: tuple[int, int, int, in
     assert found == owners.owners(dict(reversed(shapes.items())), ranks), "the order of ranks decides"
 
 
-def members_of(shapes: Sequence[tuple[int, int]], tp: int, shards: int, copies: int) -> list[owners.Member]:
+def members_of(shapes: Sequence[tuple[int, int]], tp: int, shards: int, copies: int) -> list[owners.PlaneMember]:
     """The ranks of a plane with these matrices in one bucket: cut by rows, by columns, or held by all, in turn."""
     length = -(-sum(map(math.prod, shapes)) // shards) * shards + shards  # with padding
     found = []
@@ -519,9 +519,9 @@ def members_of(shapes: Sequence[tuple[int, int]], tp: int, shards: int, copies: 
                 piece = shared_piece(f"m{number}", shape, axis)
             else:
                 piece = make_piece(f"m{number}", shape, {number % 3: cut(shape[number % 3], axis)})
-            parts.append(owners.Part.of(piece, start, length))
+            parts.append(owners.MatrixPart.of(piece, start, length))
             start += piece.held.numel
-        found += [owners.Member(parts, i % shards, shards, i // shards) for i in range(shards * copies)]
+        found += [owners.PlaneMember(parts, i % shards, shards, i // shards) for i in range(shards * copies)]
     return found
 
 

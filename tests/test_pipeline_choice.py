@@ -18,9 +18,9 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.declare import context
 from megapar.pipeline.schedules import SCHEDULES
-from megapar.pipeline.zero_bubble import Memory
+from megapar.pipeline.zero_bubble import ScheduleMemory
 from megapar.plan import measure
-from megapar.plan.choice import FAMILY, Choice, StageTimes, choose
+from megapar.plan.choice import FAMILY, ScheduleChoice, StageTimes, choose
 from megapar.plan.choose_schedule import with_chosen_schedule
 from megapar.plan.memory import memory_limit
 from tests.support import program
@@ -28,11 +28,11 @@ from tests.support.distributed import run_ranks
 from tests.support.plans import PARTS
 
 
-def chosen(pp: int, m: int, *times: float, vpps: tuple[int, ...] = (1, 2), limit: float = 0) -> Choice:
+def chosen(pp: int, m: int, *times: float, vpps: tuple[int, ...] = (1, 2), limit: float = 0) -> ScheduleChoice:
     """The choice if F, I and W of each rank take `times`. A stage keeps 1 / vpp until its I, and 0.8 / vpp until W."""
 
-    def memory_of(vpp: int) -> Memory | None:
-        return Memory(limit, [1 / vpp] * pp * vpp, [0.8 / vpp] * pp * vpp) if limit else None
+    def memory_of(vpp: int) -> ScheduleMemory | None:
+        return ScheduleMemory(limit, [1 / vpp] * pp * vpp, [0.8 / vpp] * pp * vpp) if limit else None
 
     def times_of(vpp: int) -> list[StageTimes]:
         return [StageTimes(*(time / vpp for time in times))] * pp * vpp

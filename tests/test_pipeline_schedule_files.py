@@ -15,7 +15,7 @@ from megapar.launch.rank_process import what_ranks_share
 from megapar.pipeline.actions import show
 from megapar.pipeline.schedule_files import is_file, read
 from megapar.pipeline.schedules import SCHEDULES, find, make, of, placement
-from megapar.pipeline.zero_bubble import Memory
+from megapar.pipeline.zero_bubble import ScheduleMemory
 from tests.support import program
 
 FIXED = {"1f1b": 1, "zb-h1": 1, "zb-2p": 1}
@@ -146,9 +146,9 @@ def test_a_schedule_above_the_memory_is_refused(tmp_path: Path) -> None:
     gib = 2**30
     for name in (path, "1f1b", "gpipe"):
         parallel = ParallelConfig(pp=2, vpp=1, schedule=name)
-        assert make(of(parallel, Memory(2 * gib, [gib, gib], [gib, gib])), 2, 1, 2)
+        assert make(of(parallel, ScheduleMemory(2 * gib, [gib, gib], [gib, gib])), 2, 1, 2)
         with pytest.raises(ConfigError, match=rf"^parallel.schedule={name}: keeps 2.000 GiB .*_gb=1.5; allow"):
-            make(of(parallel, Memory(1.5 * gib, [gib, gib], [gib, gib])), 2, 1, 2)
+            make(of(parallel, ScheduleMemory(1.5 * gib, [gib, gib], [gib, gib])), 2, 1, 2)
 
 
 # What names a file, and what runs with one

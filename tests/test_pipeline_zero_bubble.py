@@ -12,7 +12,7 @@ from megapar.pipeline.actions import Action, Orders, looped, peak, v_shaped
 from megapar.pipeline.lowering import MessageBatch, lower
 from megapar.pipeline.schedules import SCHEDULES, Schedule, make
 from megapar.pipeline.simulation import simulate
-from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, shortest
+from megapar.pipeline.zero_bubble import Durations, ScheduleMemory, counted_by_stage, shortest
 
 FIXED = {"1f1b": 1, "zb-h1": 1, "zb-2p": 1, "zb-v": 2, "v-half": 2, "v-min": 2, "dualpipe-v": 2}
 
@@ -33,11 +33,11 @@ class Case(NamedTuple):
     def placement(self) -> list[int]:
         return SCHEDULES[self.name].placement(self.pp, self.vpp)
 
-    def memory(self) -> Memory | None:
+    def memory(self) -> ScheduleMemory | None:
         if self.bytes_of:
             draw = random.Random(self.bytes_of)
             forward = [draw.randint(0, 9) for _ in self.placement()]
-            unlimited = Memory(0, forward, [draw.randint(1, 9) for _ in self.placement()])
+            unlimited = ScheduleMemory(0, forward, [draw.randint(1, 9) for _ in self.placement()])
             ranks = [[s for s, home in enumerate(self.placement()) if home == rank] for rank in range(self.pp)]
             least = max(unlimited.least(stages) for stages in ranks)
             return replace(unlimited, limit=least * draw.choice((1, 1.5, 3)))
@@ -214,7 +214,7 @@ def test_what_an_i_leaves_counts_until_w() -> None:
 
 def test_a_limit_that_nothing_fits_into_is_refused_with_the_least_that_does() -> None:
     gib = 2**30
-    memory = Memory(9 * gib, [4 * gib] * 4, [5 * gib, 5 * gib, gib, gib])
+    memory = ScheduleMemory(9 * gib, [4 * gib] * 4, [5 * gib, 5 * gib, gib, gib])
     with pytest.raises(ConfigError, match=r"memory_gb=8: does not hold one micro-batch .* rank 0, which needs 9;"):
         shortest(looped(2, 2), 3, replace(memory, limit=8 * gib), Durations())
     for m in (1, 4):
@@ -224,7 +224,7 @@ def test_a_limit_that_nothing_fits_into_is_refused_with_the_least_that_does() ->
 
 def test_an_i_waits_for_a_w_where_it_would_keep_too_much() -> None:
     """With recomputation, an I leaves more than a forward has kept."""
-    memory = Memory(10, [1] * 8, [3] * 8)
+    memory = ScheduleMemory(10, [1] * 8, [3] * 8)
     orders = shortest(looped(4, 2), 8, memory, Durations())
     assert max(peak(order, memory.forward, memory.inputs) for order in orders) == 10
 

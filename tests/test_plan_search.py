@@ -22,7 +22,7 @@ from megapar.plan.hardware import Hardware, Link
 from megapar.plan.memory import reports
 from megapar.plan.plan_report import rejections
 from megapar.plan.search import Found, nearest, search
-from megapar.plan.space import Layout, Space, layout_of, searchable
+from megapar.plan.space import Candidate, Space, layout_of, searchable
 from megapar.plan.step_time import StepTime
 from megapar.plan.verdict import for_uneven_experts
 from tests.support.built_plan import built_report
@@ -81,7 +81,7 @@ def found(config: Config, world_size: int, machine: Hardware, *fix: str, top: in
     )
 
 
-def all_layouts(world_size: int, batch: int) -> Iterable[Layout]:
+def all_layouts(world_size: int, batch: int) -> Iterable[Candidate]:
     """Layouts of the tiny model that name each thing in one way only. Many of them cannot run."""
     stages = get_args(option_types()["optimizer.zero_stage"])
     forms = get_args(option_types()["parallel.cp_attention"])
@@ -103,10 +103,10 @@ def all_layouts(world_size: int, batch: int) -> Iterable[Layout]:
                 continue
             if (name == "breadth" and stage < 2) or (ranks and not stage) or size > -(-batch // dp):
                 continue
-            yield Layout(pp, tp, cp, dp, 1, 0, name, vpp, stage, ranks, in_parts, form, recompute, every, size)
+            yield Candidate(pp, tp, cp, dp, 1, 0, name, vpp, stage, ranks, in_parts, form, recompute, every, size)
 
 
-def can_run(layout: Layout, base: Config, world_size: int) -> bool:
+def can_run(layout: Candidate, base: Config, world_size: int) -> bool:
     try:
         validate_layout(layout.of(base), world_size)
     except ConfigError:
@@ -155,7 +155,7 @@ def test_tensor_ranks_stay_within_a_node_unless_they_are_fixed() -> None:
     assert {grid.mildest.tp for grid in space_of(config, 6, "parallel.tp=6", gpus_per_node=2).grids} == {6}
 
 
-def first_rows(result: Found) -> list[tuple[Layout, float, int]]:
+def first_rows(result: Found) -> list[tuple[Candidate, float, int]]:
     return [(row.layout, row.seconds, row.memory_bytes) for row in result.rows]
 
 
@@ -307,7 +307,7 @@ def test_a_given_layout_that_does_not_fit_is_marked_with_the_nearest_that_does()
     assert result.given not in result.rows
     other = nearest(result.given, result.rows)
     assert other is not None
-    changed = [name for name, a, b in zip(Layout._fields, given.layout, other.layout, strict=True) if a != b]
+    changed = [name for name, a, b in zip(Candidate._fields, given.layout, other.layout, strict=True) if a != b]
     assert changed in (["micro_batch_size"], ["recompute"])
     space = space_of(config, 1, *few)
     lines = list(rejections(result, space, machine))

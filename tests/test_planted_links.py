@@ -134,7 +134,7 @@ def test_lines_are_appended_to_no_link(tmp_path: Path, caplog: pytest.LogCapture
     events.append(tmp_path, "start")
     assert "event start not written (is a link, and is not followed)" in caplog.text
     with pytest.raises(OSError, match="is a link, and is not followed"):
-        metrics.Lines(tmp_path / "metrics.jsonl")
+        metrics.LineWriter(tmp_path / "metrics.jsonl")
     assert (tmp_path / "precious").read_bytes() == PRECIOUS
 
 

@@ -20,7 +20,7 @@ from megapar.base.errors import CommunicationError
 from megapar.base.grid import Grid
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
-from megapar.comm.rendezvous import Member
+from megapar.comm.rendezvous import RankInfo
 from megapar.declare import context
 from megapar.launch import preflight, reach
 from tests.support import namespaces, program
@@ -31,7 +31,7 @@ from tests.support.sweeps import slow_but
 
 GRID = Grid(tp=2, dp=2)
 HOSTS = ("node-a", "node-a", "node-b", "node-b")
-MEMBERS = [Member(rank, host, "cpu", pid=100 + rank) for rank, host in enumerate(HOSTS)]
+MEMBERS = [RankInfo(rank, host, "cpu", pid=100 + rank) for rank, host in enumerate(HOSTS)]
 FOUR = ("--parallel.tp", "2", "--launch.preflight", "--train.steps", "2", "--log.no-tensorboard")
 LIMIT = 2.0
 
@@ -126,7 +126,7 @@ def test_what_is_below_nine_tenths_of_the_median_is_marked() -> None:
 
 
 def test_of_many_ranks_the_table_has_the_slow_ones() -> None:
-    members = [Member(rank, f"node-{rank // 8}", "cpu") for rank in range(64)]
+    members = [RankInfo(rank, f"node-{rank // 8}", "cpu") for rank in range(64)]
     every = [{"tflops": 5.0 if rank in (9, 40) else 10.0, "axes": {}} for rank in range(64)]
     result = preflight.report(every, [member.host for member in members], preflight.WORKS["cpu"])
     lines = preflight.table(result, members)
@@ -244,7 +244,7 @@ def test_the_host_in_most_failed_connections_is_named() -> None:
 
 def meet(monkeypatch: pytest.MonkeyPatch, deaf: str = "") -> list[str]:
     """What the first ranks of three hosts say that look for each other on this machine; `deaf` does not listen."""
-    members = [Member(rank, host, "cpu") for rank, host in enumerate(RANKS_OF)]
+    members = [RankInfo(rank, host, "cpu") for rank, host in enumerate(RANKS_OF)]
     store = dist.HashStore()
     real = reach._listening
 

@@ -85,11 +85,11 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def accounts(run_dir: Path) -> list[profile.Account]:
+def accounts(run_dir: Path) -> list[profile.RankTime]:
     return profile.account(profile.read(run_dir))
 
 
-def test_the_parts_of_each_rank_sum_to_its_steps(run_dir: Path, accounts: list[profile.Account]) -> None:
+def test_the_parts_of_each_rank_sum_to_its_steps(run_dir: Path, accounts: list[profile.RankTime]) -> None:
     assert [found.rank for found in accounts] == [0, 1, 2, 3]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     timed = [line["step_seconds"] for line in lines if line["step"] in (2, 3)]
@@ -103,7 +103,7 @@ def test_the_parts_of_each_rank_sum_to_its_steps(run_dir: Path, accounts: list[p
             assert all(before.end == after.start for before, after in itertools.pairwise(pieces))
 
 
-def test_each_sleep_is_in_its_part(accounts: list[profile.Account]) -> None:
+def test_each_sleep_is_in_its_part(accounts: list[profile.RankTime]) -> None:
     """A sleep may take longer, never less: only lower bounds."""
     for found in accounts:
         assert found.parts["data"] >= DATA
@@ -117,7 +117,7 @@ def test_each_sleep_is_in_its_part(accounts: list[profile.Account]) -> None:
 
 
 def test_the_sleeping_rank_is_the_slowest_and_its_pipeline_idles(
-    accounts: list[profile.Account], capsys: pytest.CaptureFixture[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
+    accounts: list[profile.RankTime], capsys: pytest.CaptureFixture[str], run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slowest = profile.straggler(profile.read(run_dir), accounts)
     assert slowest is not None
@@ -164,12 +164,12 @@ def test_the_timeline_of_the_pipeline_comes_from_it(run_dir: Path) -> None:
 
 def predicting() -> None:
     """A plant: a model of time has told 0.25 s a step, 12% of it idle."""
-    whole = trainer.Run
+    whole = trainer.TrainingRun
 
     def run(*args: Any) -> Any:
         return replace(whole(*args), prediction=Prediction("a laptop", 0.25, 0.12))
 
-    trainer.Run = run  # type: ignore[assignment, misc]
+    trainer.TrainingRun = run  # type: ignore[assignment, misc]
 
 
 def test_a_prediction_is_beside_the_measured_step_once_in_the_log(
@@ -216,9 +216,9 @@ def test_time_in_flight_under_computing_is_hidden_and_a_late_rank_is_named() -> 
     axes = {name: RankAxis((0, 1), "shared memory") for name in ("dp", "grad", "world")}
     records = []
     for rank, step in enumerate(run_ranks(2, overlapped)):
-        spans = [profile.Span._make(row) for row in step["spans"]]
-        operations = [profile.Operation._make(row) for row in step["operations"]]
-        steps = {1: profile.Step(step["start"], step["end"], spans, operations)}
+        spans = [profile.RecordedSpan._make(row) for row in step["spans"]]
+        operations = [profile.RecordedOperation._make(row) for row in step["operations"]]
+        steps = {1: profile.TimedStep(step["start"], step["end"], spans, operations)}
         records.append(RankRecord(rank, 0, "cpu", axes, 0.0, steps))
     for found in profile.account(records):
         assert found.hidden["dp"] >= 0.05
@@ -299,14 +299,14 @@ def test_a_resumed_run_records_what_is_left_and_says_if_nothing_is(tmp_path: Pat
 
 def full_disk() -> None:
     """A plant: nothing more can be written to the profile once training has begun."""
-    whole = metrics.Lines._append
+    whole = metrics.LineWriter._append
 
-    def append(lines: metrics.Lines, line: bytes) -> None:
+    def append(lines: metrics.LineWriter, line: bytes) -> None:
         if lines.path.parent.name == "profile":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         whole(lines, line)
 
-    metrics.Lines._append = append  # type: ignore[method-assign]
+    metrics.LineWriter._append = append  # type: ignore[method-assign]
 
 
 def test_a_full_disk_loses_the_profile_and_not_the_run(tmp_path: Path) -> None:

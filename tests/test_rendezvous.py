@@ -21,7 +21,7 @@ from megapar_models.registry import find
 from megapar.base.errors import CommunicationError, ConfigError
 from megapar.base.grid import Grid
 from megapar.comm import collectives, rendezvous
-from megapar.comm.rendezvous import Member, differences, hashes_of_files, in_runs, meet
+from megapar.comm.rendezvous import RankInfo, differences, hashes_of_files, in_runs, meet
 from megapar.comm.store import StoreUser, connect, part_of, quiet_log
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, LaunchConfig, ParallelConfig, TrainConfig
@@ -35,7 +35,7 @@ from tests.support.processes import free_port
 from tests.support.progress import CAP_SECONDS
 
 
-def meet_all(members: Sequence[Member], shared: Sequence[dict[str, Any]], timeout_seconds: float = 20) -> list[str]:
+def meet_all(members: Sequence[RankInfo], shared: Sequence[dict[str, Any]], timeout_seconds: float = 20) -> list[str]:
     """What each rank's `meet` said, as "Class: text", "" if it found nothing; ranks are threads with one store."""
     store = dist.HashStore()
     world_size = len(members)
@@ -56,8 +56,8 @@ def meet_all(members: Sequence[Member], shared: Sequence[dict[str, Any]], timeou
     return said
 
 
-def cpus(*hosts: str) -> list[Member]:
-    return [Member(rank, host, "cpu") for rank, host in enumerate(hosts)]
+def cpus(*hosts: str) -> list[RankInfo]:
+    return [RankInfo(rank, host, "cpu") for rank, host in enumerate(hosts)]
 
 
 def test_ranks_that_agree_go_on() -> None:
@@ -84,17 +84,17 @@ def test_many_differences_are_cut_short() -> None:
 
 
 def test_ranks_that_share_a_gpu_are_named() -> None:
-    members = [Member(rank, "node-a", "cuda:0", gpu=f"GPU-{rank % 2}") for rank in range(3)]
+    members = [RankInfo(rank, "node-a", "cuda:0", gpu=f"GPU-{rank % 2}") for rank in range(3)]
     line = "ranks 0 and 2 on node-a share one GPU (GPU-0): start one rank a GPU, or show each task its own"
     assert meet_all(members, [{}] * 3) == [f"ConfigError: {line}"] * 3
-    assert meet_all([Member(rank, f"node-{rank}", "cuda:0", gpu="GPU-0") for rank in range(2)], [{}] * 2) == ["", ""]
+    assert meet_all([RankInfo(rank, f"node-{rank}", "cuda:0", gpu="GPU-0") for rank in range(2)], [{}] * 2) == ["", ""]
 
 
 def test_two_processes_of_one_rank_are_told() -> None:
     store = dist.HashStore()
     store.add("1/processes/1", 1)
     with pytest.raises(ConfigError, match="two processes are rank 1 of this job, one of them on node-b") as caught:
-        meet(store, Member(1, "node-b", "cpu"), 2, {}, 1)
+        meet(store, RankInfo(1, "node-b", "cpu"), 2, {}, 1)
     assert not caught.value.everywhere, "nobody else knows, so this process tells it"
 
 
@@ -102,10 +102,10 @@ def test_a_rank_that_never_comes_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(rendezvous, "READING_SECONDS", 0.1)
     store = dist.HashStore()
     with pytest.raises(CommunicationError, match=r"ranks 1-2 of 3 did not come within 0.2 s"):
-        meet(store, Member(0, "a", "cpu"), 3, {}, 0.2)
+        meet(store, RankInfo(0, "a", "cpu"), 3, {}, 0.2)
     # A rank that comes later reads the same verdict.
     with pytest.raises(CommunicationError, match=r"ranks 1-2 of 3 did not come within 0.2 s"):
-        meet(store, Member(1, "a", "cpu"), 3, {}, 0.2)
+        meet(store, RankInfo(1, "a", "cpu"), 3, {}, 0.2)
 
 
 class Restarted:
@@ -127,7 +127,7 @@ class Restarted:
 
     def _come(self, rank: int, numbers: dict[int, int]) -> None:
         self._started += 1
-        member = Member(rank, "a", "cpu", pid=self._started)
+        member = RankInfo(rank, "a", "cpu", pid=self._started)
         with suppress(CommunicationError):  # the other one never comes
             numbers[rank] = meet(self.store, member, 2, {}, 10, outlives_ranks=True).number
 
@@ -149,7 +149,7 @@ def test_ranks_that_are_started_again_meet(order: tuple[int, int]) -> None:
 def test_a_start_that_was_cut_short_does_not_count() -> None:
     """Fault ranks-started-again: rank 0 of the first start came, then both ended. Then rank 1 comes first."""
     job = Restarted()
-    rendezvous._come(job.store, rendezvous._begin(job.store), Member(0, "a", "cpu", pid=100), 2, {})
+    rendezvous._come(job.store, rendezvous._begin(job.store), RankInfo(0, "a", "cpu", pid=100), 2, {})
     join(job.start(1, 0))
     assert job.numbers == [{0: 2, 1: 2}]
 
@@ -158,7 +158,7 @@ def test_a_rank_that_ended_before_rank_0_came_does_not_count() -> None:
     """Fault ranks-started-again."""
     job = Restarted()
     with pytest.raises(CommunicationError, match="rank 0 did not come; rank 1 on a waited 0 s"):
-        rendezvous._newest(job.store, Member(1, "a", "cpu"), 0)
+        rendezvous._newest(job.store, RankInfo(1, "a", "cpu"), 0)
     join(job.start(1, 0))
     assert job.numbers == [{0: 1, 1: 1}]
 

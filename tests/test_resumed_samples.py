@@ -12,7 +12,7 @@ import pytest
 from megapar.base.errors import CheckpointError, DataError
 from megapar.checkpoint.format import Manifest
 from megapar.config.options import Config, DataConfig, TrainConfig, flatten
-from megapar.data.blend import Blend, Stage
+from megapar.data.blend import Blend, BlendPhase
 from megapar.data.indexed import IndexedWriter
 from megapar.train.resumed_samples import Resumed, resumed_blend, stages_of
 from tests.support import program
@@ -27,7 +27,7 @@ def options(train: tuple[str, ...], steps: int = 5, batch: int = 24, length: int
     return Config(data=DataConfig(train=train, **others), train=TrainConfig(**sizes, **given))
 
 
-def saved(config: Config, consumed: int, stages: tuple[Stage, ...] = (), **data: Any) -> Manifest:
+def saved(config: Config, consumed: int, stages: tuple[BlendPhase, ...] = (), **data: Any) -> Manifest:
     stated = {"stages": [[stage.first, list(stage.weights)] for stage in stages or stages_of(config)], **data}
     trainer = json.loads(json.dumps({"config": flatten(config)}))
     return Manifest(1, consumed, {}, {}, trainer, stated, {}, {})
@@ -49,7 +49,7 @@ def refusal(manifest: Manifest, config: Config) -> str:
     return str(refused.value)
 
 
-def turns(stages: tuple[Stage, ...], first: int, last: int) -> list[list[int]]:
+def turns(stages: tuple[BlendPhase, ...], first: int, last: int) -> list[list[int]]:
     """The numbers of the samples that each source gives in these positions."""
     sources, found = Blend(stages, SEED).locate(np.arange(first, last))
     return [found[sources == number].tolist() for number in range(len(stages[0].weights))]
@@ -147,7 +147,7 @@ def test_seeds_lengths_and_splits_are_refused_and_moved_files_are_not() -> None:
     invented = options(("synthetic",), seed=5, length=60)
     assert go_on(saved(options(("synthetic",)), 120), invented).notes == []
     with pytest.raises(CheckpointError, match="no blend of its sources"):
-        go_on(saved(then, 120, (Stage(0, (0.5, 0.5)),)), then)
+        go_on(saved(then, 120, (BlendPhase(0, (0.5, 0.5)),)), then)
 
 
 @pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.slow)])
@@ -170,5 +170,5 @@ def test_a_run_that_is_made_longer_goes_on_with_its_samples(ranks: str, tmp_path
         assert ended.out.count(f"data.train: from sample {consumed} on by the tokens that are left: 1,830 of a") == 1
     manifest = json.loads((tmp_path / "run/checkpoints/step_00000008/manifest.json").read_text())["body"]
     assert manifest["data"]["samples"] == {"a": 400, "b": 400}
-    stages = tuple(Stage(first, tuple(weights)) for first, weights in manifest["data"]["stages"])
+    stages = tuple(BlendPhase(first, tuple(weights)) for first, weights in manifest["data"]["stages"])
     assert turns(stages, 120, 192) == [[], list(range(59, 131))]

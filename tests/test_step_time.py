@@ -37,7 +37,7 @@ from megapar.plan.parts import Parts, meta_batch
 from megapar.plan.recorded import Recording
 from megapar.plan.space import layout_of
 from megapar.plan.step_time import OPTIMIZER, step_time
-from megapar.plan.work import META, Attention, Kernel, Operations, Product, Started, Tape, Waited
+from megapar.plan.work import META, AttentionWork, Kernel, Operations, Product, Started, Tape, Waited
 from megapar.plan.work import recording as recording_of
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 from tests.support.options import load
@@ -143,25 +143,25 @@ def test_attention_counts_what_its_mask_leaves() -> None:
     _, work = layer_work(config(1))
     _, in_ring = layer_work(config(2, "--parallel.cp", "2", "--parallel.cp_attention", "ring"))
     causal = 2 * 2048**2 * 2048  # half of 4 s^2 n d
-    found = [x for x in work.forward if isinstance(x, Attention)]
+    found = [x for x in work.forward if isinstance(x, AttentionWork)]
     assert [x.flops for x in found] == [causal]
     # Each of two ranks has half of the scores, but for the halves of the blocks on the diagonal.
-    split = sum(x.flops for x in in_ring.forward if isinstance(x, Attention))
+    split = sum(x.flops for x in in_ring.forward if isinstance(x, AttentionWork))
     assert split == pytest.approx(causal / 2, rel=0.01)
-    assert [x.backward for x in work.backward if isinstance(x, Attention)] == [True]
+    assert [x.backward for x in work.backward if isinstance(x, AttentionWork)] == [True]
 
 
 def test_attention_in_fp32_has_the_share_of_its_own_peak() -> None:
     """At the rate of 16 bits, long samples in fp32 had an MFU of 190 %."""
     seconds = {
-        precision: kernel_seconds(Attention(1e15, 128, False, precision, 0), replace(H100, kernel_us=0.0))[1]
+        precision: kernel_seconds(AttentionWork(1e15, 128, False, precision, 0), replace(H100, kernel_us=0.0))[1]
         for precision in ("bf16", "fp16", "fp32")
     }
     assert seconds["bf16"] == seconds["fp16"]
     assert seconds["fp32"] / seconds["bf16"] == pytest.approx(989 / 66.9)
     # A file that was measured in fp32 alone has the rates of fp32.
     measured = replace(H100, peak_tflops={"fp32": 66.9}, kernel_us=0.0)
-    assert kernel_seconds(Attention(1e15, 128, False, "fp32", 0), measured)[1] == seconds["bf16"]
+    assert kernel_seconds(AttentionWork(1e15, 128, False, "fp32", 0), measured)[1] == seconds["bf16"]
 
 
 @needs_triton
@@ -175,7 +175,7 @@ def test_the_estimate_of_a_search_has_the_widths_of_latent_attention(cp_attentio
     planner = plan.ModelPlanner(H100)
     estimator = Estimator(of, plan.sizes_of(of)[0], H100, planner.kept_by_a_layer)
     layout, tokens = layout_of(of), of.train.seq_length / cp
-    flops = sum(x.flops for x in work.forward if isinstance(x, Attention))
+    flops = sum(x.flops for x in work.forward if isinstance(x, AttentionWork))
     if cp == 1 or cp_attention == "ulysses":  # the first rank of gather has fewer scores than the others
         assert estimator._attention(layout, tokens).flops == flops
     for found, recorded in zip(estimator._communication(layout, tokens), (work.forward, work.backward), strict=True):
@@ -194,7 +194,7 @@ def test_the_estimate_of_a_search_knows_windows() -> None:
     flops = 4 * model.num_attention_heads * model.key_width * sum(pairs) / 2
     assert estimator._attention(layout_of(of), s).flops == pytest.approx(flops)
     works = [layer_work(of, layer)[1] for layer in (0, 1)]
-    recorded = sum(x.flops for work in works for x in work.forward if isinstance(x, Attention))
+    recorded = sum(x.flops for work in works for x in work.forward if isinstance(x, AttentionWork))
     assert recorded / 2 == pytest.approx(flops, rel=0.02)
 
 
@@ -223,7 +223,7 @@ def test_attention_with_a_window_is_one_operation_too(recomputes: bool, again: l
 
     work = Recording(Windowed(), None, Tape())  # type: ignore[arg-type]
     for operations, passes in ((work.forward, ["F"]), (work.backward, again), (work.inputs, again)):
-        found = [("B" if x.backward else "F", x.flops) for x in operations if isinstance(x, Attention)]
+        found = [("B" if x.backward else "F", x.flops) for x in operations if isinstance(x, AttentionWork)]
         assert found == [(name, 4 * 64 * 64 * 32 * 4) for name in passes]
         assert not any(isinstance(x, Product) for x in operations)
 
@@ -239,8 +239,8 @@ def test_attention_with_sinks_and_windows_is_that_of_our_kernels() -> None:
         work = Recording(stage, meta_batch(1, of.train.seq_length, 1, 1), tape)
         matrices = [x for x in work.forward if isinstance(x, Product) and not x.grouped]
         assert len(matrices) == 5  # qkv, out, router, and biases of experts for both of their matrices
-        found += [x for x in work.forward if isinstance(x, Attention)]
-        assert [x.tiled for x in work.backward if isinstance(x, Attention) and x.backward] == [True]
+        found += [x for x in work.forward if isinstance(x, AttentionWork)]
+        assert [x.tiled for x in work.backward if isinstance(x, AttentionWork) and x.backward] == [True]
     a_pair = 4.0 * 64 * 64
     assert [x.flops / a_pair for x in found] == [2048 * 128 - 128 * 127 / 2 + 2048 * 64, 2048 * 2049 / 2 + 2048 * 64]
 

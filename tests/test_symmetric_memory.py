@@ -166,8 +166,8 @@ def test_a_missing_barrier_is_seen(tmp_path: Path) -> None:
     assert run_ranks(2, gathered_without_barriers, 2, str(tmp_path)) == [False, True]
 
 
-def member(rank: int, host: str) -> rendezvous.Member:
-    return rendezvous.Member(rank, host, "cuda:0")
+def member(rank: int, host: str) -> rendezvous.RankInfo:
+    return rendezvous.RankInfo(rank, host, "cuda:0")
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from megapar.config.options import DataConfig
 from megapar.data.chat import BUILT_IN
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import merge_prepared, read_sidecar
-from megapar.data.preprocess import Recipe, preprocess
+from megapar.data.preprocess import PreprocessOptions, preprocess
 from megapar.data.texts import TextOptions, open_texts
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from tests.support import program
@@ -309,7 +309,7 @@ def test_documents_begin_as_the_tokenizer_says_and_their_description_tells_it(tm
     (tmp_path / "a.txt").write_text("one two")
 
     def made(name: str, tokenizer: str = spec, **options: Any) -> tuple[list[int], Any]:
-        facts = preprocess([tmp_path / "a.txt"], tmp_path / name, Recipe(tokenizer=tokenizer, **options))
+        facts = preprocess([tmp_path / "a.txt"], tmp_path / name, PreprocessOptions(tokenizer=tokenizer, **options))
         return IndexedDataset(tmp_path / name).document(0).tolist(), facts["start_token"]
 
     ids = load_tokenizer(spec).encode("one two").tolist()
@@ -343,7 +343,7 @@ def test_an_export_begins_texts_as_the_training_did(
     spec = f"spm:{tmp_path}/tokenizer.model"
     (tmp_path / "a.txt").write_text("one two")
     options: Any = {"start_token": "always"} if starts else {}
-    preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer=spec, **options))
+    preprocess([tmp_path / "a.txt"], tmp_path / "out", PreprocessOptions(tokenizer=spec, **options))
     data = DataConfig(train=(str(tmp_path / "out"),), tokenizer=spec)
     run = make_checkpoint(tmp_path / "run", vocab_size=270, data=data)
     native_to_hf(NativeToHf(run, tmp_path / "export", verify=False))
@@ -366,7 +366,7 @@ def test_a_tokenizer_that_fails_at_a_text_is_told_in_one_line(tmp_path: Path) ->
     assert "\n" not in str(caught.value)
     (tmp_path / "a.txt").write_text("x" * 4000)
     with pytest.raises(DataError, match=r"a\.txt: .*fails at a text"):
-        preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer=spec))
+        preprocess([tmp_path / "a.txt"], tmp_path / "out", PreprocessOptions(tokenizer=spec))
     for config in ("[]", '{"bos_token": 7, "eos_token": "</s>"}', '{"eos_token": ["</s>"]}'):
         (tmp_path / "tokenizer_config.json").write_text(config)
         with pytest.raises(DataError, match=r"tokenizer_config\.json"):

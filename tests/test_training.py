@@ -33,7 +33,7 @@ from megapar.step.state import TrainState
 from megapar.step.step import count_targets, sum_of_losses, train_step
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
-from megapar.train.trainer import Run, start, train
+from megapar.train.trainer import TrainingRun, start, train
 from megapar.verify import logical
 from megapar.verify.logical import held_gradients
 from tests.support import close
@@ -132,7 +132,7 @@ def train_as_the_program_does(state: TrainState) -> list[Tensor]:
         return batches
 
     data.next_step = next_step  # type: ignore[method-assign]
-    train(Run(state, data, {}, Path(state.config.run_dir), flops_per_token=1))
+    train(TrainingRun(state, data, {}, Path(state.config.run_dir), flops_per_token=1))
     return given
 
 

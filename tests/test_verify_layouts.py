@@ -21,7 +21,7 @@ from megapar.declare.params import Box, Piece
 from megapar.verify import layout_words
 from megapar.verify.compare import NOISES, ROUNDINGS, compare
 from megapar.verify.logical import Assembled, Held, assembled
-from megapar.verify.run import Shown, Step
+from megapar.verify.run import Shown, VerifiedStep
 from tests.support import plants
 from tests.support.options import load
 from tests.support.program import ROOT, TINY, Ended, Program
@@ -150,7 +150,7 @@ def shown(value: float, problem: str = "") -> Shown:
     """One step with one gradient of norm 1, and `value` added to it."""
     tensor = torch.tensor([1.0 + value, 0.0], dtype=torch.float64)
     gradients = Assembled({"a": tensor}, {"a": problem} if problem else {})
-    return Shown(Assembled({}, {}), [Step([{"loss": 1.0}], gradients, Assembled({}, {}))])
+    return Shown(Assembled({}, {}), [VerifiedStep([{"loss": 1.0}], gradients, Assembled({}, {}))])
 
 
 @pytest.mark.parametrize(

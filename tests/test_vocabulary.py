@@ -12,7 +12,7 @@ from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, TrainConfig
 from megapar.data.indexed import IndexedDataset
-from megapar.data.preprocess import Recipe, preprocess
+from megapar.data.preprocess import PreprocessOptions, preprocess
 from megapar.data.tokenizer import load_tokenizer
 from megapar.train import data as train_data
 from tests.support import program
@@ -115,7 +115,7 @@ def test_ids_that_no_data_holds_are_no_error(tmp_path: Path) -> None:
     """As that of a padding token that was added to a published tokenizer. Fault token-ids-beyond-vocabulary."""
     spec = f"hf:{hugging_face(tmp_path)}"
     (tmp_path / "a.txt").write_text("def main(self) -> None:\n" * 40)
-    preprocess([tmp_path / "a.txt"], tmp_path / "out", Recipe(tokenizer=spec))
+    preprocess([tmp_path / "a.txt"], tmp_path / "out", PreprocessOptions(tokenizer=spec))
     largest = int(IndexedDataset(tmp_path / "out").tokens[:].max())
     data = DataConfig(train=(str(tmp_path / "out"),), tokenizer=spec)
 

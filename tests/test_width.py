@@ -26,7 +26,7 @@ from megapar.declare.params import ONES, ParamSpec, cut, make_piece, parameter
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.clip import grad_norm
 from megapar.optimizer.optimizers import Optimizers
-from megapar.optimizer.visits import Shard, Step
+from megapar.optimizer.visits import UpdateArgs, UpdateShard
 from tests.support.distributed import run_ranks
 
 SAMPLES, STEPS, LR = 8, 3, 0.1
@@ -68,7 +68,7 @@ def draw(name: str, number: int) -> Tensor:
 class Plain(Optimizer):
     STATE = (StateTensor("momentum"), StateTensor("seen", torch.float64))
 
-    def update(self, shard: Shard, grad: Tensor, params: Any, step: Step) -> None:
+    def update(self, shard: UpdateShard, grad: Tensor, params: Any, step: UpdateArgs) -> None:
         shard.state["seen"] += grad.double().abs()
         shard.main.sub_(shard.state["momentum"].mul_(0.9).add_(grad), alpha=step.lr)
 

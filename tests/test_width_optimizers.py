@@ -30,7 +30,7 @@ from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.muon import Muon
 from megapar.optimizer.table import check
-from megapar.optimizer.visits import Shard, Step
+from megapar.optimizer.visits import UpdateArgs, UpdateShard
 from megapar.plan import hardware
 from megapar.plan.memory import reports
 from megapar.plan.simulate import simulate
@@ -57,7 +57,7 @@ class NormalizedMomentum(Optimizer):
     STATE = (StateTensor("momentum"),)
     WHOLE = True
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+    def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
         momentum = shard.state["momentum"].mul_(0.9).add_(grad.mul_(step.clip))
         (slot,) = shard.slots
         for _, start, stop in slot.spec.segments():  # gate and up are two matrices of one parameter
@@ -122,7 +122,7 @@ class Momentum(Optimizer):
 
     STATE = (StateTensor("momentum"),)
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+    def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
         shard.main.sub_(step.lr * shard.state["momentum"].mul_(0.9).add_(grad.mul_(step.clip)))
         if params is not None:
             params.copy_(shard.main)

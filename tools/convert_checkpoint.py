@@ -29,7 +29,7 @@ from megapar_models.convert.config_json import (
 )
 from megapar_models.convert.copied_files import copy_files, files_inside
 from megapar_models.convert.exported import buffer_shapes, hf_infos, hf_recipes, in_fp32, native_shapes
-from megapar_models.convert.huggingface import Weights, hugging_face_tensor, native_tensor, write_model
+from megapar_models.convert.huggingface import HFWeights, hugging_face_tensor, native_tensor, write_model
 from megapar_models.convert.multimodal import PREFIXES
 from megapar_models.convert.parity import (
     check_transformers,
@@ -52,7 +52,7 @@ from megapar.base.precision import model_dtype
 from megapar.checkpoint.format import BUFFER, MANIFEST, read_manifest
 from megapar.checkpoint.load import differences
 from megapar.config.compatible import decided_by
-from megapar.config.data_spec import Entry
+from megapar.config.data_spec import DataSource
 from megapar.config.files import part_toml
 from megapar.config.messages import first_few
 from megapar.config.model_options import ModelConfig
@@ -200,7 +200,7 @@ def hf_to_native(options: HfToNative) -> None:
     wanted = hf_recipes(config.model)
     ignored = left_out(raw, options.family)
     prefixes = PREFIXES if is_multimodal(raw) else {}
-    weights = Weights(options.src, lambda name: canonical_name(name, names, ignored, prefixes), names.stacked)
+    weights = HFWeights(options.src, lambda name: canonical_name(name, names, ignored, prefixes), names.stacked)
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
     if ignored:
         print(f"left out: tensors whose names begin with {', '.join(ignored)}", file=sys.stderr)
@@ -490,7 +490,7 @@ def training_tokenizer(config: Config, options: NativeToHf) -> Training:
 def made_of_bytes(config: Config) -> bool:
     """Whether the data was made with `bytes` by its own description, or encoded while it was read, like Hugging Face
     datasets."""
-    for entry in map(Entry.parse, config.data.train):
+    for entry in map(DataSource.parse, config.data.train):
         sidecar = read_sidecar(entry.source)
         if entry.source.startswith("hf:") or (sidecar and sidecar["tokenizer"]["sha256"] == "bytes"):
             return True

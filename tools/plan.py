@@ -37,10 +37,10 @@ from megapar.plan.choose_schedule import check_schedule
 from megapar.plan.estimate import Estimator, Sizes
 from megapar.plan.memory import RankReport, fullest_rank
 from megapar.plan.parts import Parts
-from megapar.plan.plan_report import Run, as_json, given_options, rejections, shown_rows, table, write
+from megapar.plan.plan_report import Budget, as_json, given_options, rejections, shown_rows, table, write
 from megapar.plan.questions import Questions, gib, why_first
 from megapar.plan.search import Found, Row, search
-from megapar.plan.space import Layout, Space, layout_of, searchable
+from megapar.plan.space import Candidate, Space, layout_of, searchable
 from megapar.plan.step_time import StepTime, step_time
 from megapar.system.atomic_files import write_json, write_text
 
@@ -217,7 +217,7 @@ def check_without_layout(config: Config, fixed: Mapping[str, Any]) -> None:
 
 
 def make_space(
-    config: Config, args: Arguments, machine: hardware.Hardware, fixed: Mapping[str, Any], given: Layout
+    config: Config, args: Arguments, machine: hardware.Hardware, fixed: Mapping[str, Any], given: Candidate
 ) -> Space:
     """The layouts to search. Raises ConfigError if none can run."""
     base = searchable(config, fixed, "cuda")
@@ -322,7 +322,7 @@ def plan(args: Arguments, resolved: Resolved) -> None:
     rows = shown_rows(found, args.top)
     answers = Questions(space.base, args.gpus, machine, planner, validate_layout).answers(in_words, expert_share, rows)
     why = why_first(found.rows)
-    run = Run(args.tokens or config.train.samples() * config.train.seq_length, args.gpus, machine)
+    run = Budget(args.tokens or config.train.samples() * config.train.seq_length, args.gpus, machine)
     report = as_json(found, rows, space, config, run, answers, why)
     with console.capture() as text:
         write(console, [f"{in_words} on {args.gpus:,} x {machine.name}, {machine.gpus_per_node} a node"])
@@ -373,7 +373,9 @@ def explained(
     return explain.as_json(reports, traffic, files)
 
 
-def _progress(layouts: Iterable[Layout], count: int, text: str, *, console: Console, quiet: bool) -> Iterable[Layout]:
+def _progress(
+    layouts: Iterable[Candidate], count: int, text: str, *, console: Console, quiet: bool
+) -> Iterable[Candidate]:
     return track(layouts, description=text, total=count, console=console, transient=True, disable=quiet)
 
 

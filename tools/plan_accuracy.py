@@ -62,7 +62,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Run:
+class PublishedRun:
     """A published run with the configuration that comes nearest to it."""
 
     name: str
@@ -73,9 +73,9 @@ class Run:
     published: float
 
 
-def published_runs(parts: Parts) -> list[Run]:
+def published_runs(parts: Parts) -> list[PublishedRun]:
     """The runs of the file. Raises ConfigError for an option that does not exist or cannot run."""
-    found: list[Run] = []
+    found: list[PublishedRun] = []
     judging: dict[str, int] = {}
     for entry in tomllib.loads(RUNS.read_text())["run"]:
         config = _config(entry["options"], entry["gpus"])
@@ -85,7 +85,7 @@ def published_runs(parts: Parts) -> list[Run]:
             judging[entry["hardware"]] = number + 1
             role = "judged" if number % 2 else "fitted"
         tokens = entry.get("tokens") or entry["tflops"] * 1e12 / parts.flops_per_token(config)
-        found.append(Run(entry["name"], entry["source"], entry["hardware"], role, config, tokens))
+        found.append(PublishedRun(entry["name"], entry["source"], entry["hardware"], role, config, tokens))
     return found
 
 
@@ -101,7 +101,9 @@ def _config(options: Mapping[str, Any], gpus: int) -> Config:
     return validate(load(flags, presets(), FOR_OPTIONS).config, gpus)
 
 
-def rows(runs: Sequence[Run], parts: Parts, machine_of: Callable[[str], Hardware] = hardware.load) -> list[Row]:
+def rows(
+    runs: Sequence[PublishedRun], parts: Parts, machine_of: Callable[[str], Hardware] = hardware.load
+) -> list[Row]:
     """The runs with their predictions on the machines of that name."""
     found = []
     for run in runs:
@@ -121,7 +123,7 @@ def mean_error(some: Sequence[Row]) -> float:
     return sum(abs(row.error) for row in some) / len(some)
 
 
-def fit(runs: Sequence[Run], parts: Parts) -> dict[str, float]:
+def fit(runs: Sequence[PublishedRun], parts: Parts) -> dict[str, float]:
     """By kind of machine, the `matrix.share` that fits the fitted rows best. A100s of both sizes are one kind.
 
     The sum of squared logarithms of (predicted / published) is least for it.
@@ -134,11 +136,11 @@ def fit(runs: Sequence[Run], parts: Parts) -> dict[str, float]:
     return found
 
 
-def _kind(run: Run) -> str:
+def _kind(run: PublishedRun) -> str:
     return run.machine.partition("-")[0]
 
 
-def _misfit(fitted: Sequence[Run], parts: Parts, share: float) -> float:
+def _misfit(fitted: Sequence[PublishedRun], parts: Parts, share: float) -> float:
     total = 0.0
     for run in fitted:
         machine = hardware.load(run.machine)

@@ -30,7 +30,7 @@ from megapar.data.conversations import read_conversations
 from megapar.data.corpus import find_files
 from megapar.data.preferences import members, read_pairs
 from megapar.data.prepared import merge_prepared, split, verify
-from megapar.data.preprocess import Counts, Recipe, preprocess
+from megapar.data.preprocess import PreprocessOptions, TextCounts, preprocess
 from megapar.data.row_keys import Keys
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.launch.reporting import reported
@@ -44,7 +44,7 @@ class Tokenize:
     """Files, or folders of files, in the order of their documents."""
     output: Path
     """Prefix of the .bin, .idx and .json files to write. PREFIX.parts holds what is unfinished."""
-    recipe: tyro.conf.OmitArgPrefixes[tyro.conf.FlagCreatePairsOff[Recipe]]
+    recipe: tyro.conf.OmitArgPrefixes[tyro.conf.FlagCreatePairsOff[PreprocessOptions]]
     workers: int = 1
     """Processes that tokenize."""
 
@@ -207,13 +207,13 @@ COMMANDS: dict[str, type[Command]] = {
 }
 
 
-def reporter(progress: Progress, total: int) -> Callable[[Counts], None]:
+def reporter(progress: Progress, total: int) -> Callable[[TextCounts], None]:
     """A function to show counts on a progress bar."""
     bar = progress.add_task("starting", total=total)
     start = time.perf_counter()
     before = list[int]()
 
-    def show(counts: Counts) -> None:
+    def show(counts: TextCounts) -> None:
         # The first counts are those of an earlier run that was killed. They do not count for the speed of this one.
         if not before:
             before.append(counts.num_bytes)

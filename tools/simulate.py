@@ -34,7 +34,7 @@ from megapar.plan.simulate import Simulation, simulate
 from megapar.plan.stage_works import stages_of
 from megapar.plan.step_time import StepTime, step_time
 from megapar.plan.target import planned_device, with_planned_kernels
-from megapar.plan.work import Attention, Kernel, Product, Started
+from megapar.plan.work import AttentionWork, Kernel, Product, Started
 from megapar.system.atomic_files import write_json
 from megapar.trace.timeline import draw_over_each_other, write_chrome_trace
 from megapar.train.data import with_vocabulary_of_tokenizer
@@ -126,7 +126,7 @@ def of_a_layer(config: Config, parts: Parts) -> str:
     recording, _ = max((part for stage in stages for part in stage), key=lambda part: part[1])
     words = []
     for name, operations in (("forward", recording.forward), ("backward", recording.backward)):
-        computed = [x for x in operations if isinstance(x, (Product, Attention, Kernel))]
+        computed = [x for x in operations if isinstance(x, (Product, AttentionWork, Kernel))]
         moved = sum(x.moved_bytes for x in computed)
         sent = sum(isinstance(x, Started) for x in operations)
         words.append(

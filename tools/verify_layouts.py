@@ -35,7 +35,7 @@ from megapar.system import limits
 from megapar.system.atomic_files import write_json
 from megapar.verify import layout_words, small
 from megapar.verify.compare import Difference, compare, rounding
-from megapar.verify.layout_words import Layout
+from megapar.verify.layout_words import NamedLayout
 from megapar.verify.run import Order, RankError, Shown, on_ranks
 from megapar.verify.table import as_table, failures
 
@@ -77,7 +77,7 @@ class Arguments:
 class Case:
     """A layout, and its configuration."""
 
-    layout: Layout
+    layout: NamedLayout
     config: Config
 
 
@@ -96,7 +96,7 @@ class Outcome:
         return not self.error and all(difference.passed for difference in self.differences)
 
 
-def own_layouts(config: Config) -> list[Layout]:
+def own_layouts(config: Config) -> list[NamedLayout]:
     """The layout of the configuration, and each axis by itself as far as the model allows it."""
     # With a window the ranks of cp need whole samples, and so ulysses.
     usual = ["tp2,sp", "pp2", "dp2,zero1", "dp2,zero3", "cp2", "cp2,ulysses"]
@@ -113,15 +113,15 @@ def own_layouts(config: Config) -> list[Layout]:
     return found
 
 
-def named(word: str, config: Config) -> Layout:
+def named(word: str, config: Config) -> NamedLayout:
     """The layout named by a word of --layouts."""
     if word == layout_words.OWN_LAYOUT:
         world = config.launch.nproc or smallest_world(config.parallel)
-        return layout_words.of_config(validated(config, Layout(word), world))
+        return layout_words.of_config(validated(config, NamedLayout(word), world))
     return layout_words.read(word)
 
 
-def validated(config: Config, layout: Layout, world: int) -> Config:
+def validated(config: Config, layout: NamedLayout, world: int) -> Config:
     """`config` with derived values. Raises ConfigError with the name of the layout in front."""
     try:
         return validate(config, world)
@@ -130,7 +130,7 @@ def validated(config: Config, layout: Layout, world: int) -> Config:
         raise ConfigError("\n".join(f"{name}{line}" for line in str(error).splitlines())) from None
 
 
-def runs(config: Config, layout: Layout) -> bool:
+def runs(config: Config, layout: NamedLayout) -> bool:
     """Whether the layout can run."""
     try:
         config = small.tested(config)
@@ -140,10 +140,10 @@ def runs(config: Config, layout: Layout) -> bool:
     return True
 
 
-def drawn_layouts(args: Arguments, config: Config) -> list[Layout]:
+def drawn_layouts(args: Arguments, config: Config) -> list[NamedLayout]:
     """Random layouts for this model. Raises ConfigError if there are too few."""
     candidates = islice(layout_words.drawn(args.seed, args.ranks, config.model.num_experts > 0), 200 * args.sample)
-    found: dict[str, Layout] = {}
+    found: dict[str, NamedLayout] = {}
     for layout in candidates:
         if len(found) < args.sample and layout.name not in found and runs(config, layout):
             found[layout.name] = layout
@@ -152,7 +152,7 @@ def drawn_layouts(args: Arguments, config: Config) -> list[Layout]:
     return list(found.values())
 
 
-def cases_of(config: Config, layouts: Sequence[Layout], *, whole: bool) -> tuple[Config, list[Case]]:
+def cases_of(config: Config, layouts: Sequence[NamedLayout], *, whole: bool) -> tuple[Config, list[Case]]:
     """The configuration of one process, and the case of each layout. Raises ConfigError if a layout cannot run."""
     config = small.tested(config)
     if whole and config.model.vocab_size == 0:
@@ -160,7 +160,7 @@ def cases_of(config: Config, layouts: Sequence[Layout], *, whole: bool) -> tuple
     if not whole:
         config = small.with_small_batch(config, [layout.of(config) for layout in layouts])
     alone = {"optimizer.zero_stage": 0, "train.recompute": "none", "kernels.loss_chunk": 0}
-    all_layouts = [Layout("one process", alone), *layouts]
+    all_layouts = [NamedLayout("one process", alone), *layouts]
     configs = [validated(layout.of(config), layout, layout.world) for layout in all_layouts]
     for made, layout in zip(configs, all_layouts, strict=True):
         if made.parallel.schedule == "auto":
@@ -169,7 +169,7 @@ def cases_of(config: Config, layouts: Sequence[Layout], *, whole: bool) -> tuple
         configs = small.with_small_model(config, configs)
         # The small model is ours, so a refusal of it is no error of the user.
         configs = [
-            validated(made, Layout(f"{layout.name} with a small model (--whole takes yours)"), layout.world)
+            validated(made, NamedLayout(f"{layout.name} with a small model (--whole takes yours)"), layout.world)
             for made, layout in zip(configs, all_layouts, strict=True)
         ]
     cases = [Case(layout, made) for layout, made in zip(all_layouts, configs, strict=True)]
@@ -187,7 +187,7 @@ def faults_to_plant(name: str) -> Any:
     return importlib.import_module("tests.support.plants")
 
 
-def planted_case(plant: "Plant", config: Config, words: Sequence[str]) -> tuple[Config, list[Layout]]:
+def planted_case(plant: "Plant", config: Config, words: Sequence[str]) -> tuple[Config, list[NamedLayout]]:
     """The configuration and the layouts for a planted fault: the given ones if they show it, else its own."""
     layouts = [layout_words.read(word) for word in dict.fromkeys((*words, *plant.layouts))]
     # Options besides the model stay away: some of them keep the faulty line from being run.

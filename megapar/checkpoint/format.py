@@ -30,7 +30,7 @@ import torch
 from safetensors import SafetensorError
 
 from megapar.base.errors import CheckpointError
-from megapar.checkpoint.manifest import Span, encode, index, seal
+from megapar.checkpoint.manifest import EntryBytes, encode, index, seal
 from megapar.declare.params import MAIN, ParamSpec, Piece, Sizes
 from megapar.system.device import out_of_memory
 from megapar.system.regular_files import open_new, open_regular, read_regular
@@ -100,7 +100,7 @@ def logical_boxes(spec: ParamSpec, start: int, stop: int) -> Iterator[tuple[Piec
             yield piece, FlatBox(offset, box.size, first + box.position)
 
 
-class Chunk(NamedTuple):
+class StoredChunk(NamedTuple):
     """A stored box: the tensor `key` in `file` holds the elements [offset, offset + size) of a logical tensor."""
 
     file: str
@@ -110,30 +110,30 @@ class Chunk(NamedTuple):
     crc32: int
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """A logical tensor. Its chunks are disjoint and cover it."""
 
     shape: Sizes
     dtype: str
-    chunks: tuple[Chunk, ...]
+    chunks: tuple[StoredChunk, ...]
 
 
 class ForeignCheckpointError(CheckpointError):
     """A checkpoint this version cannot read, although it may be whole. It must not be passed over or replaced."""
 
 
-class Entries(Mapping[str, Entry]):
+class Entries(Mapping[str, TensorEntry]):
     """The entries of a manifest on disk. An entry is parsed when it is asked for: all of them may take a gigabyte."""
 
-    def __init__(self, path: Path, spans: Mapping[str, Span]):
+    def __init__(self, path: Path, spans: Mapping[str, EntryBytes]):
         """Open the manifest `path`. Raises OSError if it cannot be opened."""
         self.path = path
         self.spans = spans
-        self._parsed: dict[str, Entry] = {}
+        self._parsed: dict[str, TensorEntry] = {}
         self._descriptor = open_regular(path, os.O_RDONLY | os.O_NOFOLLOW)
         weakref.finalize(self, os.close, self._descriptor)
 
-    def __getitem__(self, name: str) -> Entry:
+    def __getitem__(self, name: str) -> TensorEntry:
         """The entry of a tensor.
 
         Raises KeyError for a missing name, CheckpointError if the file is no longer the indexed one.
@@ -158,7 +158,7 @@ class Entries(Mapping[str, Entry]):
         return len(self.spans)
 
 
-def _entry_of(path: Path, name: str, text: bytes) -> Entry:
+def _entry_of(path: Path, name: str, text: bytes) -> TensorEntry:
     """Parse the text of an entry. Raises CheckpointError if it does not have this format's shape."""
     try:
         return read_entry(json.loads(text))
@@ -183,7 +183,7 @@ class Manifest:
     trainer: dict[str, Any]
     data: dict[str, Any]
     files: dict[str, int]
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, TensorEntry]
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     content: dict[str, int] = field(default_factory=dict)
 
@@ -196,7 +196,7 @@ class Manifest:
         return cls.from_header(body, {name: read_entry(entry) for name, entry in body["tensors"].items()})
 
     @classmethod
-    def from_header(cls, header: Mapping[str, Any], tensors: Mapping[str, Entry]) -> "Manifest":
+    def from_header(cls, header: Mapping[str, Any], tensors: Mapping[str, TensorEntry]) -> "Manifest":
         """Make a manifest of a parsed body without tensors, and of `tensors`.
 
         Raises KeyError or TypeError if the body does not have this format's shape.
@@ -272,7 +272,7 @@ class Manifest:
         Entries are parsed only when asked for. Raises CheckpointError if the manifest cannot be opened.
         """
         spans = {
-            name: Span(first, stop, crc32, dtype, tuple(shape))
+            name: EntryBytes(first, stop, crc32, dtype, tuple(shape))
             for name, (first, stop, crc32, dtype, shape) in outline["spans"].items()
         }
         try:
@@ -283,16 +283,16 @@ class Manifest:
             ) from None
 
 
-def read_entry(entry: Mapping[str, Any]) -> Entry:
+def read_entry(entry: Mapping[str, Any]) -> TensorEntry:
     """Make an entry of parsed JSON.
 
     Raises KeyError, TypeError or ValueError if it does not have this format's shape.
     """
     chunks = tuple(
-        Chunk(str(file), str(key), _sizes(offset), _sizes(size), crc)
+        StoredChunk(str(file), str(key), _sizes(offset), _sizes(size), crc)
         for file, key, offset, size, crc in entry["chunks"]
     )
-    return Entry(_sizes(entry["shape"]), str(entry["dtype"]), chunks)
+    return TensorEntry(_sizes(entry["shape"]), str(entry["dtype"]), chunks)
 
 
 def _sizes(values: Iterable[Any]) -> Sizes:
@@ -471,7 +471,7 @@ def check_tensors(folder: Path, manifest: Manifest) -> None:
             raise CheckpointError(f"{path}: {file} would hold {size} bytes of chunks in {manifest.files[file]} bytes")
 
 
-def _problem(entry: Entry, files: Mapping[str, int]) -> str | None:
+def _problem(entry: TensorEntry, files: Mapping[str, int]) -> str | None:
     """Return why the chunks of `entry` do not cover it exactly once, or None if they do."""
     try:
         dtype_of(entry.dtype)
@@ -496,9 +496,9 @@ def _problem(entry: Entry, files: Mapping[str, int]) -> str | None:
     return None
 
 
-def _overlapping(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
+def _overlapping(chunks: Iterable[StoredChunk]) -> tuple[StoredChunk, StoredChunk] | None:
     """Two chunks with an element in common, or None. A sweep along dimension 0 finds them."""
-    active: list[Chunk] = []
+    active: list[StoredChunk] = []
     for chunk in sorted(chunks, key=lambda chunk: chunk.offset):
         # Chunks come in ascending order, so one that ends before this chunk meets none of the later ones either.
         active = [other for other in active if _reach(other) > _start(chunk)]
@@ -509,13 +509,13 @@ def _overlapping(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
     return None
 
 
-def _start(chunk: Chunk) -> int:
+def _start(chunk: StoredChunk) -> int:
     if chunk.offset:
         return chunk.offset[0]
     return 0
 
 
-def _reach(chunk: Chunk) -> int:
+def _reach(chunk: StoredChunk) -> int:
     if chunk.offset:
         return chunk.offset[0] + chunk.size[0]
     return 1

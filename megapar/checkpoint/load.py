@@ -21,9 +21,9 @@ from megapar.checkpoint.format import (
     MANIFEST,
     WEIGHTS,
     Check,
-    Chunk,
     ForeignCheckpointError,
     Manifest,
+    StoredChunk,
     checkpoint_folders,
     dtype_name,
     dtype_of,
@@ -534,7 +534,7 @@ class Reader:
         self.fill(name, (0,) * len(entry.shape), out)
         return out
 
-    def chunk(self, name: str, chunk: Chunk) -> Tensor:
+    def chunk(self, name: str, chunk: StoredChunk) -> Tensor:
         """A stored box of tensor `name`, mapped from its file. Pages are read when they are touched.
 
         Raises CheckpointError if the file is not a safetensors file, if the box has another shape, dtype or CRC than

@@ -21,7 +21,7 @@ _ENTRY = b'": {"chunks": '  # between a tensor's name and its chunks
 _AFTER_CHUNKS = b'], "dtype": '
 
 
-class Span(NamedTuple):
+class EntryBytes(NamedTuple):
     """The bytes [first, stop) of a tensor's entry in the file, their CRC-32, and what the entry says besides chunks."""
 
     first: int  # byte
@@ -35,7 +35,7 @@ class ManifestIndex(NamedTuple):
     """The body without its tensors, and the span of each tensor by name."""
 
     header: dict[str, Any]
-    spans: dict[str, Span]
+    spans: dict[str, EntryBytes]
 
 
 def encode(body: Mapping[str, Any]) -> str:
@@ -103,11 +103,11 @@ def _marks(text: bytes, first: int, stop: int) -> list[int]:
     return marks
 
 
-def _span(text: bytes, first: int, stop: int) -> Span:
+def _span(text: bytes, first: int, stop: int) -> EntryBytes:
     """The span of the entry text[first:stop]. Its chunks are not parsed."""
     end_of_chunks = text.rindex(_AFTER_CHUNKS, first, stop)
     rest = json.loads(b"{" + text[end_of_chunks + len(b"], ") : stop])
     shape = rest["shape"]
     if not all(type(size) is int for size in shape):
         raise TypeError("a shape holds integers")
-    return Span(first, stop, zlib.crc32(memoryview(text)[first:stop]), str(rest["dtype"]), tuple(shape))
+    return EntryBytes(first, stop, zlib.crc32(memoryview(text)[first:stop]), str(rest["dtype"]), tuple(shape))

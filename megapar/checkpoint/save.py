@@ -23,10 +23,10 @@ from megapar.base.errors import NumericError, StorageError
 from megapar.checkpoint.folder import KEEP_ALL, Keep, is_own, prune, require_space
 from megapar.checkpoint.format import (
     WEIGHTS,
-    Chunk,
-    Entry,
     FlatBox,
     Manifest,
+    StoredChunk,
+    TensorEntry,
     check_files,
     check_tensors,
     dtype_name,
@@ -325,8 +325,8 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
     """
     file = f"rank_{rank:05d}.safetensors"
     tensors: dict[str, Tensor] = {}
-    entries: dict[str, Entry] = {}
-    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    entries: dict[str, TensorEntry] = {}
+    chunks: dict[str, list[StoredChunk]] = defaultdict(list)
     states: dict[str, dict[str, Any]] = {}
     contents: list[dict[str, int]] = []
     for item in slices:
@@ -346,10 +346,10 @@ def write_part(folder: Path, rank: int, slices: Iterable[StateSlice]) -> dict[st
                     raise NumericError(f"rank {rank}: {problem}; {_REMEDY}")
                 if state in WEIGHTS:
                     contents.append({state: content(name, piece.shape, box.offset, values)})
-                chunk = Chunk(file, f"{name}#{len(chunks[name])}", box.offset, box.size, crc32)
+                chunk = StoredChunk(file, f"{name}#{len(chunks[name])}", box.offset, box.size, crc32)
                 tensors[chunk.key] = values
                 chunks[name].append(chunk)
-                entries.setdefault(name, Entry(piece.shape, dtype_name(values.dtype), ()))
+                entries.setdefault(name, TensorEntry(piece.shape, dtype_name(values.dtype), ()))
     if not tensors:
         return None
     path = folder / file
@@ -386,19 +386,19 @@ def _write_file(path: Path, tensors: dict[str, Tensor]) -> None:
         raise StorageError(f"{path}: {error} ({needed:,} bytes needed, {free:,} free{shared})") from error
 
 
-def merge_tensors(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, Entry]:
+def merge_tensors(parts: Iterable[Mapping[str, Mapping[str, Any]]]) -> dict[str, TensorEntry]:
     """Merge the entries of all ranks, by name, sorted. Raises ValueError if two ranks disagree on a tensor."""
-    merged: dict[str, Entry] = {}
-    chunks: dict[str, list[Chunk]] = defaultdict(list)
+    merged: dict[str, TensorEntry] = {}
+    chunks: dict[str, list[StoredChunk]] = defaultdict(list)
     for part in parts:
         for name, value in part.items():
             shape = tuple(value["shape"])
             dtype = value["dtype"]
-            known = merged.setdefault(name, Entry(shape, dtype, ()))
+            known = merged.setdefault(name, TensorEntry(shape, dtype, ()))
             if (known.shape, known.dtype) != (shape, dtype):
                 raise ValueError(f"ranks disagree on {name}: {known.shape} {known.dtype}, {shape} {dtype}")
             for file, key, offset, size, crc32 in value["chunks"]:
-                chunks[name].append(Chunk(file, key, tuple(offset), tuple(size), crc32))
+                chunks[name].append(StoredChunk(file, key, tuple(offset), tuple(size), crc32))
     return {name: merged[name]._replace(chunks=tuple(chunks[name])) for name in sorted(merged)}
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending, as_communication_errors
 from megapar.comm.store import StoreUser, part_of
-from megapar.comm.transport import Counts, SortsGroups, Transfers
+from megapar.comm.transport import ExchangedRows, SortsGroups, Transfers
 
 _PIECE = 4 << 20  # bytes of one value in the store; TCPStore closes the connection above 8 MiB
 _FIRST_RUN = 1 << 14  # elements, see `_round_in_place`
@@ -132,7 +132,7 @@ def all_gather(x: Tensor, axis: Axis) -> Tensor:
     return out
 
 
-def all_to_all_async(x: Tensor, counts: Counts, axis: Axis, out: Tensor | None = None) -> tuple[Tensor, Pending]:
+def all_to_all_async(x: Tensor, counts: ExchangedRows, axis: Axis, out: Tensor | None = None) -> tuple[Tensor, Pending]:
     """Start sending rows of `x` to every position of `axis`. Read the result, in `out` if given, after `wait`.
 
     The first rows go to position 0, the next to position 1, and so on. The result holds the rows from position 0, then
@@ -165,7 +165,7 @@ def all_to_all_async(x: Tensor, counts: Counts, axis: Axis, out: Tensor | None =
 
 def all_to_all(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
     """Do `all_to_all_async`, and wait for it. Returns the rows from all positions."""
-    out, pending = all_to_all_async(x, Counts(sent_rows, received_rows), axis)
+    out, pending = all_to_all_async(x, ExchangedRows(sent_rows, received_rows), axis)
     pending.wait()
     return out
 

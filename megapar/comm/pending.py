@@ -38,7 +38,7 @@ def as_communication_errors(log: AxisLog | None = None) -> Iterator[None]:
         raise CommunicationError(message) from error
 
 
-class Work(Protocol):
+class InFlight(Protocol):
     """An operation in flight: a work of torch.distributed, or an Operation of megapar.comm.shared_memory."""
 
     def wait(self) -> object: ...
@@ -54,7 +54,7 @@ class Pending:
     later calls of `wait` do nothing. `wait` raises CommunicationError if a peer is gone or too late.
     """
 
-    def __init__(self, works: Sequence[Work | None] = (), tensors: Sequence[Tensor] = ()):
+    def __init__(self, works: Sequence[InFlight | None] = (), tensors: Sequence[Tensor] = ()):
         self._works = [work for work in works if work is not None]
         self._tensors = list(tensors)
         self._then: Callable[[], None] | None = None

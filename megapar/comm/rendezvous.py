@@ -40,7 +40,7 @@ class Store(Protocol):
 
 
 @dataclass(frozen=True)
-class Member:
+class RankInfo:
     """One rank of a job: host, kind of device, UUID of the GPU ("" for a CPU), process number."""
 
     rank: int
@@ -50,9 +50,9 @@ class Member:
     pid: int = 0
 
 
-def this_member(rank: int, device: str, gpu: str) -> Member:
+def this_member(rank: int, device: str, gpu: str) -> RankInfo:
     """The member for this process."""
-    return Member(rank, socket.gethostname(), device, gpu, os.getpid())
+    return RankInfo(rank, socket.gethostname(), device, gpu, os.getpid())
 
 
 def hashes_of_files(also: Collection[str] = ()) -> dict[str, str]:
@@ -73,12 +73,12 @@ class Meeting(NamedTuple):
     """A meeting of all ranks: its number in the job's store, counted from 1, and the members, by rank."""
 
     number: int
-    members: list[Member]
+    members: list[RankInfo]
 
 
 def meet(
     store: Store,
-    member: Member,
+    member: RankInfo,
     world_size: int,
     shared: Mapping[str, Any],
     timeout_seconds: float,
@@ -114,7 +114,7 @@ def meet(
         ) from error
     if verdict["error"] is not None:
         raise ERRORS[verdict["error"]](verdict["text"])
-    return Meeting(number, [Member(**fields) for fields in verdict["members"]])
+    return Meeting(number, [RankInfo(**fields) for fields in verdict["members"]])
 
 
 def _begin(store: Store) -> int:
@@ -130,7 +130,7 @@ def _begin(store: Store) -> int:
     return number
 
 
-def _come(store: Store, number: int, member: Member, world_size: int, shared: Mapping[str, Any]) -> bool:
+def _come(store: Store, number: int, member: RankInfo, world_size: int, shared: Mapping[str, Any]) -> bool:
     """Leave this rank's message in the store. Returns whether this is the first process with this rank."""
     # `add` counts atomically, so the second process with this rank finds out.
     if store.add(f"{number}/processes/{member.rank}", 1) > 1:
@@ -158,7 +158,7 @@ def _judge(store: Store, number: int, world_size: int, timeout_seconds: float) -
         arrivals = [f"{number}/arrival/{place}" for place in range(1, store.add(f"{number}/came", 0) + 1)]
         came = sorted(int(store.get(key)) for key in arrivals if store.check([key]))
     messages = [json.loads(store.get(f"{number}/member/{rank}")) for rank in came]
-    members = [Member(**fields) for fields, _ in messages]
+    members = [RankInfo(**fields) for fields, _ in messages]
     verdict = {"error": None, "text": "", "members": [asdict(member) for member in members]}
     if len(came) < world_size:
         missing = sorted(set(range(world_size)).difference(came))
@@ -187,7 +187,7 @@ def _tell(store: Store, number: int, verdict: Mapping[str, Any], world_size: int
 def _follow(
     store: Store,
     number: int,
-    member: Member,
+    member: RankInfo,
     world_size: int,
     shared: Mapping[str, Any],
     deadline: float,
@@ -219,14 +219,14 @@ def _follow(
     raise error
 
 
-def _newest(store: Store, member: Member, deadline: float) -> int:
+def _newest(store: Store, member: RankInfo, deadline: float) -> int:
     """The number of the newest meeting begun by a rank 0. It may have ended."""
     # Nobody comes to a meeting before that: who came and ended would be taken for a rank that is there.
     _wait_for_first(store, _ANY_BEGUN, "", member, deadline)
     return store.add(_BEGUN, 0)
 
 
-def _verdict(store: Store, number: int, member: Member, deadline: float) -> dict[str, Any]:
+def _verdict(store: Store, number: int, member: RankInfo, deadline: float) -> dict[str, Any]:
     """Wait for the verdict of a meeting."""
     key = f"{number}/verdict"
     _wait_for_first(store, key, f"{number}/member/0", member, deadline)
@@ -234,7 +234,7 @@ def _verdict(store: Store, number: int, member: Member, deadline: float) -> dict
     return verdict
 
 
-def _wait_for_first(store: Store, key: str, its_message: str, member: Member, deadline: float) -> None:
+def _wait_for_first(store: Store, key: str, its_message: str, member: RankInfo, deadline: float) -> None:
     """Wait for a key to be set by rank 0. `its_message` is the key of rank 0's message, "" if it has none yet."""
     began = time.monotonic()
     try:
@@ -254,7 +254,7 @@ def _publish(store: Store, number: int, verdict: Mapping[str, Any]) -> None:
     store.set(f"{number}/verdict", packed)  # type: ignore[arg-type]  # bytes are as good
 
 
-def _shared_gpus(members: Sequence[Member]) -> list[str]:
+def _shared_gpus(members: Sequence[RankInfo]) -> list[str]:
     """A line for each GPU used by several ranks. NCCL would hang, or fail without naming the GPU and the ranks."""
     ranks_of: dict[tuple[str, str], list[int]] = {}
     for member in members:
@@ -269,7 +269,7 @@ def _shared_gpus(members: Sequence[Member]) -> list[str]:
     return lines
 
 
-def differences(members: Sequence[Member], shared: Sequence[Mapping[str, Any]]) -> list[str]:
+def differences(members: Sequence[RankInfo], shared: Sequence[Mapping[str, Any]]) -> list[str]:
     """A line for each name in `shared` with different values on different ranks. The most common value comes first."""
     if all(values == shared[0] for values in shared):
         return []
@@ -290,7 +290,7 @@ def differences(members: Sequence[Member], shared: Sequence[Mapping[str, Any]]) 
     return lines
 
 
-def placed(ranks: Sequence[int], members: Sequence[Member]) -> str:
+def placed(ranks: Sequence[int], members: Sequence[RankInfo]) -> str:
     """Ranks with their hosts, such as "ranks 0-3 and 6 (node-a, node-b)". Names at most three hosts."""
     hosts = sorted({members[rank].host for rank in ranks})
     shown = ", ".join(hosts[:3])

@@ -126,7 +126,7 @@ def _map(memory: int, offset: int, size: int) -> mmap.mmap:
     return place
 
 
-class Message:
+class Packet:
     """A message to this rank, expected or arrived. Read `content` after it has arrived, then call `release`."""
 
     def __init__(self, link: "_Link"):
@@ -195,8 +195,8 @@ class _Link:
         self._unsent: deque[bytes] = deque()  # packets that the socket has not taken
         self._blocks: dict[int, mmap.mmap] = {}  # the other rank's blocks
         # By channel: messages that have arrived and that nobody expects yet, and those that are expected.
-        self._early: dict[int, deque[Message]] = {}
-        self._expected: dict[int, deque[Message]] = {}
+        self._early: dict[int, deque[Packet]] = {}
+        self._expected: dict[int, deque[Packet]] = {}
         self._read: list[int] = []  # blocks of the other rank that were read, which it does not know yet
         self.on_free: Callable[[int], None] = lambda block: None
 
@@ -241,12 +241,12 @@ class _Link:
             self._unsent.popleft()
         return True
 
-    def expect(self, channel: int) -> Message:
+    def expect(self, channel: int) -> Packet:
         """The next message of `channel`. It may not have arrived yet."""
         early = self._early.get(channel)
         if early:
             return early.popleft()
-        message = Message(self)
+        message = Packet(self)
         self._expected.setdefault(channel, deque()).append(message)
         return message
 
@@ -284,12 +284,12 @@ class _Link:
             (offset,) = _OFFSET.unpack_from(packet, _HEADER.size)
             self._blocks[block] = _map(self._memory, offset, size)
 
-    def _arrive(self, channel: int) -> Message:
+    def _arrive(self, channel: int) -> Packet:
         """The message object for the next packet of `channel`."""
         expected = self._expected.get(channel)
         if expected:
             return expected.popleft()
-        message = Message(self)
+        message = Packet(self)
         self._early.setdefault(channel, deque()).append(message)
         return message
 
@@ -300,17 +300,17 @@ class _Link:
             self._unsent.clear()
 
 
-Steps = Generator[Sequence[Message], None, None]
+Steps = Generator[Sequence[Packet], None, None]
 """The steps of an operation: it sends, yields the messages it needs, and goes on when they have arrived."""
 
 
-class Operation:
+class RunningExchange:
     """Runs `steps`. It takes no thread: it goes on whenever this rank sends or waits and its messages have arrived."""
 
     def __init__(self, steps: Steps, host: "Host"):
         self._steps = steps
         self._host = host
-        self.needs: Sequence[Message] = ()
+        self.needs: Sequence[Packet] = ()
         """The messages it needs before it can go on; empty if it has ended."""
         self.go_on()
         if self.needs:
@@ -352,7 +352,7 @@ class Host:
         self._blocks: dict[int, _Block] = {}
         self._free: list[_Block] = []  # those that were used last come last
         self._given_back: list[_Block] = []  # free blocks without pages
-        self._operations: list[Operation] = []  # operations that have not ended, oldest first
+        self._operations: list[RunningExchange] = []  # operations that have not ended, oldest first
         # Waking up takes longer than a small message. With fewer cores than ranks, the core is the other rank's.
         self._spin_seconds = _SPIN_SECONDS if len(self._links) + 1 <= usable_cores() else 0.0
         for descriptor in (memory, *(connection.memory for connection in connections.values())):
@@ -405,11 +405,11 @@ class Host:
             raise RuntimeError(f"rank {peer} of this host has closed its connection")
         return link
 
-    def expect(self, peer: int, channel: int) -> Message:
+    def expect(self, peer: int, channel: int) -> Packet:
         """The next message of rank `peer` on `channel`. Messages are expected in the order they are sent."""
         return self._links[peer].expect(channel)
 
-    def start(self, operation: Operation) -> None:
+    def start(self, operation: RunningExchange) -> None:
         """Take over `operation`: whenever this rank sends or waits, operations go on if their messages have arrived."""
         self._operations.append(operation)
         self.progress(0.0)
@@ -433,7 +433,7 @@ class Host:
                 unfinished.append(operation)
         self._operations = unfinished
 
-    def wait(self, operation: Operation) -> None:
+    def wait(self, operation: RunningExchange) -> None:
         """Wait until `operation` has ended. Raises RuntimeError if a rank it needs has ended, or is too late."""
         self._go_on()
         start = time.monotonic()

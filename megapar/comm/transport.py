@@ -27,7 +27,7 @@ GroupCounts = Sequence[Sequence[int]]
 _FOLDS: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
 
 
-class Counts(NamedTuple):
+class ExchangedRows(NamedTuple):
     """For each position of an axis the number of rows sent there, and the number of rows received from there.
 
     If the axis's transport `sorts_groups`, the rows that are sent may lie in groups: first those of group 0 for all
@@ -41,9 +41,9 @@ class Counts(NamedTuple):
     received_groups: GroupCounts | None = None
 
     @property
-    def back(self) -> "Counts":
+    def back(self) -> "ExchangedRows":
         """The counts of an all-to-all that sends the received rows back."""
-        return Counts(self.received, self.sent, self.received_groups, self.sent_groups)
+        return ExchangedRows(self.received, self.sent, self.received_groups, self.sent_groups)
 
 
 class Transport(Protocol):

@@ -1,7 +1,7 @@
 """Collectives between CPU ranks of one host, through shared memory (`megapar.comm.shared_memory`).
 
 Each is a method that starts it, and a generator: it sends this rank's part, yields the messages it needs, and goes on
-when they have arrived. `shared_memory.Operation` runs it.
+when they have arrived. `shared_memory.RunningExchange` runs it.
 
 Reductions add the ranks' parts in the order of ranks. So a sum rounds the same way wherever an element lies, and the
 same way as over gloo.
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megapar.comm.flight import AxisLog
 from megapar.comm.pending import Pending, as_communication_errors
-from megapar.comm.shared_memory import SMALL, Host, Message, Operation, Steps
+from megapar.comm.shared_memory import SMALL, Host, Packet, RunningExchange, Steps
 from megapar.comm.transport import GroupCounts, Transfers, fold, parts_of_positions, put
 
 # An all-reduce of more bytes, over three and more ranks, is a reduce-scatter and an all-gather: every rank would read
@@ -75,7 +75,7 @@ class SharedMemory:
 
     def _start(self, steps: Steps) -> Pending:
         with as_communication_errors(self.log):
-            return Pending([Operation(steps, self.host)])
+            return Pending([RunningExchange(steps, self.host)])
 
     def _flush(self) -> None:
         # Another rank may still wait for a packet that is queued here, and this process may end next.
@@ -86,7 +86,7 @@ class SharedMemory:
         """Positions of the other ranks."""
         return [position for position in range(self.size) if position != self.rank]
 
-    def expect(self, position: int, phase: int = 0) -> Message:
+    def expect(self, position: int, phase: int = 0) -> Packet:
         """The next message of `phase` from `position`."""
         return self.host.expect(self.ranks[position], 2 * self.channel + phase)
 
@@ -142,7 +142,7 @@ def _copy(parts: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         place.copy_(part)
 
 
-def _fold_arrived(arriving: Mapping[int, Message], own_part: Tensor, out: Tensor, axis: SharedMemory, op: str) -> None:
+def _fold_arrived(arriving: Mapping[int, Packet], own_part: Tensor, out: Tensor, axis: SharedMemory, op: str) -> None:
     """Reduce this rank's tensor `own_part` and those received from the other positions into `out`."""
     parts = [
         arriving[position].content(own_part.dtype, own_part.shape) if position in arriving else own_part

@@ -13,7 +13,7 @@ _MOST_SAMPLES = 1 << 60  # positions of samples are computed in 64 bits
 _UNSPLIT = ("synthetic", "hf")  # sources without documents to split
 
 
-class Entry(NamedTuple):
+class DataSource(NamedTuple):
     """One entry of data.train: a source and its amount, a weight or a number of tokens of the run.
 
     `amount` is None if the entry states none.
@@ -24,7 +24,7 @@ class Entry(NamedTuple):
     unit: Literal["weight", "tokens"] = "weight"
 
     @classmethod
-    def parse(cls, text: str) -> "Entry":
+    def parse(cls, text: str) -> "DataSource":
         """Parse SOURCE, WEIGHT:SOURCE or Ntokens:SOURCE.
 
         Without a number before the colon all of it is SOURCE, as in hf:NAME.
@@ -39,7 +39,7 @@ class Entry(NamedTuple):
 
 def blend_stages(config: Config) -> list[tuple[int, tuple[float, ...]]]:
     """(first sample, weights of data.train's sources) for each stage of a validated config's blend."""
-    entries = [Entry.parse(text) for text in config.data.train]
+    entries = [DataSource.parse(text) for text in config.data.train]
     return [(0, _weights(config, entries)), *map(_parse_stage, config.data.stages)]
 
 
@@ -49,7 +49,7 @@ def weights_to_come(config: Config, consumed: int, taken: Sequence[int]) -> tupl
     `taken` are the numbers of samples that the sources have given. A source that has had its tokens gets no more.
     """
     length = config.train.seq_length
-    entries = [Entry.parse(text) for text in config.data.train]
+    entries = [DataSource.parse(text) for text in config.data.train]
     given = [
         max(entry.amount - number * length, 0.0)
         for entry, number in zip(entries, taken, strict=True)
@@ -75,7 +75,7 @@ def validation_sets(config: Config) -> list[tuple[str, str]]:
 def data_problems(config: Config) -> Iterator[str]:
     """Yield a line for each problem of the options of `data`."""
     data = config.data
-    entries = [Entry.parse(text) for text in data.train]
+    entries = [DataSource.parse(text) for text in data.train]
     if not entries:
         yield problem(config, "data.train", "0 entries; give a .bin/.idx prefix, a blend of them, or synthetic")
     checked = [_entry_problem(text, entry) for text, entry in zip(data.train, entries, strict=True)]
@@ -98,7 +98,7 @@ def data_problems(config: Config) -> Iterator[str]:
         yield problem(config, "data.tokenizer", text)
 
 
-def _split(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
+def _split(config: Config, entries: Sequence[DataSource]) -> Iterator[str]:
     """Yield the problems of data.split."""
     data = config.data
     if not data.split:
@@ -141,7 +141,7 @@ def _one_spelling(source: str) -> str:
     return f"{prefix}{os.path.normpath(os.path.join(here, path))}"
 
 
-def _entry_problem(text: str, entry: Entry) -> str:
+def _entry_problem(text: str, entry: DataSource) -> str:
     """What is wrong with an entry of data.train by itself, or "" if nothing is. `text` is what was given."""
     if not entry.source:
         return f"data.train={text}: names no source; write {text}PREFIX"
@@ -150,7 +150,7 @@ def _entry_problem(text: str, entry: Entry) -> str:
     return f"data.train={text}: the {entry.unit} must be a finite number of at least 0"
 
 
-def _amounts_of_blend(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
+def _amounts_of_blend(config: Config, entries: Sequence[DataSource]) -> Iterator[str]:
     """Yield the problems of data.train's weights or tokens as a whole. Each entry must be right by itself."""
     given = [entry for entry in entries if entry.amount is not None]
     open_entries = len(entries) - len(given)
@@ -192,7 +192,7 @@ def _blend_problem(weights: Sequence[float]) -> str:
     return ""
 
 
-def _stages(config: Config, entries: Sequence[Entry]) -> Iterator[str]:
+def _stages(config: Config, entries: Sequence[DataSource]) -> Iterator[str]:
     """Yield the problems of data.stages, and of sources without a stage."""
     last = 0
     weighted = {entry.source for entry in entries if entry.amount != 0}
@@ -225,7 +225,7 @@ def _parse_stage(text: str) -> tuple[int, tuple[float, ...]]:
         return -1, ()
 
 
-def _weights(config: Config, entries: Sequence[Entry]) -> tuple[float, ...]:
+def _weights(config: Config, entries: Sequence[DataSource]) -> tuple[float, ...]:
     """The weight of each entry. Among tokens, the entry without a number gets the rest of the run's tokens."""
     rest = 1.0  # a single source needs no number
     if any(entry.unit == "tokens" for entry in entries):

@@ -42,7 +42,7 @@ def holders(cp: int) -> list[tuple[int, int]]:
     return first_chunks + second_chunks
 
 
-class Block(NamedTuple):
+class KeyBlock(NamedTuple):
     """Queries attending the same run of keys, in some samples. `queries` and `keys` are slices of local rows.
 
     If `causal`, only the last query attends all of the keys. The query before it attends all but the last key, and so
@@ -59,7 +59,7 @@ class Block(NamedTuple):
     documents: tuple[tuple[int, ...], tuple[int, ...]] | None = None
 
 
-def blocks(queries: Ranges, keys: Ranges, length: int, starts: Sequence[int] | None = None) -> list[Block]:
+def blocks(queries: Ranges, keys: Ranges, length: int, starts: Sequence[int] | None = None) -> list[KeyBlock]:
     """The blocks of queries at the positions `queries`, attending keys at the positions `keys`.
 
     A query attends the positions of its document up to its own. `starts` are the starts of documents as in
@@ -83,9 +83,9 @@ def documents(length: int, starts: Sequence[int]) -> Iterator[list[int]]:
         yield [start - first for start in starts_in_sample] + [length]
 
 
-def _blocks_of_samples(samples: slice, queries: Ranges, keys: Ranges, bounds: Sequence[int]) -> list[Block]:
+def _blocks_of_samples(samples: slice, queries: Ranges, keys: Ranges, bounds: Sequence[int]) -> list[KeyBlock]:
     """The blocks of `samples`. Each of their documents goes from one of the `bounds` to the next."""
-    found: list[Block] = []
+    found: list[KeyBlock] = []
     for start, stop in queries:
         for document_start, document_stop in pairwise(bounds):
             # The queries of this range that are in this document.
@@ -100,7 +100,7 @@ def _blocks_of_samples(samples: slice, queries: Ranges, keys: Ranges, bounds: Se
                 continue
             # The queries' own positions are among the keys. Otherwise all keys are earlier than all queries.
             causal = _held_before(keys, first) < key_rows.stop
-            _append(found, Block(samples, query_rows, key_rows, causal))
+            _append(found, KeyBlock(samples, query_rows, key_rows, causal))
     return found
 
 
@@ -109,7 +109,7 @@ def _held_before(ranges: Ranges, position: int) -> int:
     return sum(min(max(position - start, 0), stop - start) for start, stop in ranges)
 
 
-def _append(found: list[Block], block: Block) -> None:
+def _append(found: list[KeyBlock], block: KeyBlock) -> None:
     """Append `block`. If it continues the last block, make that one longer instead: fewer kernels run then."""
     if found and _continues(found[-1], block):
         found[-1] = block._replace(queries=slice(found[-1].queries.start, block.queries.stop))
@@ -117,7 +117,7 @@ def _append(found: list[Block], block: Block) -> None:
         found.append(block)
 
 
-def _continues(last: Block, block: Block) -> bool:
+def _continues(last: KeyBlock, block: KeyBlock) -> bool:
     """Whether one block with the queries of both and the keys of `block` means the same as both."""
     # In a causal block each query attends one key more than the one before it.
     more_keys = block.queries.stop - block.queries.start if block.causal else 0
@@ -129,7 +129,7 @@ def _continues(last: Block, block: Block) -> bool:
     )
 
 
-def square(found: Sequence[Block]) -> list[Block]:
+def square(found: Sequence[KeyBlock]) -> list[KeyBlock]:
     """The same attention, with as many keys as queries in each causal block.
 
     A causal block with more keys is cut in two: its last keys, and then a non-causal block of its earlier keys.
@@ -146,12 +146,12 @@ def square(found: Sequence[Block]) -> list[Block]:
     return parts
 
 
-def together(found: Sequence[Block]) -> list[Block]:
+def together(found: Sequence[KeyBlock]) -> list[KeyBlock]:
     """The same attention in fewer blocks: causal blocks of documents that follow one another become one.
 
     The queries of a chunk are in one document after another, and so are their keys.
     """
-    runs: list[list[Block]] = []
+    runs: list[list[KeyBlock]] = []
     for block in found:
         if runs and _follows(runs[-1][-1], block):
             runs[-1].append(block)
@@ -160,20 +160,20 @@ def together(found: Sequence[Block]) -> list[Block]:
     return [run[0] if len(run) == 1 else _one(run) for run in runs]
 
 
-def _follows(last: Block, block: Block) -> bool:
+def _follows(last: KeyBlock, block: KeyBlock) -> bool:
     """Whether both are causal blocks of the same sample, and `block` begins where `last` ends."""
     sample = block.samples.start is not None and block.samples == last.samples
     causal = last.causal and block.causal
     return sample and causal and last.queries.stop == block.queries.start and last.keys.stop == block.keys.start
 
 
-def _one(run: Sequence[Block]) -> Block:
+def _one(run: Sequence[KeyBlock]) -> KeyBlock:
     """The block that stands for those of `run`."""
     queries = slice(run[0].queries.start, run[-1].queries.stop)
     keys = slice(run[0].keys.start, run[-1].keys.stop)
     query_bounds = (0, *(block.queries.stop - queries.start for block in run))
     key_bounds = (0, *(block.keys.stop - keys.start for block in run))
-    return Block(run[0].samples, queries, keys, True, (query_bounds, key_bounds))
+    return KeyBlock(run[0].samples, queries, keys, True, (query_bounds, key_bounds))
 
 
 def attended_pairs(length: int, cp: int, rank: int, starts: Sequence[int] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Attention in blocks (`deal.Block`): merges the results of blocks, and adds their gradients.
+"""Attention in blocks (`deal.KeyBlock`): merges the results of blocks, and adds their gradients.
 
 Merged results and sums are in fp32, or in fp64 for fp64.
 
@@ -28,7 +28,7 @@ from megapar_kernels.block_attention import (
 from megapar_kernels.dropout import RowDropout
 from torch import Tensor
 
-from megapar.context_parallel.deal import Block, Ranges, square, together
+from megapar.context_parallel.deal import KeyBlock, Ranges, square, together
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.scoring import PLAIN, Scoring
 from megapar.system.device import to_device
@@ -43,14 +43,14 @@ class Dropped:
             device = dropout.positions_s.device
             self._keys = torch.cat([torch.arange(start, stop, device=device) for start, stop in keys])
 
-    def of(self, block: Block) -> RowDropout | None:
+    def of(self, block: KeyBlock) -> RowDropout | None:
         """Return the dropout of a block of queries and keys, None without dropout."""
         if self._dropout is None:
             return None
         return self._dropout.of(self._keys[block.keys], block.samples, block.queries)
 
 
-def _as_served(blocks: Sequence[Block], q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Sequence[Block]:
+def _as_served(blocks: Sequence[KeyBlock], q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Sequence[KeyBlock]:
     """The blocks as the operation that computes them takes them."""
     if not takes_earlier_keys(q, k, v, scoring.kernels):
         return square(blocks)
@@ -79,7 +79,7 @@ class Result:
         self.out = torch.empty(s, b, n, v_width, dtype=dtype, device=q.device).permute(1, 2, 0, 3)
         self.lse = torch.empty(b, n, s, dtype=dtype, device=q.device)
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped) -> None:
+    def add(self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[KeyBlock], dropped: Dropped) -> None:
         """Merge the attention of `blocks` into the result. k is [b, h, k, d] and v [b, h, k, e].
 
         For each query, the block with its own position must come first: `out` and `lse` are not initialized.
@@ -129,7 +129,7 @@ class Gradient:
         self.q = torch.zeros_like(q, dtype=wide(q.dtype))
 
     def add(
-        self, k: Tensor, v: Tensor, blocks: Sequence[Block], dropped: Dropped, grad_k: Tensor, grad_v: Tensor
+        self, k: Tensor, v: Tensor, blocks: Sequence[KeyBlock], dropped: Dropped, grad_k: Tensor, grad_v: Tensor
     ) -> None:
         """Add the gradients of `blocks` to `self.q`, and to `grad_k` [b, h, k, d] and `grad_v` [b, h, k, e]."""
         rule = self._scoring.rule

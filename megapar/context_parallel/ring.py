@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.context_parallel.deal import Block, Ring, blocks, chunks, ring
+from megapar.context_parallel.deal import KeyBlock, Ring, blocks, chunks, ring
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.keys_values import KeysValues
 from megapar.context_parallel.partial import Dropped, Gradient, Result
@@ -36,7 +36,7 @@ class _Round:
         self.cp = cp
         self._ring: Ring = ring(length, cp.size, starts)
         own_block = chunks(length, cp.size, cp.rank)
-        self.blocks: list[list[Block]] = []
+        self.blocks: list[list[KeyBlock]] = []
         self.dropped: list[Dropped] = []
         for step in range(cp.size):
             keys = chunks(length, cp.size, self.source(step))

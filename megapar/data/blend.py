@@ -59,7 +59,7 @@ def block_counts(parts: NDArray[np.int64]) -> NDArray[np.int64]:
     return counts
 
 
-class Stage(NamedTuple):
+class BlendPhase(NamedTuple):
     """A weight for each source, from position `first` of the run on."""
 
     first: int
@@ -81,7 +81,7 @@ class Blend:
     In each stage, the sources go on where the stage before left them.
     """
 
-    def __init__(self, stages: Sequence[Stage], seed: int):
+    def __init__(self, stages: Sequence[BlendPhase], seed: int):
         self._seed = seed
         self._stages = list[_Period]()
         taken = np.zeros(len(stages[0].weights), np.int64)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.base.errors import ConfigError, DataError, reason_of
-from megapar.data.conversations import THOUGHTS, Beside, Message
+from megapar.data.conversations import THOUGHTS, ConversationContext, Message
 from megapar.data.template_process import TemplateError, TemplateProcess
 from megapar.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from megapar.system.regular_files import read_regular
@@ -48,7 +48,7 @@ class ChatTemplate:
     now: datetime = field(default_factory=datetime.now)
     process: TemplateProcess = field(default_factory=TemplateProcess, repr=False, compare=False)
 
-    def source_for(self, beside: Beside) -> str:
+    def source_for(self, beside: ConversationContext) -> str:
         """The template of a conversation: as in transformers `tool_use` if there are tools, even no entry of them."""
         return self.tool_use if self.tool_use and beside.tools is not None else self.source
 
@@ -66,10 +66,10 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool = False,
         marks: tuple[str, str] = ("", ""),
-        beside: Beside | None = None,
+        beside: ConversationContext | None = None,
     ) -> str:
         """The conversation as text. Raises DataError if the template fails, or refuses it by raise_exception."""
-        beside = beside or Beside()
+        beside = beside or ConversationContext()
         found = {
             **self.variables,
             **beside.options,

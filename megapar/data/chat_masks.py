@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megapar.base.errors import DataError
 from megapar.data.chat import ChatTemplate
-from megapar.data.conversations import THOUGHTS, Beside, Message
+from megapar.data.conversations import THOUGHTS, ConversationContext, Message
 
 Turns = Literal["all", "last"]
 # A template adds it where an answer has no thoughts. It is no answer.
@@ -31,14 +31,14 @@ class Rendered:
 
 
 def rendered(
-    template: ChatTemplate, messages: Sequence[Message], turns: Turns = "all", beside: Beside | None = None
+    template: ChatTemplate, messages: Sequence[Message], turns: Turns = "all", beside: ConversationContext | None = None
 ) -> Rendered:
     """The text of a conversation with its trained spans.
 
     Raises DataError if the template cannot be masked: if the text before a turn depends on what comes after it. It
     raises DataError too if the template does not write what the messages, their calls and their thoughts say.
     """
-    view = _View(template, messages, beside or Beside())
+    view = _View(template, messages, beside or ConversationContext())
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
     trained = [
         number for number in (answers[-1:] if turns == "last" else answers) if number not in view.beside.untrained
@@ -60,7 +60,7 @@ class _View:
 
     template: ChatTemplate
     messages: Sequence[Message]
-    beside: Beside
+    beside: ConversationContext
 
     def text(self, messages: Sequence[Message], **how: Any) -> str:
         return self.template.text(messages, beside=self.beside, **how)

@@ -28,7 +28,7 @@ BESIDE = ("tools", "functions", "documents", "chat_template_kwargs", "system", "
 
 
 @dataclass(frozen=True)
-class Beside:
+class ConversationContext:
     """What belongs to a conversation beside its messages.
 
     `tools`, `documents` and `options` (chat_template_kwargs) are for the template. `untrained` are the numbers of the
@@ -47,7 +47,7 @@ class Conversation:
 
     messages: Sequence[Message]
     place: str
-    beside: Beside = field(default_factory=Beside)
+    beside: ConversationContext = field(default_factory=ConversationContext)
 
 
 def read_conversations(files: Sequence[Path], keys: Keys | None = None) -> Iterator[Conversation]:
@@ -125,7 +125,7 @@ def conversation_of(row: Any, place: str, keys: Keys) -> Conversation:
 
 def with_beside(
     messages: Sequence[Message], row: Mapping[str, Any], num_prompt: int
-) -> tuple[Sequence[Message], Beside]:
+) -> tuple[Sequence[Message], ConversationContext]:
     """The messages of a conversation, with the row's system message, and what the row says beside them.
 
     The first `num_prompt` messages are not trained, nor are those that say so. Raises ValueError for what a row says
@@ -149,7 +149,7 @@ def with_beside(
     documents = _from_json(row["documents"], "documents", list) if "documents" in row else None
     plain = [{key: value for key, value in message.items() if key not in _TRAINED} for message in found]
     numbers = frozenset(number for number in untrained if found[number]["role"] == "assistant")
-    return plain, Beside(_tools(row), documents, options, numbers)
+    return plain, ConversationContext(_tools(row), documents, options, numbers)
 
 
 def repeated(row: Mapping[str, Any], messages: Sequence[Message]) -> list[str]:

@@ -46,7 +46,7 @@ class Reading:
 
 
 @dataclass(frozen=True)
-class Span:
+class FileRange:
     """The documents beginning in bytes [start, stop) of a file, or those in its row groups [start, stop).
 
     `num_bytes` is the span's share of the file's size.
@@ -58,14 +58,14 @@ class Span:
     num_bytes: int
 
 
-class Place(NamedTuple):
+class DocumentPlace(NamedTuple):
     """The position of a document.
 
     `number` is its line, counted from 1 at the start of the span, and `offset` its byte in the decompressed file. In
     .parquet, `number` is its row, counted from 1 in the row group `offset`.
     """
 
-    span: Span
+    span: FileRange
     number: int
     offset: int
 
@@ -103,9 +103,9 @@ class BadDocuments:
     """Numbers of documents left out or mended, by reason, and the places of the first ones."""
 
     counts: dict[str, int] = field(default_factory=dict)
-    first: list[tuple[Place, str]] = field(default_factory=list)
+    first: list[tuple[DocumentPlace, str]] = field(default_factory=list)
 
-    def add(self, position: Place, reason: str) -> None:
+    def add(self, position: DocumentPlace, reason: str) -> None:
         self.counts[reason] = self.counts.get(reason, 0) + 1
         if len(self.first) < _REMEMBERED:
             self.first.append((position, reason))
@@ -132,9 +132,9 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
     return files
 
 
-def cut(files: Iterable[Path], reading: Reading, shard_bytes: int) -> Iterator[list[Span]]:
+def cut(files: Iterable[Path], reading: Reading, shard_bytes: int) -> Iterator[list[FileRange]]:
     """Yield shards: lists of spans, in the order of the files. A shard has about `shard_bytes` if it can be cut so."""
-    shard: list[Span] = []
+    shard: list[FileRange] = []
     num_bytes = 0
     for path in files:
         for span in _spans(path, reading, shard_bytes):
@@ -148,7 +148,7 @@ def cut(files: Iterable[Path], reading: Reading, shard_bytes: int) -> Iterator[l
         yield shard
 
 
-def _spans(path: Path, reading: Reading, shard_bytes: int) -> Iterator[Span]:
+def _spans(path: Path, reading: Reading, shard_bytes: int) -> Iterator[FileRange]:
     """Yield the spans of a file, each of at most about `shard_bytes` if the file can be cut."""
     size = path.stat().st_size
     if path.name.endswith(_ROWS):
@@ -156,14 +156,14 @@ def _spans(path: Path, reading: Reading, shard_bytes: int) -> Iterator[Span]:
         step = max(groups * shard_bytes // max(size, 1), 1)
         for start in range(0, groups, step):
             stop = min(start + step, groups)
-            yield Span(path, start, stop, size * stop // groups - size * start // groups)
+            yield FileRange(path, start, stop, size * stop // groups - size * start // groups)
         return
     by_lines = path.suffix == ".jsonl" or (reading.text_lines and path.name.endswith(_TEXT))
     # A compressed file cannot be read from the middle.
     step = shard_bytes if by_lines and path.suffix not in _DECOMPRESSORS else max(size, 1)
     for start in range(0, size, step):
         stop = min(start + step, size)
-        yield Span(path, start, stop, stop - start)
+        yield FileRange(path, start, stop, stop - start)
 
 
 class SpanReader:
@@ -173,7 +173,7 @@ class SpanReader:
     Raises DataError for a bad document if `reading` says so, and for a damaged or unreadable file.
     """
 
-    def __init__(self, span: Span, reading: Reading):
+    def __init__(self, span: FileRange, reading: Reading):
         self.span = span
         self.reading = reading
         self.lines = 0
@@ -182,23 +182,23 @@ class SpanReader:
         self._json = span.path.name.endswith(_LINES)
         self._whole = span.path.name.endswith(_TEXT) and not reading.text_lines
 
-    def __iter__(self) -> Iterator[tuple[Place, str]]:
+    def __iter__(self) -> Iterator[tuple[DocumentPlace, str]]:
         is_parquet = self.span.path.name.endswith(_ROWS)
-        documents: Iterator[tuple[Place, bytes | None]] = self._rows() if is_parquet else self._lines()
+        documents: Iterator[tuple[DocumentPlace, bytes | None]] = self._rows() if is_parquet else self._lines()
         for position, raw in documents:
             text = self._text(position, raw)
             if text is not None:
                 yield position, text
         self.num_bytes = self.span.num_bytes
 
-    def _text(self, position: Place, raw: bytes | None) -> str | None:
+    def _text(self, position: DocumentPlace, raw: bytes | None) -> str | None:
         """The text of a document, or None if it is bad and left out. `raw` is None for an empty cell."""
         key = self.reading.text_field if self._json else None
         try:
             return parse(raw, key)
         except BadDocument as error:
             if self._whole and raw:  # the document is a file, in which the line of the fault helps more than line 1
-                position = Place(self.span, raw.count(b"\n", 0, error.at) + 1, error.at)
+                position = DocumentPlace(self.span, raw.count(b"\n", 0, error.at) + 1, error.at)
             policy = self.reading.on_bad_line
             if policy == "error":
                 shown = (raw or b"")[:40]
@@ -211,7 +211,7 @@ class SpanReader:
             self.bad.add(position, f"{error.reason}, {outcome}")
             return text
 
-    def _lines(self) -> Iterator[tuple[Place, bytes]]:
+    def _lines(self) -> Iterator[tuple[DocumentPlace, bytes]]:
         """Yield the lines beginning in the span, without blank ones. If the file is one document, yield all of it."""
         span = self.span
         decompress = _DECOMPRESSORS.get(span.path.suffix)
@@ -236,13 +236,13 @@ class SpanReader:
                 # that were joined.
                 text = line.removeprefix(_BOM) if offset == 0 else line
                 if self._whole:
-                    yield Place(span, self.lines, offset), text
+                    yield DocumentPlace(span, self.lines, offset), text
                 elif text and not text.isspace():
-                    yield Place(span, self.lines, offset), text.removesuffix(b"\n").removesuffix(b"\r")
+                    yield DocumentPlace(span, self.lines, offset), text.removesuffix(b"\n").removesuffix(b"\r")
                 offset += len(line)
                 self.num_bytes = min(raw.tell() - span.start, span.num_bytes)
 
-    def _rows(self) -> Iterator[tuple[Place, bytes | None]]:
+    def _rows(self) -> Iterator[tuple[DocumentPlace, bytes | None]]:
         """Yield the cells of the text column in the span's row groups. A cell without text is None."""
         import pyarrow.compute
 
@@ -259,7 +259,7 @@ class SpanReader:
                     # Bytes, so that text which is not UTF-8 meets the same policy as in other files.
                     for text in cells.cast(pyarrow.large_binary()).to_pylist():
                         number += 1
-                        yield Place(span, number, group), text
+                        yield DocumentPlace(span, number, group), text
                 self.num_bytes = span.num_bytes * (group + 1 - span.start) // (span.stop - span.start)
 
 

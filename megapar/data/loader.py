@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megapar.base.errors import DataError
-from megapar.data.blend import Blend, Stage
+from megapar.data.blend import Blend, BlendPhase
 from megapar.data.order import micro_batch_positions, sample_ids
 from megapar.data.pairs import PairDataset
 from megapar.data.samples import Samples, Treatment, micro_batch
@@ -24,12 +24,12 @@ class Mixture:
     their files, as validation does.
     """
 
-    def __init__(self, sources: Sequence[Dataset], stages: Sequence[Stage] = (), *, seed: int | None):
+    def __init__(self, sources: Sequence[Dataset], stages: Sequence[BlendPhase] = (), *, seed: int | None):
         self.sources = sources
         self.seed = seed
-        self.follow(stages or [Stage(0, (1.0,))])
+        self.follow(stages or [BlendPhase(0, (1.0,))])
 
-    def follow(self, stages: Sequence[Stage]) -> None:
+    def follow(self, stages: Sequence[BlendPhase]) -> None:
         """Let these stages choose the sources from the first position on. Call it before samples are read."""
         self.blend = Blend(stages, self.seed or 0)
 

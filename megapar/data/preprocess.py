@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapar.base.errors import ConfigError, DataError, storing
-from megapar.data.corpus import Place, Reading, Span, SpanReader, cut, find_files
+from megapar.data.corpus import DocumentPlace, FileRange, Reading, SpanReader, cut, find_files
 from megapar.data.indexed import IndexedWriter, token_dtype
 from megapar.data.prepared import START, join, sha256, sidecar_path, write_sidecar
 from megapar.data.texts import StartToken, start_ids, with_start
@@ -43,7 +43,7 @@ _NAMED = 100  # the sidecar says where the first bad documents are; all are coun
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe(Reading):
+class PreprocessOptions(Reading):
     """All options behind the output, besides the input."""
 
     tokenizer: str
@@ -62,7 +62,7 @@ class Recipe(Reading):
 
 
 @dataclass
-class Counts:
+class TextCounts:
     """Counts of some input and its output.
 
     `documents` and `tokens` are written, and `text_bytes` are the UTF-8 bytes of these documents. `num_bytes` of the
@@ -77,7 +77,7 @@ class Counts:
     empty: int = 0
     bad: dict[str, int] = field(default_factory=dict)
 
-    def add(self, other: "Counts") -> None:
+    def add(self, other: "TextCounts") -> None:
         for name in ("documents", "tokens", "num_bytes", "text_bytes", "empty"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for reason, count in other.bad.items():
@@ -85,21 +85,21 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class Shard:
+class PartSpans:
     """The spans of the part `name`."""
 
-    spans: list[Span]
+    spans: list[FileRange]
     name: str
 
 
 @dataclass(frozen=True)
-class Part:
+class PreparedPart:
     """The content of NAME.json, the description of a finished part.
 
     `lines` is the number of lines in each span. `bad` holds (span, number, offset, reason) of the first bad documents.
     """
 
-    counts: Counts
+    counts: TextCounts
     lines: list[int]
     bad: list[tuple[int, int, int, str]]
     on_bad_line: str
@@ -108,10 +108,10 @@ class Part:
 def preprocess(
     inputs: Sequence[Path],
     output: Path,
-    recipe: Recipe,
+    recipe: PreprocessOptions,
     *,
     workers: int = 1,
-    on_progress: Callable[[Counts], None] = lambda counts: None,
+    on_progress: Callable[[TextCounts], None] = lambda counts: None,
 ) -> dict[str, Any]:
     """Tokenize `inputs` (see `find_files`) into the .bin/.idx pair `output`, and write and return its sidecar.
 
@@ -130,7 +130,7 @@ def preprocess(
     shards = list(_shards(files, recipe, tokenizer, versions))
     folder = Path(f"{output}.parts")
     with _parts_folder(folder), _hashing(versions) as hashes:
-        done = Counts()
+        done = TextCounts()
         todo = []
         for shard in shards:
             part = _finished(folder, shard, recipe)
@@ -182,8 +182,8 @@ def _versions(files: Iterable[Path]) -> dict[Path, tuple[int, int]]:
 
 
 def _shards(
-    files: Sequence[Path], recipe: Recipe, tokenizer: Tokenizer, versions: dict[Path, tuple[int, int]]
-) -> Iterator[Shard]:
+    files: Sequence[Path], recipe: PreprocessOptions, tokenizer: Tokenizer, versions: dict[Path, tuple[int, int]]
+) -> Iterator[PartSpans]:
     """Yield the shards of `files`. The name of each is a hash of all inputs to the bytes of its part."""
     total = sum(size for size, _ in versions.values())
     # Large inputs have 2,048 to 4,096 shards, until a shard would be larger than 1 GiB.
@@ -193,10 +193,10 @@ def _shards(
     common += start_ids(recipe.tokenizer, tokenizer, recipe.start_token)
     for spans in cut(files, recipe, shard_bytes):
         pieces = [[str(span.path), span.start, span.stop, *versions[span.path]] for span in spans]
-        yield Shard(spans, hashlib.sha256(json.dumps([*common, pieces]).encode()).hexdigest()[:32])
+        yield PartSpans(spans, hashlib.sha256(json.dumps([*common, pieces]).encode()).hexdigest()[:32])
 
 
-def _finished(folder: Path, shard: Shard, recipe: Recipe) -> Part | None:
+def _finished(folder: Path, shard: PartSpans, recipe: PreprocessOptions) -> PreparedPart | None:
     """The shard's part if an earlier run left it in `folder` and `recipe` can use it."""
     if not Path(f"{folder / shard.name}.json").is_file():
         return None
@@ -207,22 +207,24 @@ def _finished(folder: Path, shard: Shard, recipe: Recipe) -> Part | None:
     return part
 
 
-def _read_part(name: Path) -> Part:
+def _read_part(name: Path) -> PreparedPart:
     """The description of a finished part. Raises DataError if the file is not one."""
     path = Path(f"{name}.json")
     try:
         fields = json.loads(read_regular(path))
-        return Part(**fields | {"counts": Counts(**fields["counts"])})
+        return PreparedPart(**fields | {"counts": TextCounts(**fields["counts"])})
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise DataError(f"{path}: not what an earlier run has left; remove {path.parent}") from error
 
 
-def _description(shards: list[Shard], parts: list[Part], recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
+def _description(
+    shards: list[PartSpans], parts: list[PreparedPart], recipe: PreprocessOptions, tokenizer: Tokenizer
+) -> dict[str, Any]:
     """The sidecar without its sources and hashes: these are known later.
 
     The numbers of documents and tokens are those before deduplication.
     """
-    total = Counts()
+    total = TextCounts()
     places = list[str]()
     lines_before = 0
     for shard, part in zip(shards, parts, strict=True):
@@ -233,7 +235,7 @@ def _description(shards: list[Shard], parts: list[Part], recipe: Recipe, tokeniz
                 lines_before = 0  # a new file begins
             while bad and bad[0][0] == number:
                 _, line, offset, reason = bad.popleft()
-                places.append(f"{Place(span, line, offset).describe(lines_before)}: {reason}")
+                places.append(f"{DocumentPlace(span, line, offset).describe(lines_before)}: {reason}")
             lines_before += lines
     described: dict[str, Any] = {
         "spec": recipe.tokenizer,
@@ -308,19 +310,25 @@ def _hashing(files: Iterable[Path]) -> Iterator[Future[dict[Path, str]]]:
 
 
 def _make_part(
-    tokenizer: Tokenizer, recipe: Recipe, folder: Path, shard: Shard, report: Callable[[Counts], None]
+    tokenizer: Tokenizer,
+    recipe: PreprocessOptions,
+    folder: Path,
+    shard: PartSpans,
+    report: Callable[[TextCounts], None],
 ) -> None:
     """Write the part of a shard as a draft, then rename it. `report` gets the counts of each batch."""
     # The process id keeps drafts apart from those of workers that were killed.
     draft = folder / f"draft-{shard.name}-{os.getpid()}"
     hashes = bytearray()
-    total = Counts()
+    total = TextCounts()
     readers = [SpanReader(span, recipe) for span in shard.spans]
     with IndexedWriter(draft, token_dtype(tokenizer.vocab_size)) as writer:
         for documents, num_bytes in _batches(readers):
             tokens, lengths, kept = encode(documents, tokenizer, recipe)
             writer.add_documents(tokens, lengths)
-            new = Counts(len(lengths), len(tokens), num_bytes - total.num_bytes, empty=len(documents) - len(lengths))
+            new = TextCounts(
+                len(lengths), len(tokens), num_bytes - total.num_bytes, empty=len(documents) - len(lengths)
+            )
             for text in kept:
                 raw = text.encode()
                 new.text_bytes += len(raw)
@@ -328,15 +336,15 @@ def _make_part(
                     hashes += hashlib.blake2b(raw, digest_size=16).digest()
             total.add(new)
             report(new)
-    bad = Counts()
+    bad = TextCounts()
     for reader in readers:
-        bad.add(Counts(bad=reader.bad.counts))
+        bad.add(TextCounts(bad=reader.bad.counts))
     total.add(bad)
     report(bad)
     places = []
     for number, reader in enumerate(readers):
         places += [(number, position.number, position.offset, reason) for position, reason in reader.bad.first]
-    part = Part(total, [reader.lines for reader in readers], places[:_NAMED], recipe.on_bad_line)
+    part = PreparedPart(total, [reader.lines for reader in readers], places[:_NAMED], recipe.on_bad_line)
     with storing(folder / shard.name):
         for suffix, content in (("hash", bytes(hashes)), ("json", json.dumps(asdict(part)).encode())):
             with open_new(Path(f"{draft}.{suffix}")) as file:
@@ -346,9 +354,9 @@ def _make_part(
             Path(f"{draft}.{suffix}").replace(f"{folder / shard.name}.{suffix}")
 
 
-def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[Place, str]], int]]:
+def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[DocumentPlace, str]], int]]:
     """Yield batches of documents with about 2^20 characters, and the bytes of the spans read so far."""
-    documents = list[tuple[Place, str]]()
+    documents = list[tuple[DocumentPlace, str]]()
     size = 0
     before = 0
     for reader in readers:
@@ -364,7 +372,7 @@ def _batches(readers: Iterable[SpanReader]) -> Iterator[tuple[list[tuple[Place, 
 
 
 def encode(
-    documents: Sequence[tuple[Place, str]], tokenizer: Tokenizer, recipe: Recipe
+    documents: Sequence[tuple[DocumentPlace, str]], tokenizer: Tokenizer, recipe: PreprocessOptions
 ) -> tuple[NDArray[np.int64], list[int], list[str]]:
     """The tokens of the documents one after the other, the length of each in tokens, and their texts.
 
@@ -374,7 +382,7 @@ def encode(
     """
     pieces = list[NDArray[np.integer]]()
     lengths = list[int]()
-    kept = list[tuple[Place, str]]()
+    kept = list[tuple[DocumentPlace, str]]()
     start = start_ids(recipe.tokenizer, tokenizer, recipe.start_token)
     end = np.array([tokenizer.eod] if recipe.append_eod else [], np.int64)
     for position, text in documents:
@@ -398,10 +406,10 @@ def encode(
     return tokens, lengths, [text for _, text in kept]
 
 
-def _work(recipe: Recipe, folder: Path) -> Callable[[Shard, Callable[[Counts], None]], None]:
+def _work(recipe: PreprocessOptions, folder: Path) -> Callable[[PartSpans, Callable[[TextCounts], None]], None]:
     """The maker of a shard's part. It is called in the worker, so each loads its own tokenizer."""
     return partial(_make_part, _tokenizer(recipe), recipe, folder)
 
 
-def _tokenizer(recipe: Recipe) -> Tokenizer:
+def _tokenizer(recipe: PreprocessOptions) -> Tokenizer:
     return load_tokenizer(recipe.tokenizer, parse_special=recipe.special_tokens == "parse")

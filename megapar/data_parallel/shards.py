@@ -20,7 +20,7 @@ from megapar.data_parallel.partial_sums import partial_sums
 from megapar.data_parallel.placement import Placement
 
 
-class Peak:
+class PeakBytes:
     """The bytes of something besides its buffer, now and at most."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Weights(ABC):
 
     def __init__(self, layout: FlatLayout, device: torch.device):
         self.layout = layout
-        self.whole = Peak()
+        self.whole = PeakBytes()
         self.placement = Placement(layout, shards_only=self.SHARDS_ONLY)
         self.flat = torch.zeros(self.placement.numel, dtype=layout.dtype, device=device)
 
@@ -120,7 +120,7 @@ class ReducedGradients(ABC):
     ):
         self.layout = layout
         self.reduce_dtype = reduce_dtype
-        self.whole = Peak()
+        self.whole = PeakBytes()
         self.placement = Placement(layout, shards_only=self.SHARDS_ONLY)
         self.flat = torch.zeros(self.placement.numel, dtype=torch.float32, device=device)
         self.impl: Implementation = impl

@@ -45,9 +45,9 @@ from megapar.base.expert_load import EVEN, ExpertLoad
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.declare.params import cut
-from megapar.expert_parallel.exchange import ArrivingRows, Memory, all_arrived, exchange_rows, start_exchanges
+from megapar.expert_parallel.exchange import ArrivingRows, ExchangeMemory, all_arrived, exchange_rows, start_exchanges
 from megapar.expert_parallel.route import counts
-from megapar.expert_parallel.row_counts import Chunk, RowCounts, experts_of, inverse_of
+from megapar.expert_parallel.row_counts import RowChunk, RowCounts, experts_of, inverse_of
 from megapar.linear.meanwhile import Meanwhile
 from megapar.system import device
 
@@ -77,8 +77,8 @@ class Dispatch:
     are sorted by expert alone: those of all chunks travel together."""
     weight_of_choice: Tensor
     """int64 [t, k]: the inverse."""
-    chunks: Sequence[Chunk]
-    whole: Chunk
+    chunks: Sequence[RowChunk]
+    whole: RowChunk
     """All experts as one chunk, as weights travel."""
 
     @property
@@ -140,7 +140,7 @@ def plan_dispatch(
         copy = device.HostCopy(torch.cat([chosen_e, arriving_qpe.reshape(-1)]))
         numbers = partial(_awaited, copy, ep if ep.size > 1 else etp)
     row_counts = RowCounts(ep, etp, num_experts, chosen.numel(), arriving_qpe, numbers)
-    whole = Chunk(row_counts, 0, 1)
+    whole = RowChunk(row_counts, 0, 1)
     return Dispatch(
         ep,
         etp,
@@ -151,7 +151,7 @@ def plan_dispatch(
         row_of_choice=row_of_choice,
         choice_of_weight=choice_of_weight,
         weight_of_choice=weight_of_choice,
-        chunks=[whole] if chunks == 1 else [Chunk(row_counts, number, chunks) for number in range(chunks)],
+        chunks=[whole] if chunks == 1 else [RowChunk(row_counts, number, chunks) for number in range(chunks)],
         whole=whole,
     )
 
@@ -209,7 +209,7 @@ def compute(
     results [rows, h]. With etp above 1, each rank of etp has a part of each result, and their sum is the result.
     """
     returning = []
-    memory = Memory([sum(chunk.sent_rows) for chunk in plan.chunks])
+    memory = ExchangeMemory([sum(chunk.sent_rows) for chunk in plan.chunks])
     # Before any rows, so that in backward the gradients of weights leave behind those of all rows.
     weights = _by_expert(arriving.weights, plan.whole, plan, "torch").split([chunk.rows for chunk in plan.chunks])
     for chunk, weights_of_chunk, arriving_rows in zip(plan.chunks, weights, arriving.rows, strict=True):
@@ -230,7 +230,7 @@ def combine(returning: Sequence[ArrivingRows], plan: Dispatch, impl: Implementat
     return sums_of_rows(all_arrived(returning), plan.token_of_row, plan.row_of_choice, impl)
 
 
-def _by_expert(arriving: ArrivingRows, chunk: Chunk, plan: Dispatch, impl: Implementation) -> Tensor:
+def _by_expert(arriving: ArrivingRows, chunk: RowChunk, plan: Dispatch, impl: Implementation) -> Tensor:
     """Wait for what was sent to the experts of a chunk, and sort it by expert: of all etp ranks, [rows, any]."""
     rows = _gather_rows(arriving.wait(), chunk.brought_rows, plan.etp)
     return _reorder(rows, chunk.expert_order, chunk.arrival_order, impl)

@@ -10,7 +10,7 @@ until the rows, or their gradients, are here (`megapar.linear.meanwhile`).
 
 Rows may travel in several parts, one all-to-all each. They may start together and be waited for one by one, or start
 one by one and be waited for together. No part is copied for that: rows leave from slices of one tensor, and arrive in
-slices of one tensor. Through shared memory rows also arrive sorted by expert, and leave so (`Counts`).
+slices of one tensor. Through shared memory rows also arrive sorted by expert, and leave so (`ExchangedRows`).
 """
 
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ from torch import Tensor
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
-from megapar.comm.transport import Counts
+from megapar.comm.transport import ExchangedRows
 from megapar.linear.meanwhile import Meanwhile
 
 
-class Memory:
+class ExchangeMemory:
     """Memory for rows of several exchanges: those of the first one, then those of the second one, and so on.
 
     `counts` are the numbers of their rows. The memory is made when the first exchange starts.
@@ -46,7 +46,7 @@ class Memory:
     def take(self) -> Tensor:
         """All of it. Nothing is kept here: the graph would keep it."""
         whole, self._whole = self._whole, None
-        assert whole is not None, "Memory.take() came before the first exchange"
+        assert whole is not None, "ExchangeMemory.take() came before the first exchange"
         return whole
 
 
@@ -55,11 +55,11 @@ class ArrivingRows:
 
     def __init__(
         self,
-        counts: Counts,
+        counts: ExchangedRows,
         axis: Axis,
         meanwhile: Meanwhile,
-        gradients: tuple[Memory, int],
-        arrivals: tuple[Memory, int] | None,
+        gradients: tuple[ExchangeMemory, int],
+        arrivals: tuple[ExchangeMemory, int] | None,
     ):
         # Copies of the lists: backward needs them, and the caller may change its own.
         self.counts = counts._replace(sent=tuple(counts.sent), received=tuple(counts.received))
@@ -67,7 +67,7 @@ class ArrivingRows:
         self.meanwhile = meanwhile  # weight gradients to compute while the rows travel
         self.pending = Pending()
         self.gradients = gradients  # where the gradients of the rows that were sent arrive
-        self.arrivals = arrivals or (Memory([sum(counts.received)]), 0)
+        self.arrivals = arrivals or (ExchangeMemory([sum(counts.received)]), 0)
         self.memory: Tensor | None = None  # of the rows, for autograd
 
     def post(self, x: Tensor) -> Tensor:
@@ -129,9 +129,9 @@ class _Arrived(torch.autograd.Function):
 
 def start_exchanges(
     x: Tensor,
-    counts: Sequence[Counts],
+    counts: Sequence[ExchangedRows],
     axis: Axis,
-    arrivals: tuple[Memory, int] | None = None,
+    arrivals: tuple[ExchangeMemory, int] | None = None,
     meanwhile: Meanwhile | None = None,
 ) -> list[ArrivingRows]:
     """Start sending the rows of `x` [rows, ...] in consecutive parts, one for each of `counts`, to all ranks of `axis`.
@@ -143,7 +143,7 @@ def start_exchanges(
     and `x` as many rows as are sent.
     """
     sent_rows = [sum(each.sent) for each in counts]
-    gradients, waiting = Memory(sent_rows), meanwhile or Meanwhile()
+    gradients, waiting = ExchangeMemory(sent_rows), meanwhile or Meanwhile()
     parts = [ArrivingRows(each, axis, waiting, (gradients, number), arrivals) for number, each in enumerate(counts)]
     memories: Sequence[Tensor] = [x]
     if axis.size > 1:
@@ -173,5 +173,5 @@ def all_arrived(parts: Sequence[ArrivingRows]) -> Tensor:
 
 def exchange_rows(x: Tensor, sent_rows: Sequence[int], received_rows: Sequence[int], axis: Axis) -> Tensor:
     """Send rows of `x` [rows, ...] to every position of `axis`, and wait for those received, as `start_exchanges`."""
-    (arriving,) = start_exchanges(x, [Counts(sent_rows, received_rows)], axis)
+    (arriving,) = start_exchanges(x, [ExchangedRows(sent_rows, received_rows)], axis)
     return arriving.wait()

@@ -17,7 +17,7 @@ from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
 from megapar.comm.axis import Axis
-from megapar.comm.transport import Counts
+from megapar.comm.transport import ExchangedRows
 from megapar.declare.params import cut
 
 
@@ -70,7 +70,7 @@ class RowCounts:
 
 
 @dataclass(frozen=True)
-class Chunk:
+class RowChunk:
     """The rows of one of `chunks` chunks."""
 
     counts: RowCounts
@@ -112,10 +112,10 @@ class Chunk:
         return tuple(self._arriving[self.counts.etp.rank].sum(1).tolist())
 
     @cached_property
-    def to_experts(self) -> Counts:
+    def to_experts(self) -> ExchangedRows:
         """The numbers of rows on their way to the experts."""
         groups = self._arriving[0].tolist() if self.arrives_sorted else None
-        return Counts(self.sent_rows, self.received_rows, received_groups=groups)
+        return ExchangedRows(self.sent_rows, self.received_rows, received_groups=groups)
 
     @cached_property
     def arrives_sorted(self) -> bool:

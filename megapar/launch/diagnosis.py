@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megapar.base.errors import CommunicationError
-from megapar.comm.rendezvous import Member, in_runs
+from megapar.comm.rendezvous import RankInfo, in_runs
 
 Log = dict[str, Any]  # what flight.read returns
 Group = dict[int, tuple[int, Mapping[str, Any]]]  # position on an axis -> (rank, its log of the axis)
@@ -28,7 +28,7 @@ def process_state(pid: int) -> str:
     return {"T": "stopped", "t": "stopped", "Z": "ended", "X": "ended"}.get(state, "running")
 
 
-def diagnose(logs: Mapping[int, Log], members: Sequence[Member]) -> tuple[str, int] | None:
+def diagnose(logs: Mapping[int, Log], members: Sequence[RankInfo]) -> tuple[str, int] | None:
     """A sentence about why ranks wait in vain, and the rank behind it.
 
     Returns None if the logs do not tell. `logs` has all readable logs by rank. Each log has a field `state`:
@@ -89,7 +89,9 @@ def _has_ended(log: Log) -> bool:
     return log["error"] is not None and log["error"]["class"] != CommunicationError.__name__
 
 
-def _missing(missing: Sequence[int], waiting: Sequence[int], logs: Mapping[int, Log], members: Sequence[Member]) -> str:
+def _missing(
+    missing: Sequence[int], waiting: Sequence[int], logs: Mapping[int, Log], members: Sequence[RankInfo]
+) -> str:
     """The sentence about the ranks of `missing`: the first in detail, the others by number."""
     first = missing[0]
     log = logs[first]
@@ -111,7 +113,7 @@ def _missing(missing: Sequence[int], waiting: Sequence[int], logs: Mapping[int, 
     return text
 
 
-def name(member: Member, log: Log) -> str:
+def name(member: RankInfo, log: Log) -> str:
     """A rank in words, such as "rank 1 (process 4711 on node-a)"."""
     return f"rank {member.rank} (process {log['pid']} on {member.host})"
 
@@ -199,7 +201,7 @@ def _blockers(log: Log, rank: int, groups: Mapping[tuple[str, int], Group]) -> I
 
 
 def mismatch(
-    logs: Mapping[int, Log], members: Sequence[Member], groups: Mapping[tuple[str, int], Group] | None = None
+    logs: Mapping[int, Log], members: Sequence[RankInfo], groups: Mapping[tuple[str, int], Group] | None = None
 ) -> tuple[str, int] | None:
     """Find the first collective of a group, or message of a link, on which two ranks disagree.
 
@@ -232,7 +234,7 @@ def _key(record: Mapping[str, Any], position: int) -> tuple[tuple[Any, ...], tup
     return (*ends, record["number"]), (record["bytes"], record["dtype"])
 
 
-def rows(logs: Mapping[int, Log], members: Sequence[Member]) -> list[dict[str, Any]]:
+def rows(logs: Mapping[int, Log], members: Sequence[RankInfo]) -> list[dict[str, Any]]:
     """The state and position of each rank, as JSON types."""
     table = []
     for member in members:
@@ -249,7 +251,7 @@ def rows(logs: Mapping[int, Log], members: Sequence[Member]) -> list[dict[str, A
     return table
 
 
-def as_table(logs: Mapping[int, Log], members: Sequence[Member]) -> str:
+def as_table(logs: Mapping[int, Log], members: Sequence[RankInfo]) -> str:
     """`rows` as text: a row for each rank, a line for the newest operation of each axis."""
     table = Table("rank", "host", "pid", "state", "step", "phase", "for s", "newest operation of each axis", box=None)
     for row in rows(logs, members):

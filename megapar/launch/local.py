@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from megapar.base.errors import CommunicationError, starting
 from megapar.comm.flight import Board, Flight, has_flag, read
-from megapar.comm.rendezvous import Member
+from megapar.comm.rendezvous import RankInfo
 from megapar.config.options import Config
 from megapar.launch.diagnosis import as_table, diagnose, mismatch, name, position_in_step, rows
 from megapar.launch.monitor import local_logs
@@ -75,7 +75,7 @@ def start_local_ranks(main: Main, nproc: int, run_dir: str) -> int:
     return end.code
 
 
-class Start(NamedTuple):
+class JobStart(NamedTuple):
     """Which start of a job this is. `job`, `restart` and `snapshots` are those of `Environment`.
 
     The ranks are asked to stop after step `stop_at`; 0: after none.
@@ -91,7 +91,7 @@ class End(NamedTuple):
     """How the ranks of a start have ended.
 
     `error` holds the fields of error.json, None without an error. `step` is the newest step that a rank began. `owned`:
-    the ranks had locked the run folder. `stopped_at`: they were asked to stop, because of `Start.stop_at`.
+    the ranks had locked the run folder. `stopped_at`: they were asked to stop, because of `JobStart.stop_at`.
     """
 
     code: int
@@ -101,7 +101,7 @@ class End(NamedTuple):
     stopped_at: bool
 
 
-def run_ranks(main: Main, nproc: int, signals: Signals, start: Start = Start()) -> End:  # noqa: B008 (immutable)
+def run_ranks(main: Main, nproc: int, signals: Signals, start: JobStart = JobStart()) -> End:  # noqa: B008 (immutable)
     """Fork `nproc` ranks, and wait for their end. None of them is left then.
 
     Raises OutOfMemoryError as `start_local_ranks` does.
@@ -202,7 +202,7 @@ class _Launcher:
         self._board = board
         self._signals = signals
         host = socket.gethostname()
-        self._members = [Member(rank, host, "", pid=process.pid or 0) for rank, process in enumerate(ranks)]
+        self._members = [RankInfo(rank, host, "", pid=process.pid or 0) for rank, process in enumerate(ranks)]
         self._codes: dict[int, int] = {}  # exit codes of ranks that have ended, in the order in which they were noted
         self._failed_at = 0.0  # when the first operation failed, on time.monotonic's clock; 0 for never
         self._over_at = 0.0  # when the first rank ended well; 0 for never

@@ -23,7 +23,7 @@ from typing import Any
 
 from megapar.comm.flight import Board, Flight, Memory, read
 from megapar.comm.flight_file import FlightFile
-from megapar.comm.rendezvous import Member, Store
+from megapar.comm.rendezvous import RankInfo, Store
 from megapar.launch.diagnosis import SILENT_SECONDS, Log, as_table, diagnose, process_state, rows
 from megapar.launch.reporting import interrupted_at
 from megapar.launch.signals import Signals
@@ -39,7 +39,7 @@ _SETTLE_SECONDS = 0.3  # ranks that fail at the same moment have raised their fl
 _HURRY_SECONDS = 2.0  # how long the main thread has to end after a signal that ends the process
 
 
-def local_logs(board: Board, members: Sequence[Member]) -> dict[int, Log]:
+def local_logs(board: Board, members: Sequence[RankInfo]) -> dict[int, Log]:
     """The logs of the local launcher's ranks, with the state of their processes."""
     return {member.rank: _log_here(board[member.rank]) for member in members}
 
@@ -61,7 +61,7 @@ class Monitor:
     """The monitor thread of one rank. It starts at once. `board` is the local launcher's, if there is one."""
 
     def __init__(self, flight: Flight, rank: int, signals: Signals, board: Board | None = None):
-        self.members: list[Member] = []
+        self.members: list[RankInfo] = []
         self.table: list[dict[str, Any]] = []  # where all ranks stood when an operation failed, as JSON types
         self.warn_after = 0.0  # seconds without progress before a warning (see above on NCCL); 0: never
         self._flight = flight
@@ -84,7 +84,7 @@ class Monitor:
         self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
         self._thread.start()
 
-    def watch(self, members: Sequence[Member], store: Store | None = None, file: FlightFile | None = None) -> None:
+    def watch(self, members: Sequence[RankInfo], store: Store | None = None, file: FlightFile | None = None) -> None:
         """Begin to watch `members`, all ranks of the job. `store` and `file` are given under torchrun and Slurm."""
         self.members = list(members)
         self._interval = max(1.0, len(members) / 1000)  # at most 1000 posts a second: the store is one process
@@ -172,7 +172,7 @@ class Monitor:
                 logs[member.rank] = log
         return logs
 
-    def _log_of(self, member: Member) -> Log | None:
+    def _log_of(self, member: RankInfo) -> Log | None:
         """The log of another rank: from its file on this host, else from the store; None if neither has it."""
         memory = None
         if self._file and member.host == socket.gethostname():

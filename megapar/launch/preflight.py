@@ -20,7 +20,7 @@ from megapar.base.errors import CommunicationError
 from megapar.base.grid import Grid, Groups
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
-from megapar.comm.rendezvous import Member, Store, placed
+from megapar.comm.rendezvous import RankInfo, Store, placed
 from megapar.comm.store import answered
 from megapar.declare.context import ParallelContext
 from megapar.launch import reach
@@ -36,7 +36,7 @@ _REPEATS = 7
 _MOST_SHOWN = 16  # ranks in the printed table, if none of them is slow
 
 
-class Work(NamedTuple):
+class PreflightSizes(NamedTuple):
     """What is measured on a kind of device: bytes of the all-reduce, size of square matrices, and their dtype."""
 
     nbytes: int
@@ -45,13 +45,13 @@ class Work(NamedTuple):
 
 
 # Large enough for the full bandwidth and speed, and done in a second.
-WORKS = {"cuda": Work(64 << 20, 8192, torch.bfloat16), "cpu": Work(1 << 20, 512, torch.float32)}
+WORKS = {"cuda": PreflightSizes(64 << 20, 8192, torch.bfloat16), "cpu": PreflightSizes(1 << 20, 512, torch.float32)}
 
 Product = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 def check_hosts(
-    store: Store, members: Sequence[Member], rank: int, meeting: str, interface: str, timeout_seconds: float
+    store: Store, members: Sequence[RankInfo], rank: int, meeting: str, interface: str, timeout_seconds: float
 ) -> None:
     """Do as `reach.check_hosts`, within the limit of this module. Also raises if the store does not answer."""
     limit = min(LIMIT_SECONDS, timeout_seconds)
@@ -60,7 +60,7 @@ def check_hosts(
 
 
 def run(
-    ctx: ParallelContext, grid: Grid, members: Sequence[Member], store: Store | None, timeout_seconds: float
+    ctx: ParallelContext, grid: Grid, members: Sequence[RankInfo], store: Store | None, timeout_seconds: float
 ) -> dict[str, Any]:
     """Test all groups, measure, and print the table on rank 0. Returns what `measure` returns.
 
@@ -76,7 +76,7 @@ def run(
 
 
 @contextmanager
-def _store_answers(rank: int, members: Sequence[Member]) -> Iterator[None]:
+def _store_answers(rank: int, members: Sequence[RankInfo]) -> Iterator[None]:
     """Raise CommunicationError in place of TimeoutError: the store's process is stopped."""
     try:
         yield
@@ -88,7 +88,7 @@ def _store_answers(rank: int, members: Sequence[Member]) -> Iterator[None]:
 
 
 def check_groups(
-    ctx: ParallelContext, groups: Mapping[str, Groups], members: Sequence[Member], store: Store, limit_seconds: float
+    ctx: ParallelContext, groups: Mapping[str, Groups], members: Sequence[RankInfo], store: Store, limit_seconds: float
 ) -> None:
     """Let each group of each axis sum a few numbers. A collective over all ranks, which end it together.
 
@@ -110,7 +110,7 @@ class _AxisTest:
         ctx: ParallelContext,
         axis: Axis,
         groups: Groups,
-        members: Sequence[Member],
+        members: Sequence[RankInfo],
         store: Store,
         limit_seconds: float,
     ):
@@ -220,7 +220,7 @@ class _AxisTest:
         return error
 
 
-def measure(ctx: ParallelContext, members: Sequence[Member], product: Product = torch.matmul) -> dict[str, Any]:
+def measure(ctx: ParallelContext, members: Sequence[RankInfo], product: Product = torch.matmul) -> dict[str, Any]:
     """Measure the bandwidth of each axis and the speed of matrix products. A collective; all ranks get the result.
 
     The result has JSON types: what `run_dir/preflight.json` holds. Bandwidth is that of the bus, as nccl-tests has it:
@@ -239,7 +239,7 @@ def measure(ctx: ParallelContext, members: Sequence[Member], product: Product = 
     return report(every, [member.host for member in members], work)
 
 
-def _products_tflops(ctx: ParallelContext, work: Work, product: Product) -> float:
+def _products_tflops(ctx: ParallelContext, work: PreflightSizes, product: Product) -> float:
     """The speed of square products in TFLOP/s, on all ranks at once."""
     own = torch.Generator(ctx.device).manual_seed(0)  # the run's random numbers must not depend on this
     shape = work.size, work.size
@@ -249,7 +249,7 @@ def _products_tflops(ctx: ParallelContext, work: Work, product: Product) -> floa
     return 2 * work.size**3 / seconds / 1e12
 
 
-def _gb_per_second(ctx: ParallelContext, axis: Axis, work: Work) -> float:
+def _gb_per_second(ctx: ParallelContext, axis: Axis, work: PreflightSizes) -> float:
     """The bandwidth of an all-reduce over `axis` in GB/s."""
     x = torch.zeros(work.nbytes, dtype=torch.uint8, device=ctx.device).view(torch.float32)
     seconds = _least_seconds(ctx.device, lambda: collectives.all_reduce(x, axis), lambda: collectives.barrier(axis))
@@ -273,7 +273,7 @@ def _least_seconds(on: torch.device, call: Callable[[], object], together: Calla
     return min(seconds)
 
 
-def report(every: Sequence[Mapping[str, Any]], hosts: Sequence[str], work: Work) -> dict[str, Any]:
+def report(every: Sequence[Mapping[str, Any]], hosts: Sequence[str], work: PreflightSizes) -> dict[str, Any]:
     """What `measure` returns, out of what each rank has measured and the host of each rank."""
     middle = statistics.median(found["tflops"] for found in every)
     ranks = []
@@ -306,7 +306,7 @@ def report(every: Sequence[Mapping[str, Any]], hosts: Sequence[str], work: Work)
     }
 
 
-def table(result: Mapping[str, Any], members: Sequence[Member]) -> list[str]:
+def table(result: Mapping[str, Any], members: Sequence[RankInfo]) -> list[str]:
     """The lines of a result for people. Of many ranks the slow ones are shown."""
     hosts = len({member.host for member in members})
     lines = [f"preflight: every group answers ({len(members)} ranks, {hosts} host{'s' if hosts > 1 else ''})"]

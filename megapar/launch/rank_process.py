@@ -23,7 +23,7 @@ from megapar.comm import collectives, rendezvous
 from megapar.comm.flight import Board, Flight
 from megapar.comm.flight_file import FlightFile
 from megapar.comm.process_groups import nccl_options, world_is_of_gradients
-from megapar.comm.rendezvous import Member, Store
+from megapar.comm.rendezvous import RankInfo, Store
 from megapar.comm.store import JobStore, StoreUser, answered, connect, part_of, quiet_log
 from megapar.comm.transport_symmetric import offered_by_torch
 from megapar.config import plugins
@@ -62,7 +62,7 @@ class RankProcess:
     file: FlightFile | None  # under torchrun and Slurm: the flight log for others on this host
     has_launcher: bool  # the local launcher, which tells how the run has ended
     deadline: float  # on time.monotonic's clock; 0 for none
-    members: list[Member] = field(default_factory=list)
+    members: list[RankInfo] = field(default_factory=list)
     preflight_store: Store | None = None  # of launch.preflight, if there are several ranks
     preflight: dict[str, Any] | None = None  # what it has measured
     stopped: str = ""  # what has stopped the run after a save, such as a signal; "" if it has done all its steps
@@ -218,7 +218,7 @@ def hardware_queues(config: Config) -> int | None:
     return 1 if in_order and not several else None
 
 
-def _check_symmetric_memory(grid: Grid, chosen: torch.device, members: Sequence[Member]) -> None:
+def _check_symmetric_memory(grid: Grid, chosen: torch.device, members: Sequence[RankInfo]) -> None:
     """Raise ConfigError unless the ranks of each tp group are GPUs of one host, and torch has symmetric memory."""
     name = "parallel.tp_symmetric_memory"
     if chosen.type == "cpu":
@@ -246,7 +246,9 @@ def _told_by_each_host(env: Environment) -> Iterator[None]:
         raise
 
 
-def _meet(config: Config, env: Environment, member: Member, chosen: torch.device, process: RankProcess) -> list[Member]:
+def _meet(
+    config: Config, env: Environment, member: RankInfo, chosen: torch.device, process: RankProcess
+) -> list[RankInfo]:
     """Meet the other ranks, compare what must be equal, and make the world's process group; returns all members."""
     timeout = config.launch.timeout_seconds
     backend = device.backend(chosen)
@@ -284,7 +286,7 @@ def _meet(config: Config, env: Environment, member: Member, chosen: torch.device
 
 
 def _compare(
-    job: JobStore, config: Config, env: Environment, member: Member, chosen: torch.device
+    job: JobStore, config: Config, env: Environment, member: RankInfo, chosen: torch.device
 ) -> rendezvous.Meeting:
     """Meet the other ranks in the job's store, and compare what must be equal."""
     timeout = config.launch.timeout_seconds

@@ -17,7 +17,7 @@ from datetime import timedelta
 from urllib.parse import urlsplit
 
 from megapar.base.errors import CommunicationError
-from megapar.comm.rendezvous import Member, Store, in_runs
+from megapar.comm.rendezvous import RankInfo, Store, in_runs
 
 _TOKEN_BYTES = 16
 _AT_ONCE = 32  # connections that a host makes at a time
@@ -26,7 +26,7 @@ _MOST_NAMED = 3
 
 
 def check_hosts(
-    store: Store, members: Sequence[Member], rank: int, meeting: str, interface: str, limit_seconds: float
+    store: Store, members: Sequence[RankInfo], rank: int, meeting: str, interface: str, limit_seconds: float
 ) -> None:
     """Let each host connect to each other one. A collective over all ranks; the first rank of each host connects.
 

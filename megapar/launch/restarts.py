@@ -27,7 +27,7 @@ from megapar.base.errors import (
 )
 from megapar.config.messages import counted
 from megapar.config.options import Config
-from megapar.launch.local import End, Main, Start, preload, run_ranks
+from megapar.launch.local import End, JobStart, Main, preload, run_ranks
 from megapar.launch.rank_process import refuse_start
 from megapar.launch.reporting import Interrupted, report_error
 from megapar.launch.signals import Signals
@@ -58,7 +58,7 @@ class Fault(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Verdict:
+class RestartDecision:
     """What follows a fault: a start with `world` ranks after a pause, or the end for the reason `ends`."""
 
     world: int = 0
@@ -66,16 +66,16 @@ class Verdict:
     ends: str = ""
 
 
-def judge(faults: Sequence[Fault], smaller: Callable[[int], int], most: int) -> Verdict:
+def judge(faults: Sequence[Fault], smaller: Callable[[int], int], most: int) -> RestartDecision:
     """What follows the last of `faults`, all of this job.
 
     `smaller` gives the next smaller number of ranks that can run, 0 if there is none. `most` is launch.max_restarts.
     """
     last = faults[-1]
     if last.code not in _MAY_PASS:
-        return Verdict(ends="this error would come again")
+        return RestartDecision(ends="this error would come again")
     if len(faults) > most:
-        return Verdict(ends=f"launch.max_restarts={most} are used up")
+        return RestartDecision(ends=f"launch.max_restarts={most} are used up")
     # Those since the newest step that any start has begun, with the fault in that step.
     furthest = max(fault.step for fault in faults)
     first = next(i for i, fault in enumerate(faults) if fault.step == furthest)
@@ -84,19 +84,19 @@ def judge(faults: Sequence[Fault], smaller: Callable[[int], int], most: int) -> 
     if again and last.code == _LOST:
         world = smaller(last.world)
         if world:
-            return Verdict(world)
+            return RestartDecision(world)
     if again and stuck[-2].step == last.step:
-        return Verdict(ends=f"it came twice at step {last.step}")
+        return RestartDecision(ends=f"it came twice at step {last.step}")
     if len(stuck) >= _MOST_WITHOUT_PROGRESS:
-        return Verdict(ends=f"{len(stuck)} starts came no further than step {furthest}")
-    return Verdict(last.world, pause_seconds=float(len(stuck) - 1))
+        return RestartDecision(ends=f"{len(stuck)} starts came no further than step {furthest}")
+    return RestartDecision(last.world, pause_seconds=float(len(stuck) - 1))
 
 
 Record = Mapping[str, Any]
 """The fields of error.json."""
 
 
-class Plan(Protocol):
+class WorldPlan(Protocol):
     """What a run becomes on a number of ranks."""
 
     @property
@@ -110,7 +110,7 @@ class Plan(Protocol):
         """Add to an error what its rank could not say."""
 
 
-P = TypeVar("P", bound=Plan)
+P = TypeVar("P", bound=WorldPlan)
 
 
 def read_job(given: Config) -> tuple[Environment, int]:
@@ -156,7 +156,7 @@ def keep_running(main: Main, prepare: Callable[[int], Main], config: Config, adv
         if end.error["class"] not in (Preempted.__name__, Interrupted.__name__):
             alert(failure(str(end.error["class"])), str(end.error["message"]), code=end.code, **of_rank)
 
-    def run(program: Main, world: int, signals: Signals, start: Start) -> End:
+    def run(program: Main, world: int, signals: Signals, start: JobStart) -> End:
         end = run_ranks(program, world, signals, start)
         return end if end.error is None else end._replace(error=advise(end.error))
 
@@ -169,7 +169,7 @@ def _keep_running(
     main: Main,
     prepare: Callable[[int], Main],
     config: Config,
-    run: Callable[[Main, int, Signals, Start], End],
+    run: Callable[[Main, int, Signals, JobStart], End],
     failed: Callable[[End], None],
 ) -> tuple[int, int]:
     """Do as `keep_running` says; returns the exit code and the newest step. `failed` gets each end with an error."""
@@ -186,7 +186,7 @@ def _keep_running(
             # A replica comes back when a checkpoint has been made since: another fault then costs little.
             stop_at = faults[-1].step + _interval(config) if world < full else 0
             program = main if world == full else prepare(world)
-            end = run(program, world, signals, Start(job, starts, snapshots, stop_at))
+            end = run(program, world, signals, JobStart(job, starts, snapshots, stop_at))
             starts += 1
             if end.error is not None:
                 report_error(end.error, config.run_dir, ours=False)

@@ -190,7 +190,7 @@ def log_line(line: dict[str, Any], steps: int, eta_seconds: float | None) -> str
     )
 
 
-class Lines:
+class LineWriter:
     """Writes lines to a file in their order, in a thread of its own.
 
     A full disk loses lines. The first loss prints a message. The run goes on without the line; only an unsaved
@@ -297,7 +297,7 @@ class Reporter:
         start = lineage[-1][0] if lineage else "start"
         with storing(path):
             cut = cut_back(path, run.first_step, run.run_dir / f"metrics.abandoned-{start}.jsonl")
-            self._lines = Lines(path)
+            self._lines = LineWriter(path)
         if tracks(options):
             curve, replays = curve_of(run.run_dir, lineage, cut=cut)
             run = replace(run, curve=curve, replays=replays)

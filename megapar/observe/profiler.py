@@ -12,7 +12,7 @@ from megapar.base.errors import StorageError, storing
 from megapar.comm import collectives
 from megapar.config.derive import profiled_steps
 from megapar.declare.agreement import on_all_ranks
-from megapar.observe.metrics import PATIENCE_SECONDS, Lines
+from megapar.observe.metrics import PATIENCE_SECONDS, LineWriter
 from megapar.observe.observer import Observed, Observer
 from megapar.system import device
 from megapar.system.atomic_files import as_json
@@ -39,14 +39,14 @@ class Profiler(Observer):
         self._clock: device.DeviceClock | None = None
         self._recorder: Recorder | None = None  # of the running step
         self._recorded: deque[RecordedStep] = deque()  # their moments may be ahead of a GPU
-        self._lines: Lines | None = None
+        self._lines: LineWriter | None = None
         if self._steps:
             folder = seen.run_dir / "profile"
 
-            def open_file() -> Lines:
+            def open_file() -> LineWriter:
                 with storing(folder):
                     folder.mkdir(exist_ok=True)
-                    return Lines(folder / f"rank_{self._ctx.world.rank:05}.jsonl")
+                    return LineWriter(folder / f"rank_{self._ctx.world.rank:05}.jsonl")
 
             self._lines = on_all_ranks(open_file, self._ctx, StorageError, "profile not written")
 

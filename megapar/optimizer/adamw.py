@@ -15,7 +15,7 @@ from megapar.declare.optimizer_state import StateTensor
 from megapar.declare.params import REMAINDER
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.logical_rows import logical_rows
-from megapar.optimizer.visits import Shard, Step
+from megapar.optimizer.visits import UpdateArgs, UpdateShard
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class AdamW(Optimizer):
             states.append(StateTensor(REMAINDER, torch.int16))
         return states
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+    def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
         adamw_step(
             shard.main,
             grad,

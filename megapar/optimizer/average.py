@@ -13,7 +13,7 @@ from torch import Tensor
 from megapar.data_parallel.shards import Weights
 from megapar.declare.params import AVERAGE
 from megapar.optimizer.base import Optimizer
-from megapar.optimizer.visits import Shard
+from megapar.optimizer.visits import UpdateShard
 
 
 class Average:
@@ -59,7 +59,7 @@ class Average:
                 self._weights.part(shard.start, shard.stop).copy_(shard.main)
         self._weights.gather()
 
-    def _shards(self) -> Iterator[tuple[Optimizer, Shard]]:
+    def _shards(self) -> Iterator[tuple[Optimizer, UpdateShard]]:
         for optimizer in self._optimizers:
             for shard in optimizer.shards:
                 yield optimizer, shard

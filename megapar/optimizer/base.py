@@ -19,7 +19,7 @@ from megapar.declare.context import ParallelContext
 from megapar.declare.optimizer_state import StateTensor
 from megapar.declare.params import AVERAGE, REMAINDER
 from megapar.optimizer.host_updates import HostUpdates
-from megapar.optimizer.visits import Shard, Step, Visit
+from megapar.optimizer.visits import UpdateArgs, UpdateShard, Visit
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ class Optimizer(ABC):
     """How many elements are updated on the host at one time: it takes four times 64 MiB or less for them to travel."""
 
     takes_found_inf = False
-    """Whether `update` takes `Step.found_inf`. Otherwise the host reads it before the updates, and waits for it."""
+    """Whether `update` takes `UpdateArgs.found_inf`. Otherwise the host reads it before the updates, and waits for
+    it."""
 
     MATRICES_ONLY: ClassVar[bool] = False
     """Whether it updates matrices alone (`ParamSpec.update`). If it is the run's, AdamW updates the elements."""
@@ -145,7 +146,7 @@ class Optimizer(ABC):
             raise NotImplementedError(f"{type(self).__name__} joins matrices, so it must override join_in_plan")
 
     @abstractmethod
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+    def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
         """Update `shard` once with its reduced gradient `grad`, 1-D fp32. The update may change `grad`.
 
         `params` are the 16-bit weights. The new main weights are rounded into them. `params` is None if the main
@@ -153,7 +154,7 @@ class Optimizer(ABC):
         afterwards.
         """
 
-    def step(self, step: Step) -> None:
+    def step(self, step: UpdateArgs) -> None:
         """Update all shards. An optimizer overrides this if its update takes several passes over them."""
         for visit in self.visits:
             if not visit.shard.on_host:
@@ -163,10 +164,10 @@ class Optimizer(ABC):
             clip = None if step.clip is None else step.clip.cpu()
             self.host_updates.run(replace(step, clip=clip))
 
-    def _update_on_host(self, visit: Visit, grad: Tensor, step: Step) -> None:
+    def _update_on_host(self, visit: Visit, grad: Tensor, step: UpdateArgs) -> None:
         self.update(visit.shard, grad, None, step)
 
-    def aliased(self, shard: Shard) -> bool:
+    def aliased(self, shard: UpdateShard) -> bool:
         """Whether the main weights of a shard are the parameters themselves."""
         return aliases(self.dtype, shard.on_host, self.states)
 
@@ -175,12 +176,12 @@ class Optimizer(ABC):
         """Whether any of its state is in host memory."""
         return any(shard.on_host for shard in self.shards)
 
-    def decay(self, shard: Shard, step: Step) -> None:
+    def decay(self, shard: UpdateShard, step: UpdateArgs) -> None:
         """Decoupled weight decay: W = (1 - lr wd) W. It needs an option weight_decay in `OPTIONS`."""
         for start, stop in self.ranges_where_decayed(shard):
             shard.main[start:stop].mul_(1 - step.lr * self.options.weight_decay)
 
-    def ranges_where_decayed(self, shard: Shard) -> list[Range]:
+    def ranges_where_decayed(self, shard: UpdateShard) -> list[Range]:
         """The ranges of `shard` with weight decay, counted from its start. Padding is in them."""
         slots = [(slot.start, slot.end) for slot in self.slots if slot.spec.decay]
         inside = intersect(slots, [(shard.start, shard.stop)])
@@ -197,7 +198,7 @@ class Optimizer(ABC):
         total += sum(shard.main.nbytes for shard in shards if not self.aliased(shard))
         return total + (self.host_updates.nbytes if on_host else 0)
 
-    def _new_shard(self, weights: Weights, start: int, stop: int, on_host: bool) -> Shard:
+    def _new_shard(self, weights: Weights, start: int, stop: int, on_host: bool) -> UpdateShard:
         params = weights.part(start, stop)
         device = params.device
         if on_host and device.type != "meta":  # a plan has no memory to put it into
@@ -210,9 +211,9 @@ class Optimizer(ABC):
         }
         if self._averages:
             state[AVERAGE] = main.clone()
-        return Shard(start, stop, main, state, self.slots, on_host)
+        return UpdateShard(start, stop, main, state, self.slots, on_host)
 
-    def _cut(self, shard: Shard) -> list[Range]:
+    def _cut(self, shard: UpdateShard) -> list[Range]:
         """The ranges of the layout updated at one time."""
         if self.WHOLE:
             return [(slot.start, slot.stop) for slot in self.slots if shard.start <= slot.start < shard.stop]

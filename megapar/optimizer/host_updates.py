@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megapar.optimizer.visits import Step, Visit
+from megapar.optimizer.visits import UpdateArgs, Visit
 from megapar.system import device
 from megapar.system.side_stream import Reached, SideStream
 
@@ -27,7 +27,7 @@ class HostUpdates:
     def __init__(
         self,
         visits: Sequence[Visit],
-        update: Callable[[Visit, Tensor, Step], None],
+        update: Callable[[Visit, Tensor, UpdateArgs], None],
         dtype: torch.dtype,
         on: torch.device,
     ):
@@ -50,7 +50,7 @@ class HostUpdates:
         longest, number = _slots(sizes)
         return number * longest * (torch.float32.itemsize + dtype.itemsize)
 
-    def run(self, step: Step) -> None:
+    def run(self, step: UpdateArgs) -> None:
         """Update all pieces. The device's current stream waits for the new weights, and the host does not."""
         if not self._visits:
             return

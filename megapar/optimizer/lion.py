@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megapar.declare.optimizer_state import StateTensor
 from megapar.optimizer.base import Optimizer
-from megapar.optimizer.visits import Shard, Step
+from megapar.optimizer.visits import UpdateArgs, UpdateShard
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Lion(Optimizer):
     OPTIONS = LionOptions
     OFFLOADS = True
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+    def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
         if step.clip is not None:
             grad.mul_(step.clip)
         momentum = shard.state["momentum"]

@@ -12,10 +12,10 @@ from typing import NamedTuple
 from megapar_kernels.rounding import Rows
 
 from megapar.declare.params import Box, Sizes
-from megapar.optimizer.visits import Shard
+from megapar.optimizer.visits import UpdateShard
 
 
-def logical_rows(shard: Shard, seed: int) -> Iterator[Rows]:
+def logical_rows(shard: UpdateShard, seed: int) -> Iterator[Rows]:
     """Where the elements of a shard lie in their logical tensors. `seed` decides their random bits."""
     elements = shard.stop - shard.start
     for slot in shard.slots:
@@ -33,7 +33,7 @@ def name_key(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest(), "little")
 
 
-class Lines(NamedTuple):
+class TensorLines(NamedTuple):
     """`height` lines of `width` elements, one after the other from `position` on in a local tensor.
 
     The first begins at `first` in the flat logical tensor, and each of the others `pitch` elements after its neighbor.
@@ -46,8 +46,8 @@ class Lines(NamedTuple):
     pitch: int
 
 
-def lines(shape: Sizes, box: Box) -> Iterator[Lines]:
-    """Yield the elements of `box` in a row-major tensor of `shape` as `Lines`, in ascending order.
+def lines(shape: Sizes, box: Box) -> Iterator[TensorLines]:
+    """Yield the elements of `box` in a row-major tensor of `shape` as `TensorLines`, in ascending order.
 
     They are one unless a box cuts two dimensions after the first.
     """
@@ -63,4 +63,4 @@ def lines(shape: Sizes, box: Box) -> Iterator[Lines]:
     pitch = strides[last - 1] if last else width
     for number, index in enumerate(itertools.product(*(range(size) for size in box.size[:before]))):
         first = begin + sum(i * stride for i, stride in zip(index, strides, strict=False))
-        yield Lines(number * height * width, first, height, width, pitch)
+        yield TensorLines(number * height * width, first, height, width, pitch)

@@ -22,9 +22,9 @@ from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients
 from megapar.declare.context import ParallelContext
 from megapar.declare.params import Sizes
-from megapar.optimizer.owners import Fragment, Member, Part, Routes, parts_of
+from megapar.optimizer.owners import Fragment, MatrixPart, PlaneMember, Routes, parts_of
 from megapar.optimizer.sgd import SGD
-from megapar.optimizer.visits import Step
+from megapar.optimizer.visits import UpdateArgs
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic. Singular values end between 0.5 and 1.5, not at 1 (kellerjordan.github.io/posts/muon)."""
@@ -66,15 +66,15 @@ class Muon(SGD):
         found = [each for name in self.axes for each in self._located(self._layout, name)]
         self._bucket_starts = {part.name: start for part, start in found}
 
-    def parts(self, axis_name: str) -> list[Part]:
+    def parts(self, axis_name: str) -> list[MatrixPart]:
         """This rank's parts of matrices."""
         return self.parts_in(self._layout, axis_name)
 
-    def parts_in(self, layout: FlatLayout, axis_name: str) -> list[Part]:
+    def parts_in(self, layout: FlatLayout, axis_name: str) -> list[MatrixPart]:
         """The parts of matrices of a rank with this layout."""
         return [part for part, _ in self._located(layout, axis_name)]
 
-    def _located(self, layout: FlatLayout, axis_name: str) -> list[tuple[Part, int]]:
+    def _located(self, layout: FlatLayout, axis_name: str) -> list[tuple[MatrixPart, int]]:
         return parts_of(layout, self.updates, axis_name, by_block=self.options.muon_per_head)
 
     @classmethod
@@ -94,10 +94,10 @@ class Muon(SGD):
                 _, of_grad = positions[name]
                 if of_cut not in parts:
                     parts[of_cut] = self.parts_in(layout_of_rank(rank), name)
-                members.append(Member.at(of_grad, axis, parts[of_cut], sharded=self._layout.sharded))
+                members.append(PlaneMember.at(of_grad, axis, parts[of_cut], sharded=self._layout.sharded))
             self.routes[name] = Routes(members, plane.rank)
 
-    def step(self, step: Step) -> None:
+    def step(self, step: UpdateArgs) -> None:
         for visit in self.visits:
             self.direction(visit.shard, visit.grad, step)
         for name, axis in sorted(self.axes.items()):
@@ -118,7 +118,9 @@ class Muon(SGD):
         # The parts of the ranks of an axis of gradients are equal, so one of them tells its own.
         told = collectives.gather_json((cut.rank, axis.rank, digest, parts * axis.first), plane, self.ctx.device)
         firsts = {
-            of_cut: (found, list(map(Part.from_json, of_first))) for of_cut, rank, found, of_first in told if not rank
+            of_cut: (found, list(map(MatrixPart.from_json, of_first)))
+            for of_cut, rank, found, of_first in told
+            if not rank
         }
         for position, (of_cut, _, found, _) in enumerate(told):
             if found != firsts[of_cut][0]:
@@ -127,7 +129,7 @@ class Muon(SGD):
                     f"of its axis {axis.name}, so their parts cannot be put together"
                 )
         sharded = self._layout.sharded
-        members = [Member.at(rank, axis, firsts[of_cut][1], sharded=sharded) for of_cut, rank, _, _ in told]
+        members = [PlaneMember.at(rank, axis, firsts[of_cut][1], sharded=sharded) for of_cut, rank, _, _ in told]
         return Routes(members, plane.rank)
 
     def _orthogonalize(self, routes: Routes, plane: Axis) -> None:
@@ -160,7 +162,7 @@ class _Matrices:
         self._whole = {name: like.new_empty(shape) for name, shape in shapes.items()}
         self._columns: dict[tuple[str, Sizes, Sizes], Tensor] = {}  # flat parts with a part of the columns
 
-    def _flat(self, part: Part) -> Tensor:
+    def _flat(self, part: MatrixPart) -> Tensor:
         """The elements of a part: a view of the matrix if they are whole rows."""
         whole = self._whole[part.name]
         if part.held.size[1] == whole.shape[1]:

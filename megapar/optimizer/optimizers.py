@@ -17,7 +17,7 @@ from megapar.optimizer.average import Average
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.qk_clip import QKClip
 from megapar.optimizer.table import find
-from megapar.optimizer.visits import Step
+from megapar.optimizer.visits import UpdateArgs
 from megapar.system import device
 
 
@@ -75,7 +75,7 @@ class Optimizers:
                 return
             found_inf = None
         for optimizer in self.each:
-            optimizer.step(Step(self.step_count, lr * optimizer.updates.lr, clip_coefficient, found_inf))
+            optimizer.step(UpdateArgs(self.step_count, lr * optimizer.updates.lr, clip_coefficient, found_inf))
         if largest_logits is not None:
             self.qk_clip.scale(largest_logits, found_inf)
         if self.average is not None:

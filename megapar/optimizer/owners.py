@@ -35,7 +35,7 @@ def owners(shapes: Mapping[str, Sizes], ranks: int) -> dict[str, int]:
 
 
 @dataclass(frozen=True)
-class Part:
+class MatrixPart:
     """A tensor rank's part of the matrix `name`, as `Piece` has it. Its elements begin at `start` of their bucket.
 
     ZeRO cuts the bucket, of `bucket_numel` elements, into equal slices. The ranks of an axis of gradients have equal
@@ -51,11 +51,11 @@ class Part:
     bucket_numel: int
 
     @classmethod
-    def of(cls, piece: Piece, start: int, bucket_numel: int) -> "Part":
+    def of(cls, piece: Piece, start: int, bucket_numel: int) -> "MatrixPart":
         return cls(piece.name, piece.shape, piece.held, piece.owned, start, bucket_numel)
 
     @classmethod
-    def from_json(cls, fields: Sequence[Any]) -> "Part":
+    def from_json(cls, fields: Sequence[Any]) -> "MatrixPart":
         """The part of the lists in `to_json`."""
         name, shape, held, owned, start, bucket_numel = fields
         box = None if owned is None else Box(*map(tuple, owned))
@@ -72,24 +72,26 @@ class Part:
         return list(flat_ranges(self.held.size, Box(inside, self.owned.size)))
 
 
-def parts_of(layout: FlatLayout, updates: Update, axis_name: str, *, by_block: bool = False) -> list[tuple[Part, int]]:
+def parts_of(
+    layout: FlatLayout, updates: Update, axis_name: str, *, by_block: bool = False
+) -> list[tuple[MatrixPart, int]]:
     """The parts of matrices with this update, and with the gradient axis of this name, in the order of the layout.
 
     Beside each part is where its bucket begins in the layout. With `by_block` each block of a piece is a matrix
     (`Piece.blocks`).
     """
-    found: list[tuple[Part, int]] = []
+    found: list[tuple[MatrixPart, int]] = []
     for slot in layout.slots:
         if slot.update == updates and slot.spec.grad_axis.name == axis_name:
             bucket = layout.buckets[slot.bucket_index]
             for piece, start, _ in slot.spec.segments():
-                part = Part.of(piece, slot.start + start - bucket.start, bucket.numel)
+                part = MatrixPart.of(piece, slot.start + start - bucket.start, bucket.numel)
                 parts = _blocks(part, piece.blocks) if by_block and piece.blocks else [part]
                 found += [(each, bucket.start) for each in parts]
     return found
 
 
-def _blocks(part: Part, rows: Sequence[int]) -> Iterator[Part]:
+def _blocks(part: MatrixPart, rows: Sequence[int]) -> Iterator[MatrixPart]:
     """The parts of the blocks of a matrix. `rows` are those of each block, in turn."""
     height, width = part.shape
     first = 0
@@ -102,7 +104,7 @@ def _blocks(part: Part, rows: Sequence[int]) -> Iterator[Part]:
             owned = None if part.owned is None else _of_rows(part.owned, first, last)
             # Rows of a part follow one another in memory, so the elements of a block do too.
             start = part.start + (first + held.offset[0] - part.held.offset[0]) * part.held.size[1]
-            yield Part(f"{part.name}[{number}]", (last - first, width), held, owned, start, part.bucket_numel)
+            yield MatrixPart(f"{part.name}[{number}]", (last - first, width), held, owned, start, part.bucket_numel)
         first = last
 
 
@@ -116,25 +118,25 @@ def _of_rows(box: Box, first: int, last: int) -> Box | None:
 
 
 @dataclass(frozen=True)
-class Member:
+class PlaneMember:
     """A rank of a plane: the parts of its tensor rank, and which slice of them it updates.
 
     It has slice `shard` of `shards`, and so do the ranks of other copies. Without ZeRO there is one slice, and each
     rank of the axis of gradients has a copy.
     """
 
-    parts: Sequence[Part]
+    parts: Sequence[MatrixPart]
     shard: int
     shards: int
     copy: int
 
     @classmethod
-    def at(cls, rank: int, axis: Axis, parts: Sequence[Part], *, sharded: bool) -> "Member":
+    def at(cls, rank: int, axis: Axis, parts: Sequence[MatrixPart], *, sharded: bool) -> "PlaneMember":
         """The member at position `rank` of an axis of gradients."""
         shards = axis.shards.size if sharded else 1
         return cls(parts, rank % shards, shards, rank // shards)
 
-    def slice(self, part: Part) -> Range:
+    def slice(self, part: MatrixPart) -> Range:
         """The flat elements of `part` updated by this rank. Empty if its slice has none."""
         length = part.bucket_numel // self.shards
         first = self.shard * length - part.start
@@ -144,7 +146,7 @@ class Member:
 class Fragment(NamedTuple):
     """Flat elements [start, stop) of a part."""
 
-    part: Part
+    part: MatrixPart
     start: int
     stop: int
 
@@ -161,7 +163,7 @@ class Routes:
     `back[i]` from owner i.
     """
 
-    def __init__(self, members: Sequence[Member], position: int):
+    def __init__(self, members: Sequence[PlaneMember], position: int):
         shapes = {part.name: part.shape for member in members for part in member.parts}
         self.owners = owners(shapes, len(members))
         self.shapes = {name: shapes[name] for name in sorted(shapes) if self.owners[name] == position}
@@ -172,7 +174,7 @@ class Routes:
         self.returned = [list(self._returned(member, position)) for member in members]
         self.back = [list(self._returned(me, owner)) for owner in everywhere]
 
-    def _sent(self, member: Member, members: Sequence[Member], owner: int) -> Iterator[Fragment]:
+    def _sent(self, member: PlaneMember, members: Sequence[PlaneMember], owner: int) -> Iterator[Fragment]:
         """What `member` sends to an owner: one copy of each element goes there, the one of the owner's own copies."""
         if member.copy == members[owner].copy:
             for part in member.parts:
@@ -180,7 +182,7 @@ class Routes:
                     for start, stop in intersect(part.owned_ranges(), [member.slice(part)]):
                         yield Fragment(part, start, stop)
 
-    def _returned(self, member: Member, owner: int) -> Iterator[Fragment]:
+    def _returned(self, member: PlaneMember, owner: int) -> Iterator[Fragment]:
         """What `member` gets from an owner: all that it updates, copies of others included."""
         for part in member.parts:
             start, stop = member.slice(part)

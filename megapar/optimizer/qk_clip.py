@@ -19,7 +19,7 @@ from megapar.data_parallel.shards import Weights
 from megapar.declare.largest_logits import LargestLogits, ScaledRows, Share
 from megapar.declare.params import REMAINDER, Piece
 from megapar.optimizer.base import Optimizer
-from megapar.optimizer.visits import Shard
+from megapar.optimizer.visits import UpdateShard
 
 _SHARES: tuple[Share, ...] = ("none", "half", "all")
 
@@ -101,7 +101,7 @@ class QKClip:
                                 yield self._part(rows, piece, bounds[0], optimizer, shard, (start, stop))
 
     def _part(
-        self, rows: ScaledRows, piece: Piece, origin: int, optimizer: Optimizer, shard: Shard, bounds: Range
+        self, rows: ScaledRows, piece: Piece, origin: int, optimizer: Optimizer, shard: UpdateShard, bounds: Range
     ) -> _Part:
         start, stop = bounds
         part = shard.part(start, stop)

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megapar.declare.optimizer_state import StateTensor
 from megapar.optimizer.base import Optimizer
-from megapar.optimizer.visits import Shard, Step
+from megapar.optimizer.visits import UpdateArgs, UpdateShard
 
 
 @dataclass(frozen=True)
@@ -26,10 +26,10 @@ class SGD(Optimizer):
     OPTIONS: ClassVar[type] = SGDOptions
     OFFLOADS = True
 
-    def update(self, shard: Shard, grad: Tensor, params: Tensor | None, step: Step) -> None:
+    def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
         self.follow(shard, self.direction(shard, grad, step), params, step)
 
-    def direction(self, shard: Shard, grad: Tensor, step: Step) -> Tensor:
+    def direction(self, shard: UpdateShard, grad: Tensor, step: UpdateArgs) -> Tensor:
         """Add the gradient to the momentum. Returns the momentum, or G + mu M with Nesterov's, in memory of `grad`."""
         if step.clip is not None:
             grad.mul_(step.clip)
@@ -37,7 +37,7 @@ class SGD(Optimizer):
         momentum = shard.state["momentum"].mul_(mu).add_(grad)
         return grad.add_(momentum, alpha=mu) if self.options.nesterov else grad.copy_(momentum)
 
-    def follow(self, shard: Shard, direction: Tensor, params: Tensor | None, step: Step) -> None:
+    def follow(self, shard: UpdateShard, direction: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
         """Decay the weights, and move them by the learning rate against `direction`."""
         self.decay(shard, step)
         shard.main.sub_(direction, alpha=step.lr)

@@ -9,7 +9,7 @@ from megapar.data_parallel.layout import Slot
 
 
 @dataclass(frozen=True)
-class Shard:
+class UpdateShard:
     """Elements [start, stop) of the layout, updated by this rank.
 
     `main` are their main weights, or the upper halves of these if `state` has a REMAINDER. `state` are 1-D tensors by
@@ -24,16 +24,16 @@ class Shard:
     slots: Sequence[Slot]
     on_host: bool = False
 
-    def part(self, start: int, stop: int) -> "Shard":
+    def part(self, start: int, stop: int) -> "UpdateShard":
         """Views of the elements [start, stop) of the layout. They must lie in this shard."""
         inside = slice(start - self.start, stop - self.start)
         state = {name: tensor[inside] for name, tensor in self.state.items()}
         slots = [slot for slot in self.slots if slot.start < stop and start < slot.stop]
-        return Shard(start, stop, self.main[inside], state, slots, self.on_host)
+        return UpdateShard(start, stop, self.main[inside], state, slots, self.on_host)
 
 
 @dataclass(frozen=True)
-class Step:
+class UpdateArgs:
     """What the update number `number`, counted from 1, has besides gradients: `lr` is the learning rate.
 
     The gradient is multiplied by `clip`, 0-d fp32 on the device of the state, or by 1 if `clip` is None. `found_inf` is
@@ -51,6 +51,6 @@ class Step:
 class Visit:
     """A part of a shard updated at one time, and the views of its weights and of its gradient."""
 
-    shard: Shard
+    shard: UpdateShard
     grad: Tensor
     params: Tensor

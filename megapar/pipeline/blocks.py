@@ -40,7 +40,7 @@ PERIOD = 6
 _LATER_STARTS = (0, 1, 2, 4, 12)
 
 
-class Block(NamedTuple):
+class MicroBatchSlots(NamedTuple):
     """The slots of one micro-batch: of its F and its I, by stage. W's take free slots."""
 
     forward: Sequence[int]
@@ -57,7 +57,7 @@ def v_half(pp: int, num_microbatches: int, fits: Callable[[Orders], bool]) -> It
         forward = [2 * rank for rank in range(pp)] + [2 * pp - 1 + back for back in range(pp)]
         turn = 3 * pp + wait - 1
         inputs = [turn + 3 * pp - 1 - rank for rank in range(pp)] + [turn + 2 * (pp - 1 - back) for back in range(pp)]
-        blocks.append(Block(forward, inputs))
+        blocks.append(MicroBatchSlots(forward, inputs))
     yield from _orders(blocks, pp, num_microbatches, fits)
 
 
@@ -71,12 +71,12 @@ def v_min(pp: int, num_microbatches: int, fits: Callable[[Orders], bool]) -> Ite
         forward = list(range(2 * pp))
         turn = 2 * pp + wait
         inputs = [turn + 2 * pp - 1 - stage for stage in range(2 * pp)]
-        blocks.append(Block(forward, inputs))
+        blocks.append(MicroBatchSlots(forward, inputs))
     yield from _orders(blocks, pp, num_microbatches, fits)
 
 
 def _orders(
-    blocks: Sequence[Block], pp: int, num_microbatches: int, fits: Callable[[Orders], bool]
+    blocks: Sequence[MicroBatchSlots], pp: int, num_microbatches: int, fits: Callable[[Orders], bool]
 ) -> Iterator[Orders]:
     """Yield the orders of the fitting blocks without two actions in one slot."""
     rank_of = v_shaped(pp, 2)
@@ -93,7 +93,7 @@ def _orders(
             yield [[action for action in order if action.microbatch < num_microbatches] for order in orders]
 
 
-def _meets_itself(block: Block, rank_of: Sequence[int]) -> bool:
+def _meets_itself(block: MicroBatchSlots, rank_of: Sequence[int]) -> bool:
     """Whether two actions of a rank run in the same slot, once the block is repeated."""
     taken = set()
     for slots in block:
@@ -115,7 +115,7 @@ def _variants(pp: int, num_microbatches: int) -> list[tuple[int, int]]:
     return variants
 
 
-def _reordered(block: Block, rank_of: Sequence[int], num_microbatches: int, later_start: int) -> Orders:
+def _reordered(block: MicroBatchSlots, rank_of: Sequence[int], num_microbatches: int, later_start: int) -> Orders:
     """The repeated block. Before and after its steady part, actions have moved to earlier slots."""
     # So many have a steady part, of which more are copies.
     few = min(num_microbatches, 2 * max(rank_of) + 10)
@@ -133,7 +133,7 @@ def _reordered(block: Block, rank_of: Sequence[int], num_microbatches: int, late
 class _Grid:
     """The blocks of all micro-batches on a grid of ranks and slots."""
 
-    def __init__(self, block: Block, rank_of: Sequence[int], num_microbatches: int):
+    def __init__(self, block: MicroBatchSlots, rank_of: Sequence[int], num_microbatches: int):
         self._rank_of = rank_of
         self._num_ranks = max(rank_of) + 1
         self._num_microbatches = num_microbatches
@@ -311,7 +311,7 @@ class _Grid:
         return int((forwards.cumsum() - weights).max())
 
 
-def _slots_of_forwards_and_inputs(block: Block, num_microbatches: int) -> dict[Action, int]:
+def _slots_of_forwards_and_inputs(block: MicroBatchSlots, num_microbatches: int) -> dict[Action, int]:
     slots = {}
     kinds: tuple[Kind, Kind] = ("F", "I")
     for kind, by_stage in zip(kinds, block, strict=True):

@@ -16,7 +16,7 @@ from megapar.config.virtual_stages import ANY, ONE, SEVERAL, TWO, VirtualStages
 from megapar.pipeline.actions import Action, Event, Kind, Orders, looped, peak, show, v_shaped
 from megapar.pipeline.orders import gpipe, interleaved, one_f_one_b
 from megapar.pipeline.schedule_files import is_file, read
-from megapar.pipeline.zero_bubble import Durations, Memory, counted_by_stage, shortest
+from megapar.pipeline.zero_bubble import Durations, ScheduleMemory, counted_by_stage, shortest
 from megapar.pipeline.zero_bubble_orders import dualpipe_v
 
 __all__ = ["SCHEDULES", "Action", "Event", "Kind", "Orders", "Schedule", "find", "looped", "make", "placement", "show"]
@@ -65,7 +65,7 @@ class Schedule:
     def __str__(self) -> str:
         return self.name
 
-    def within(self, memory: Memory | None = None, durations: Durations | None = None) -> "Schedule":
+    def within(self, memory: ScheduleMemory | None = None, durations: Durations | None = None) -> "Schedule":
         """Return the schedule searched within `memory` for `durations`, or this one if its order is fixed.
 
         Without `memory` the limit is that of `search`. Without `durations` the times of actions are not known.
@@ -101,7 +101,7 @@ def find(name: str) -> Schedule:
     return replace(schedule, name=name)
 
 
-def of(parallel: ParallelConfig, memory: Memory | None = None) -> Schedule:
+def of(parallel: ParallelConfig, memory: ScheduleMemory | None = None) -> Schedule:
     """The schedule of a run, made for its `parallel.schedule_costs` and within `memory`.
 
     `memory` is `parallel.schedule_memory_gb` for the run's stages. None: the schedule's own limit. Schedules without
@@ -171,7 +171,9 @@ def _not_chosen(pp: int, vpp: int, num_microbatches: int) -> Orders:
     )
 
 
-def _checked(name: str, orders: Callable[[int, int, int], Orders], memory: Memory) -> Callable[[int, int, int], Orders]:
+def _checked(
+    name: str, orders: Callable[[int, int, int], Orders], memory: ScheduleMemory
+) -> Callable[[int, int, int], Orders]:
     """`orders` with a check: ConfigError if they keep more than `memory`."""
 
     def within(pp: int, vpp: int, num_microbatches: int) -> Orders:

@@ -47,7 +47,7 @@ class Durations(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Memory:
+class ScheduleMemory:
     """A rank's limit for the backward passes of its stages, and what each stage keeps for a micro-batch.
 
     A rank may keep `limit` at one time. `forward[stage]` is kept from F to I. `inputs[stage]` is kept
@@ -73,7 +73,7 @@ class Memory:
         return max(0.0, *(self.inputs[stage] - self.forward[stage] for stage in stages))
 
 
-def counted_by_stage(microbatches: float, rank_of: Sequence[int]) -> Memory:
+def counted_by_stage(microbatches: float, rank_of: Sequence[int]) -> ScheduleMemory:
     """A limit of `microbatches` micro-batches on each rank. The unit is one micro-batch in one stage.
 
     Every stage counts as keeping the same for a micro-batch, from F to W. `rank_of` is the rank of each stage. The
@@ -82,7 +82,7 @@ def counted_by_stage(microbatches: float, rank_of: Sequence[int]) -> Memory:
     vpp = rank_of.count(0)
     limit = max(vpp, int(microbatches * vpp))
     ones = [1.0] * len(rank_of)
-    return Memory(limit, ones, ones)
+    return ScheduleMemory(limit, ones, ones)
 
 
 # What a message takes, in forwards of a stage, where it is not known.
@@ -102,7 +102,7 @@ _LIKELY_TIMES = (
 
 
 def shortest(
-    rank_of: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations | None = None
+    rank_of: Sequence[int], num_microbatches: int, memory: ScheduleMemory, durations: Durations | None = None
 ) -> Orders:
     """The shortest of the orders that keep to `memory`: those of `_Filling`, and those of the papers.
 
@@ -127,7 +127,7 @@ def shortest(
     return _least(_published(rank_of, num_microbatches, memory), filled, rank_of, times)
 
 
-def _check_least(rank_of: Sequence[int], memory: Memory) -> None:
+def _check_least(rank_of: Sequence[int], memory: ScheduleMemory) -> None:
     """Raise ConfigError if `memory` does not hold one micro-batch in each stage of a rank."""
     for rank in range(max(rank_of) + 1):
         stages = [stage for stage, home in enumerate(rank_of) if home == rank]
@@ -139,7 +139,7 @@ def _check_least(rank_of: Sequence[int], memory: Memory) -> None:
             )
 
 
-def _published(rank_of: Sequence[int], num_microbatches: int, memory: Memory) -> list[Orders]:
+def _published(rank_of: Sequence[int], num_microbatches: int, memory: ScheduleMemory) -> list[Orders]:
     """The papers' orders for this placement within `memory`. In a V the fullest of them idle least."""
 
     def fits(orders: Orders) -> bool:
@@ -200,7 +200,7 @@ class _Rule(NamedTuple):
     at_most: Sequence[float]
 
 
-def _rules(rank_of: Sequence[int], memory: Memory) -> list[_Rule]:
+def _rules(rank_of: Sequence[int], memory: ScheduleMemory) -> list[_Rule]:
     """The rules to try. None of them is best for all durations and limits."""
     num_stages = len(rank_of)
     vpp = rank_of.count(0)
@@ -222,7 +222,7 @@ def _rules(rank_of: Sequence[int], memory: Memory) -> list[_Rule]:
     return rules
 
 
-def _shares(rank_of: Sequence[int], memory: Memory, stages_to_end: Sequence[int]) -> list[float]:
+def _shares(rank_of: Sequence[int], memory: ScheduleMemory, stages_to_end: Sequence[int]) -> list[float]:
     """For each stage, how many micro-batches may be in flight if the stages of a rank share its memory.
 
     The share of a stage is proportional to `stages_to_end`, because a micro-batch is in flight the longer, the
@@ -271,7 +271,7 @@ class _Filling:
     """
 
     def __init__(
-        self, rank_of: Sequence[int], num_microbatches: int, memory: Memory, durations: Durations, rule: _Rule
+        self, rank_of: Sequence[int], num_microbatches: int, memory: ScheduleMemory, durations: Durations, rule: _Rule
     ):
         self._rank_of = rank_of
         self._num_microbatches = num_microbatches

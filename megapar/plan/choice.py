@@ -11,7 +11,7 @@ from megapar.pipeline.actions import Orders
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import find, make, of
 from megapar.pipeline.simulation import Timeline, simulate
-from megapar.pipeline.zero_bubble import Memory
+from megapar.pipeline.zero_bubble import ScheduleMemory
 
 # The candidates. If several take equally long, the first is chosen, so simpler schedules come first. gpipe and breadth
 # are left out, because 1f1b takes as long and keeps less. zb-2p, v-half and v-min are left out, because they are zb-h1
@@ -23,7 +23,7 @@ FAMILY = ("1f1b", "interleaved", "zb-h1", "dualpipe-v", "zb-interleaved", "zb-v"
 _TRANSFER = 0.05
 
 
-class Choice(NamedTuple):
+class ScheduleChoice(NamedTuple):
     """A schedule, and what the simulation says of it."""
 
     schedule: str
@@ -47,15 +47,15 @@ def choose(
     vpps: Sequence[int],
     num_microbatches: int,
     times_of: Callable[[int], Sequence[StageTimes]],
-    memory_of: Callable[[int], Memory | None],
-) -> Choice:
+    memory_of: Callable[[int], ScheduleMemory | None],
+) -> ScheduleChoice:
     """The schedule of FAMILY with the shortest step.
 
     `vpps` are the allowed numbers of stages on a rank. For each of them, `times_of(vpp)` returns the times of all
     stages, and `memory_of(vpp)` returns what a rank may keep for backward passes. With None it may keep as much as with
     1F1B. Equal arguments give equal results. Raises ConfigError if no schedule keeps to the memory.
     """
-    best: Choice | None = None
+    best: ScheduleChoice | None = None
     best_makespan = math.inf
     for name, vpp in _candidates(vpps):
         times = times_of(vpp)
@@ -75,7 +75,7 @@ def choose(
         makespan = round(timeline.makespan / _work(times), 9)
         if makespan < best_makespan:
             best_makespan = makespan
-            best = Choice(name, vpp, costs, timeline.bubble)
+            best = ScheduleChoice(name, vpp, costs, timeline.bubble)
     if best is None:
         raise ConfigError(
             f"parallel.schedule=auto, parallel.schedule_memory_gb={parallel.schedule_memory_gb:g}: no schedule keeps "

@@ -30,7 +30,7 @@ _INPUTS = (0.0, 0.5, 1.0)
 _TRIES = 8
 
 
-class Choice(NamedTuple):
+class MemoryChoice(NamedTuple):
     """What saves memory: train.recompute, its every n-th layer and train.offload, optimizer.offload, and
     train.recompute_layers."""
 
@@ -61,7 +61,7 @@ class Choice(NamedTuple):
         return f"train.recompute {self.recompute}{every}{inputs}, optimizer.offload {self.optimizer:g}"
 
 
-def choices(config: Config) -> Iterator[Choice]:
+def choices(config: Config) -> Iterator[MemoryChoice]:
     """Yield what is tried. An option that `config` sets stays as it is."""
     train = config.train
     shares: tuple[float, ...] = _SHARES
@@ -74,7 +74,7 @@ def choices(config: Config) -> Iterator[Choice]:
     for mode, every in modes:
         if every < config.model.num_hidden_layers:
             for inputs, share in product(_shares_of_inputs(config, mode), shares):
-                yield Choice(mode, every, inputs, share, train.recompute_layers)
+                yield MemoryChoice(mode, every, inputs, share, train.recompute_layers)
 
 
 def _shares_of_inputs(config: Config, mode: Mode) -> tuple[float, ...]:
@@ -102,7 +102,7 @@ def with_choices_of(config: Config, given: Config) -> Config:
     """`given`, the options as the user gave them, with what `check_memory` has chosen for `config`."""
     train, optimizer = config.train, config.optimizer
     recompute, every, layers = train.recompute, train.recompute_every, train.recompute_layers
-    return Choice(recompute, every, train.offload, optimizer.offload, layers).of(given)
+    return MemoryChoice(recompute, every, train.offload, optimizer.offload, layers).of(given)
 
 
 def check_memory(config: Config, parts: Parts) -> Config:
@@ -159,9 +159,9 @@ class _Budget:
         say(f"train.memory_gb={self.config.train.memory_gb:g}: {text} predicted on {self.machine.name}")
         return config
 
-    def fastest_alike(self) -> tuple[float, Choice]:
+    def fastest_alike(self) -> tuple[float, MemoryChoice]:
         """The predicted seconds and the choice, of those that recompute as much in all stages."""
-        smallest: tuple[int, Choice] | None = None
+        smallest: tuple[int, MemoryChoice] | None = None
         # Times of equally fast ones may differ in a last bit. Of these the one that moves least is taken.
         for seconds, choice in sorted((round(seconds, 9), choice) for seconds, choice in self.timed()):
             config = choice.of(self.config)
@@ -177,7 +177,7 @@ class _Budget:
         text += "; allow more, use more ranks, or shard more by optimizer.zero_stage, parallel.tp, pp or cp"
         raise ConfigError(problem(self.config, "train.memory_gb", text))
 
-    def fastest_by_layer(self, seconds: float, alike: Choice) -> tuple[float, Choice]:
+    def fastest_by_layer(self, seconds: float, alike: MemoryChoice) -> tuple[float, MemoryChoice]:
         """The same, of `alike` and of those that recompute on each pipeline rank as few layers as fit there.
 
         Early stages keep activations of more micro-batches, so they recompute more.
@@ -191,12 +191,12 @@ class _Budget:
             return best
         for mode, share in product(BY_LAYER, shares):
             for inputs in _shares_of_inputs(self.config, mode):
-                choice = self.with_fewest_layers(Choice(mode, 1, inputs, share))
+                choice = self.with_fewest_layers(MemoryChoice(mode, 1, inputs, share))
                 if choice is not None:
                     best = min(best, (round(self.seconds(choice), 9), choice))
         return best
 
-    def with_fewest_layers(self, choice: Choice) -> Choice | None:
+    def with_fewest_layers(self, choice: MemoryChoice) -> MemoryChoice | None:
         """`choice` with the fewest layers of each pipeline rank that make it fit. None if they all do not suffice."""
         of_rank: dict[int, list[int]] = {}
         for stage, numbers in enumerate(self.parts.builder.stage_layers(self.config)):
@@ -233,7 +233,7 @@ class _Budget:
         }
         return ranks - over
 
-    def timed(self) -> list[tuple[float, Choice]]:
+    def timed(self) -> list[tuple[float, MemoryChoice]]:
         """The choices with their predicted seconds of a step."""
         # What the host's update adds does not depend on activations. So not every pair has to be planned.
         tried = list(choices(self.config))
@@ -248,7 +248,7 @@ class _Budget:
         }
         return [(of_activations[choice.activations] + of_optimizer[choice.optimizer], choice) for choice in tried]
 
-    def seconds(self, choice: Choice) -> float:
+    def seconds(self, choice: MemoryChoice) -> float:
         """Those of a step."""
         return step_time(with_planned_kernels(uncut(choice.of(self.config))), self.parts, self.machine).seconds
 

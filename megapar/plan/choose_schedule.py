@@ -14,8 +14,8 @@ from megapar.config.options import Config, ParallelConfig
 from megapar.declare.agreement import from_first
 from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
-from megapar.pipeline.zero_bubble import Memory
-from megapar.plan.choice import Choice, StageTimes, choose
+from megapar.pipeline.zero_bubble import ScheduleMemory
+from megapar.plan.choice import ScheduleChoice, StageTimes, choose
 from megapar.plan.measure import MEASURED
 from megapar.plan.memory import memory_limit
 from megapar.plan.parts import Parts
@@ -112,7 +112,7 @@ def _equal_times(config: Config) -> Sequence[tuple[float, float, float]]:
     return [(each, each, each)] * (config.parallel.pp * config.parallel.vpp)
 
 
-def _choose(config: Config, given: ParallelConfig, times_of: TimesOfStages, parts: Parts) -> Choice:
+def _choose(config: Config, given: ParallelConfig, times_of: TimesOfStages, parts: Parts) -> ScheduleChoice:
     """The best schedule for the numbers of stages allowed by the options.
 
     `given` has the options as the user gave them. `config` has them filled in.
@@ -128,7 +128,7 @@ def _choose(config: Config, given: ParallelConfig, times_of: TimesOfStages, part
     def stage_times(vpp: int) -> list[StageTimes]:
         return [StageTimes(*times) for times in times_of(with_vpp(vpp))]
 
-    def memory(vpp: int) -> Memory | None:
+    def memory(vpp: int) -> ScheduleMemory | None:
         return memory_limit(with_vpp(vpp), parts)
 
     return choose(parallel, _allowed_vpps(config, given), num_microbatches(config), stage_times, memory)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from megapar.plan.hardware import Hardware
 from megapar.plan.network import Network
-from megapar.plan.work import Attention, Kernel, Operations, Product, Started
+from megapar.plan.work import AttentionWork, Kernel, Operations, Product, Started
 
 PRODUCTS = "matrix products"
 EXPERTS = "products of experts"
@@ -72,7 +72,7 @@ def total(parts: list[Duration]) -> Duration:
     )
 
 
-def kernel_seconds(operation: Product | Attention | Kernel, hardware: Hardware) -> tuple[str, float]:
+def kernel_seconds(operation: Product | AttentionWork | Kernel, hardware: Hardware) -> tuple[str, float]:
     """The kind of a computing operation, and its seconds."""
     moved = hardware.memory_seconds(operation.moved_bytes)
     overhead = hardware.kernel_us * 1e-6
@@ -83,7 +83,7 @@ def kernel_seconds(operation: Product | Attention | Kernel, hardware: Hardware) 
             if operation.grouped:
                 return EXPERTS, max(computed / hardware.matrix.grouped_share, moved) + overhead
             return PRODUCTS, max(computed, moved) + overhead
-        case Attention(flops, width, backward, precision):
+        case AttentionWork(flops, width, backward, precision):
             rate = hardware.attention_rate(width, precision)
             if operation.tiled:
                 flops *= TILED[next(most for most in TILED if width <= most)][backward]
@@ -115,7 +115,7 @@ def duration(operations: Operations, hardware: Hardware, network: Network) -> Du
             link_free[level] = max(clock, link_free.get(level, 0.0)) + seconds
             communicating[axis] = communicating.get(axis, 0.0) + seconds
             travelling[operation.number] = axis, link_free[level]
-        elif isinstance(operation, (Product, Attention, Kernel)):
+        elif isinstance(operation, (Product, AttentionWork, Kernel)):
             kind, seconds = kernel_seconds(operation, hardware)
             busy[kind] = busy.get(kind, 0.0) + seconds
             clock += seconds

@@ -22,9 +22,9 @@ from megapar.plan.buffers import state_bytes, update_traffic
 from megapar.plan.durations import duration
 from megapar.plan.hardware import Hardware
 from megapar.plan.network import Network
-from megapar.plan.space import GridPart, Layout
+from megapar.plan.space import Candidate, GridPart
 from megapar.plan.verdict import UNEVEN_EXPERTS
-from megapar.plan.work import Attention, Kernel, Operations, Product, Started, Waited
+from megapar.plan.work import AttentionWork, Kernel, Operations, Product, Started, Waited
 
 _WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight or an activation
 # The pipeline whose idle time and kept micro-batches stand for those of others with the same schedule.
@@ -54,7 +54,7 @@ class Estimate(NamedTuple):
 
     seconds: float
     nbytes: float
-    layout: Layout
+    layout: Candidate
 
 
 class _Layer(NamedTuple):
@@ -128,7 +128,7 @@ class Best:
         """Whether no layout was smaller."""
         return self.smallest is None or nbytes < self.smallest.nbytes
 
-    def threshold(self, layout: Layout) -> float:
+    def threshold(self, layout: Candidate) -> float:
         """Seconds above which an estimate of this kind is not kept."""
         return min(self._thresholds.get(_kind(layout), math.inf), self._within * self._shortest)
 
@@ -153,7 +153,7 @@ class Best:
         return sorted(estimate for estimate in kept if estimate.seconds <= self._within * self._shortest)
 
 
-def _kind(layout: Layout) -> tuple[object, ...]:
+def _kind(layout: Candidate) -> tuple[object, ...]:
     return (layout.pp, layout.tp, layout.cp, layout.ep, layout.etp, layout.recompute, layout.recompute_every)
 
 
@@ -222,13 +222,13 @@ class Estimator:
                             threshold = best.threshold(layout)
         return too_large
 
-    def _keep_smallest(self, layout: Layout, kept: float, states: Sequence[_State], best: Best) -> None:
+    def _keep_smallest(self, layout: Candidate, kept: float, states: Sequence[_State], best: Best) -> None:
         usable = [state for state in states if layout.schedule != "breadth" or state.zero_stage >= 2]
         state = min(usable, key=lambda state: state.nbytes)
         layout = layout._replace(zero_stage=state.zero_stage, shard_ranks=state.shard_ranks)
         best.smallest = Estimate(math.inf, state.nbytes + kept, layout)
 
-    def _add(self, layout: Layout, work: _RankWork, states: Sequence[_State], limit: float, best: Best) -> None:
+    def _add(self, layout: Candidate, work: _RankWork, states: Sequence[_State], limit: float, best: Best) -> None:
         """Add the layout with each of `states` that fits to `best`."""
         for state in states:
             if state.nbytes + work.kept > limit or (layout.schedule == "breadth" and state.zero_stage < 2):
@@ -248,7 +248,7 @@ class Estimator:
                 found = layout._replace(zero_stage=state.zero_stage, shard_ranks=state.shard_ranks)
                 best.add(Estimate(seconds, state.nbytes + work.kept, found))
 
-    def _recomputed(self, layout: Layout, layer: _Layer) -> tuple[float, float, float]:
+    def _recomputed(self, layout: Candidate, layer: _Layer) -> tuple[float, float, float]:
         """Seconds of forward and backward of a layer, and the bytes that it keeps."""
         if layout.recompute in BY_LAYER:
             share = 1 / layout.recompute_every
@@ -277,7 +277,7 @@ class Estimator:
         # Ranks with several stages have larger and smaller ones.
         return (whole / pp + largest * vpp) / 2
 
-    def _ends_kept(self, layout: Layout) -> float:
+    def _ends_kept(self, layout: Candidate) -> float:
         """Bytes of the logits and their gradient, beside what the first rank keeps."""
         if layout.pp > 1:
             return 0.0  # the last rank keeps few micro-batches
@@ -286,7 +286,7 @@ class Estimator:
 
     # Layers
 
-    def _layer_like(self, layout: Layout) -> _Layer:
+    def _layer_like(self, layout: Candidate) -> _Layer:
         """The layer of a layout, from another layout with an equal layer if there was one."""
         # In the default order of ranks, where tp and cp communicate depends on no other axis.
         key: tuple[object, ...] = layout
@@ -297,7 +297,7 @@ class Estimator:
             self._layers[key] = self._layer(layout)
         return self._layers[key]
 
-    def _layer(self, layout: Layout) -> _Layer:
+    def _layer(self, layout: Candidate) -> _Layer:
         model = self.config.model
         tokens = layout.micro_batch_size * self.config.train.seq_length / layout.cp
         tp = layout.tp
@@ -326,12 +326,12 @@ class Estimator:
             self._width * between,
         )
 
-    def _kept_like(self, layout: Layout, recompute: str) -> float:
+    def _kept_like(self, layout: Candidate, recompute: str) -> float:
         """The bytes that a whole sample keeps in a layer, with experts that get more than their even share."""
         ep = min(layout.ep, 2)  # with more ranks, a rank has fewer experts with more rows each
         key = (layout.tp, layout.sequence_parallel, ep, layout.etp, recompute)
         if key not in self._kept:
-            alone = Layout(
+            alone = Candidate(
                 *(1, layout.tp, 1, ep * max(layout.etp, 1), ep, layout.etp, "1f1b", 1, 1, 0),
                 *(layout.sequence_parallel, "gather", recompute, 1, 1),
             )
@@ -346,12 +346,12 @@ class Estimator:
         model = self.config.model
         return queries * model.key_width + model.num_key_value_heads * (model.key_width + model.value_width)
 
-    def _attention(self, layout: Layout, tokens: float) -> Attention:
+    def _attention(self, layout: Candidate, tokens: float) -> AttentionWork:
         """Forward."""
         flops = tokens * self.sizes.attention / layout.tp
-        return Attention(flops, self.config.model.key_width, False, self.config.train.precision, 0)
+        return AttentionWork(flops, self.config.model.key_width, False, self.config.train.precision, 0)
 
-    def _products(self, layout: Layout, tokens: float) -> list[Product]:
+    def _products(self, layout: Candidate, tokens: float) -> list[Product]:
         """The products of a forward pass: four matrices, and those of a rank's experts."""
         h = self.config.model.hidden_size
         precision = self.config.train.precision
@@ -365,7 +365,7 @@ class Estimator:
             found.append(Product(rows / here, width, h, here, precision, weights, grouped=True))
         return found
 
-    def _communication(self, layout: Layout, tokens: float) -> tuple[Operations, Operations]:
+    def _communication(self, layout: Candidate, tokens: float) -> tuple[Operations, Operations]:
         """What a layer sends in its forward and in its backward pass, each waited for at once."""
         model = self.config.model
         nbytes = int(self._width * tokens * model.hidden_size)
@@ -420,7 +420,7 @@ class Estimator:
 
     # States
 
-    def _state(self, grid: Layout, zero_stage: int, shard_ranks: int) -> _State:
+    def _state(self, grid: Candidate, zero_stage: int, shard_ranks: int) -> _State:
         """What weights, gradients and optimizer state need on the first or the last pipeline rank."""
         sizes = self.sizes
         layers = self.config.model.num_hidden_layers / grid.pp
@@ -459,10 +459,10 @@ class Estimator:
             update += max(on_device, self.hardware.host_update_seconds(offload * parameters / shards, self._width))
         return _State(zero_stage, shard_ranks, nbytes, reduce, gather, update)
 
-    def _expert_replicas(self, grid: Layout) -> int:
+    def _expert_replicas(self, grid: Candidate) -> int:
         return max(grid.tp * grid.cp * grid.dp // max(grid.ep * grid.etp, 1), 1)
 
-    def _network(self, layout: Layout) -> Network:
+    def _network(self, layout: Candidate) -> Network:
         """The links of a layout's axes. It keeps what it has found, so there is one for each grid and `shard_ranks`."""
         key = (*layout[:6], layout.shard_ranks)
         if key not in self._networks:

@@ -28,7 +28,7 @@ _SHADES = 4  # of the stages of a rank in a picture
 
 
 @dataclass(frozen=True)
-class Traffic:
+class LayerTraffic:
     """What a rank communicates over an axis for the layers of its stages in a step, beside its group there.
 
     `nbytes` are those of whole tensors, as `megapar.plan.work.Started` counts them. `link` is the slowest one between
@@ -68,7 +68,7 @@ def _without_stages(rows: Mapping[str, int]) -> Counter[str]:
     return found
 
 
-def traffic(config: Config, parts: Parts, hardware: Hardware, time: StepTime) -> list[Traffic]:
+def traffic(config: Config, parts: Parts, hardware: Hardware, time: StepTime) -> list[LayerTraffic]:
     """What each axis sends. Gradients, weights and the tensors between stages are in the rows of grad and pp.
 
     `config` has the kernels of the planned machine. It is the busiest pipeline rank on each axis.
@@ -84,7 +84,7 @@ def traffic(config: Config, parts: Parts, hardware: Hardware, time: StepTime) ->
             continue
         calls, nbytes = sent.get(axis, (0, 0))
         found.append(
-            Traffic(axis, span.ranks, span.nodes, network.level(axis), calls, nbytes, time.exposed.get(axis, 0.0))
+            LayerTraffic(axis, span.ranks, span.nodes, network.level(axis), calls, nbytes, time.exposed.get(axis, 0.0))
         )
     return found
 
@@ -123,7 +123,7 @@ def _sent_by_layers(config: Config, parts: Parts) -> dict[str, tuple[int, int]]:
     return found
 
 
-def traffic_table(rows: list[Traffic]) -> Table:
+def traffic_table(rows: list[LayerTraffic]) -> Table:
     """The traffic as a table."""
     shown = Table(box=None, header_style="bold", title="What each axis sends in a step", title_justify="left")
     for name in ("axis", "ranks", "nodes", "link"):
@@ -164,7 +164,7 @@ def draw(time: StepTime, number: int, title: str, folder: Path) -> list[Path]:
     return [picture, trace]
 
 
-def as_json(reports: Mapping[RankReport, list[int]], rows: list[Traffic], files: list[Path]) -> dict[str, Any]:
+def as_json(reports: Mapping[RankReport, list[int]], rows: list[LayerTraffic], files: list[Path]) -> dict[str, Any]:
     """The explanation for --json."""
     return {
         "ranks": [

@@ -26,7 +26,7 @@ from megapar.pipeline.partition import split_finely
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
 from megapar.pipeline.schedules import placement
 from megapar.pipeline.sharding_plan import UnitAction, UnitKind, Units, insert_unit_actions, unit_changes
-from megapar.pipeline.zero_bubble import Memory
+from megapar.pipeline.zero_bubble import ScheduleMemory
 from megapar.plan.buffers import Buffers
 from megapar.plan.moments import WINDOW, Orders, Step, at_peak, without_repeats
 from megapar.plan.parts import BOTH, FIRST, LAST, Copies, LayerPart, PartId, Parts, PlannedStage
@@ -127,7 +127,7 @@ def kept_by_a_layer(config: Config, parts: Parts) -> tuple[float, float]:
     return found.total() / len(whole.layers), in_mlp / len(whole.layers)
 
 
-def memory_limit(config: Config, parts: Parts) -> Memory | None:
+def memory_limit(config: Config, parts: Parts) -> ScheduleMemory | None:
     """What parallel.schedule_memory_gb allows, and what each stage of the pipeline keeps. None if it is not given.
 
     It is that of the first replica and tensor rank.
@@ -429,8 +429,8 @@ class _Plan:
             fine.setdefault(self.coarse_of[stage.number], []).append(stage.number)
         return at_peak(orders.moments(ctx.pp.rank), fine, kept, deferred)
 
-    def limit(self) -> Memory:
-        """What each stage keeps, as `Memory` has it. A schedule orders stages, so fine stages are added up."""
+    def limit(self) -> ScheduleMemory:
+        """What each stage keeps, as `ScheduleMemory` has it. A schedule orders stages, so fine stages are added up."""
         num_stages = len(self.num_fine)
         forward = [0] * num_stages
         inputs = [0] * num_stages
@@ -445,7 +445,7 @@ class _Plan:
                 coarse = self.coarse_of[stage.number]
                 forward[coarse] += sum(self.kept_by_stage(ctx, stage, deferred=False).values())
                 inputs[coarse] += sum(self.kept_by_stage(ctx, stage, deferred=True).values())
-        return Memory(self.config.parallel.schedule_memory_gb * 2**30, forward, inputs)
+        return ScheduleMemory(self.config.parallel.schedule_memory_gb * 2**30, forward, inputs)
 
     def _orders(self) -> Orders:
         if self._schedule is None:

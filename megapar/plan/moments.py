@@ -15,7 +15,7 @@ from megapar.observe.kept import DEFERRED, Key
 from megapar.pipeline.actions import Kind
 from megapar.pipeline.refine import runs_breadth_first
 from megapar.pipeline.schedules import make, of
-from megapar.pipeline.zero_bubble import Memory
+from megapar.pipeline.zero_bubble import ScheduleMemory
 
 WINDOW = 4
 """How many uses of units one after the other decide what is in memory: what stays, what comes and what leaves."""
@@ -50,7 +50,7 @@ class Orders:
     They are without messages, which change no order, and wait in no memory that a plan counts.
     """
 
-    def __init__(self, parallel: ParallelConfig, memory: Memory | None, num_microbatches: int):
+    def __init__(self, parallel: ParallelConfig, memory: ScheduleMemory | None, num_microbatches: int):
         schedule = of(parallel, memory)
         self.breadth_first = schedule.breadth_first
         self.actions = make(schedule, parallel.pp, parallel.vpp, num_microbatches)

@@ -15,7 +15,7 @@ from megapar.plan.hardware import Hardware
 
 
 @dataclass(frozen=True)
-class Span:
+class AxisReach:
     """The ranks of an axis on the nodes of a machine, for its most scattered group."""
 
     ranks: int
@@ -34,7 +34,7 @@ class Network:
         self.grid = grid
         self.hardware = hardware
         self.copied = copied
-        self._spans: dict[str, Span] = {}
+        self._spans: dict[str, AxisReach] = {}
         self._groups: dict[tuple[str, int], list[int]] = {}
 
     def with_shards_of(self, shard_ranks: int) -> "Network":
@@ -43,7 +43,7 @@ class Network:
         other._groups = self._groups
         return other
 
-    def span(self, axis: str) -> Span:
+    def span(self, axis: str) -> AxisReach:
         """Where the ranks of an axis are. `axis` is a name of `Grid.groups`."""
         if axis == "world":
             return self._whole_world
@@ -78,19 +78,19 @@ class Network:
         link = self.hardware.network if leaves_node else self.hardware.node
         return link.latency_us * 1e-6 + nbytes / (link.gb_per_second * 1e9)
 
-    def _bandwidth(self, span: Span) -> float:
+    def _bandwidth(self, span: AxisReach) -> float:
         """Bytes a second from each rank of a ring to its neighbor."""
         node = self.hardware.node.gb_per_second * 1e9
         if span.nodes == 1:
             return node
         return min(node, self.hardware.network.gb_per_second * 1e9 * span.in_node)
 
-    def _ring_latency(self, span: Span) -> float:
+    def _ring_latency(self, span: AxisReach) -> float:
         if span.nodes == 1:
             return self._latency(span.ranks - 1, 0)
         return self._latency(max(span.ranks - 1 - span.nodes, 0), span.nodes)
 
-    def _tree_latency(self, span: Span) -> float:
+    def _tree_latency(self, span: AxisReach) -> float:
         """Of one direction. For all-reduces of few bytes NCCL has trees beside rings."""
         tree = self._latency(math.log2(max(span.in_node, 1)), math.log2(span.nodes))
         return min(tree, self._ring_latency(span))
@@ -98,7 +98,7 @@ class Network:
     def _latency(self, inside: float, between: float) -> float:
         return (inside * self.hardware.node.latency_us + between * self.hardware.network.latency_us) * 1e-6
 
-    def _all_to_all(self, span: Span, nbytes: float) -> float:
+    def _all_to_all(self, span: AxisReach, nbytes: float) -> float:
         """`nbytes` are those of all rows of a rank, evenly spread over the ranks. Both kinds of links work at once."""
         hardware = self.hardware
         inside = nbytes * (span.in_node - 1) / span.ranks / (hardware.node.gb_per_second * 1e9)
@@ -106,18 +106,18 @@ class Network:
         latency = self._latency(1, int(span.nodes > 1))
         return latency + max(inside, outside) / hardware.all_to_all_share
 
-    def _span(self, ranks: list[int]) -> Span:
+    def _span(self, ranks: list[int]) -> AxisReach:
         nodes: dict[int, int] = {}
         for rank in ranks:
             node = rank // self.hardware.gpus_per_node
             nodes[node] = nodes.get(node, 0) + 1
-        return Span(len(ranks), len(nodes), min(nodes.values()))
+        return AxisReach(len(ranks), len(nodes), min(nodes.values()))
 
     @property
-    def _whole_world(self) -> Span:
+    def _whole_world(self) -> AxisReach:
         size = self.hardware.gpus_per_node
         nodes = -(-self.grid.world_size // size)
-        return Span(self.grid.world_size, nodes, self.grid.world_size - (nodes - 1) * size)
+        return AxisReach(self.grid.world_size, nodes, self.grid.world_size - (nodes - 1) * size)
 
     @cached_property
     def _samples(self) -> list[int]:

@@ -26,7 +26,7 @@ from megapar.declare.params import ParamSpec, spec_of
 from megapar.declare.stage_set import Declared
 from megapar.launch.grid import grid_of
 from megapar.optimizer.table import update_of
-from megapar.pipeline.zero_bubble import Memory
+from megapar.pipeline.zero_bubble import ScheduleMemory
 from megapar.plan.moments import Orders
 from megapar.plan.recorded import Given, Recording
 from megapar.plan.target import planned_transport
@@ -96,7 +96,7 @@ class DeclaredParameter:
 
 
 @dataclass(frozen=True)
-class Member:
+class StageParameters:
     """One stage's parameters in a `Structure`, by index, in the order of registration before and after its layers."""
 
     before: Sequence[int]
@@ -108,7 +108,7 @@ class Structure:
     """The parameters of one part, or of the two ends of a model on one rank, which may share the embedding's matrix."""
 
     params: Sequence[DeclaredParameter]
-    members: Sequence[Member]
+    members: Sequence[StageParameters]
 
     @classmethod
     def of(cls, stages: Sequence[nn.Module]) -> "Structure":
@@ -131,7 +131,7 @@ class Structure:
                         found.append(index[id(param)])
                 if name == "layers":
                     found = after
-            members.append(Member(before, [i for i in after if i not in before]))
+            members.append(StageParameters(before, [i for i in after if i not in before]))
         return cls(list(params.values()), members)
 
     @cached_property
@@ -236,7 +236,7 @@ class Parts:
             self._contexts[key] = context.planned(grid, rank, device=META, transport=transport)
         return self._contexts[key]
 
-    def orders(self, parallel: ParallelConfig, num_microbatches: int, memory: Memory | None = None) -> Orders:
+    def orders(self, parallel: ParallelConfig, num_microbatches: int, memory: ScheduleMemory | None = None) -> Orders:
         """The orders of a schedule, made once for all layouts with this pipeline."""
         key = (
             *(parallel.schedule, parallel.schedule_costs, parallel.pp, parallel.vpp, num_microbatches),

@@ -19,7 +19,7 @@ _GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Run:
+class Budget:
     """A whole run: its tokens, and the GPUs that it takes."""
 
     tokens: int
@@ -158,7 +158,7 @@ def _with_nearest(row: Row, found: Found) -> str:
     return f"{text}; with {', '.join(changed) or 'the other options of its row'} it needs {gib(other.memory_bytes)}"
 
 
-def row_as_json(row: Row, given: Config, run: Run) -> dict[str, Any]:
+def row_as_json(row: Row, given: Config, run: Budget) -> dict[str, Any]:
     """A row for --json."""
     values: dict[str, Any] = {
         "layout": given_options(row, given),
@@ -183,7 +183,7 @@ def row_as_json(row: Row, given: Config, run: Run) -> dict[str, Any]:
 
 
 def as_json(
-    found: Found, rows: Sequence[Row], space: Space, given: Config, run: Run, answers: Sequence[Answer], why: str
+    found: Found, rows: Sequence[Row], space: Space, given: Config, run: Budget, answers: Sequence[Answer], why: str
 ) -> dict[str, Any]:
     """What --json writes."""
     hardware = run.hardware

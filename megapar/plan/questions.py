@@ -10,10 +10,10 @@ from megapar.launch.grid import grid_of
 from megapar.plan.hardware import Hardware
 from megapar.plan.network import Network
 from megapar.plan.search import Planner, Row
-from megapar.plan.space import Layout
+from megapar.plan.space import Candidate
 
 _GIB = 2**30
-_ALONE = Layout(1, 1, 1, 1, 1, 0, "1f1b", 1, 1, 0, False, "gather", "full", 1, 1)
+_ALONE = Candidate(1, 1, 1, 1, 1, 0, "1f1b", 1, 1, 0, False, "gather", "full", 1, 1)
 """One rank with the least memory: micro-batches of one sample, and all layers computed again."""
 
 

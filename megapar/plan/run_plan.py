@@ -13,7 +13,7 @@ from megapar.config.options import Config
 from megapar.declare.context import ParallelContext
 from megapar.observe.memory_report import MemoryReport
 from megapar.observe.prediction import Prediction
-from megapar.pipeline.zero_bubble import Memory
+from megapar.pipeline.zero_bubble import ScheduleMemory
 from megapar.plan import choose_memory, dry_run, measure, memory, predicted
 from megapar.plan.choose_schedule import check_schedule, with_chosen_schedule
 from megapar.plan.out_of_memory import Explanation
@@ -92,7 +92,7 @@ class RunPlan:
         options, notes = measure.with_measured_partition(options, ctx, self.parts.builder)
         return replace(self, options=options), notes
 
-    def memory_limit(self) -> Memory | None:
+    def memory_limit(self) -> ScheduleMemory | None:
         """Return what the schedule may keep, None without a limit."""
         return memory.memory_limit(self.config, self.parts)
 

@@ -13,7 +13,7 @@ from megapar.pipeline.schedules import find
 from megapar.plan.estimate import Best, Estimator
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import RankReport
-from megapar.plan.space import Layout, Space, layout_of
+from megapar.plan.space import Candidate, Space, layout_of
 from megapar.plan.step_time import StepTime, microbatches_simulated
 from megapar.plan.verdict import for_uneven_experts
 
@@ -62,7 +62,7 @@ class Row:
     `config` has derived values, `options_from` has the options as they would be given.
     """
 
-    layout: Layout
+    layout: Candidate
     options_from: Config
     config: Config
     report: RankReport
@@ -99,11 +99,11 @@ class Found:
     """The layouts that were not planned because others take less time by an estimate."""
 
 
-Progress = Callable[[Iterable[Layout], int, str], Iterable[Layout]]
+Progress = Callable[[Iterable[Candidate], int, str], Iterable[Candidate]]
 """Shows how far a loop has come: called with what it runs over, how many they are, and what happens to them."""
 
 
-def without_progress(items: Iterable[Layout], _count: int, _text: str) -> Iterable[Layout]:
+def without_progress(items: Iterable[Candidate], _count: int, _text: str) -> Iterable[Candidate]:
     return items
 
 
@@ -120,7 +120,7 @@ def search(
 
     `given` is the user's config, and the same with derived values.
 
-    The result does not depend on the order of enumeration: equally fast layouts are ordered by `Layout`.
+    The result does not depend on the order of enumeration: equally fast layouts are ordered by `Candidate`.
     """
     run = _Search(space, estimator, planner, hardware, top)
     found = run.found
@@ -147,10 +147,10 @@ class _Search:
         self.host_limit = hardware.host_bytes
         self.top = top
         self.found = Found()
-        self.seen: set[Layout] = set()
+        self.seen: set[Candidate] = set()
         self.planned: list[Row] = []
         """Those that fit, the fastest first, by `Planner.time`."""
-        self.simulated: dict[Layout, Row] = {}
+        self.simulated: dict[Candidate, Row] = {}
         """Those of them with the time by simulation."""
         self.best = Best(0, math.inf)
 
@@ -173,7 +173,7 @@ class _Search:
             # Nothing fits by the estimate. How much the smallest lacks is planned for the user.
             self.add(self.best.smallest.layout)
 
-    def shortlist(self, within: float) -> list[Layout]:
+    def shortlist(self, within: float) -> list[Candidate]:
         """The layouts with the shortest estimated steps."""
         best = self.best = Best(_OF_A_GRID, within)
         grids = self.space.grids
@@ -253,7 +253,7 @@ class _Search:
         insort(rows, given, key=_rank)
         self.found.rows = rows
 
-    def add(self, layout: Layout) -> None:
+    def add(self, layout: Candidate) -> None:
         """Plan a layout, and put it into its place among the others."""
         self.seen.add(layout)
         try:
@@ -282,7 +282,7 @@ class _Search:
         return Row(layout_of(config), options, config, report, self.planner.simulated(config), fits, given=True)
 
 
-def _rank(row: Row) -> tuple[float, Layout]:
+def _rank(row: Row) -> tuple[float, Candidate]:
     """What rows are sorted by. Of equally fast ones the simplest comes first."""
     return row.seconds, row.layout
 
@@ -308,7 +308,7 @@ def _shortened(config: Config) -> Config:
     return replace(config, train=replace(config.train, global_batch_size=samples, batch_ramp=()))
 
 
-def _neighbors(layout: Layout, space: Space) -> Iterator[Layout]:
+def _neighbors(layout: Candidate, space: Space) -> Iterator[Candidate]:
     """Yield the layouts of a grid that differ from `layout` in one part."""
     yield from _other_schedules(layout, space)
     for grid in space.grids:
@@ -325,7 +325,7 @@ def _neighbors(layout: Layout, space: Space) -> Iterator[Layout]:
             yield layout._replace(recompute=recompute, recompute_every=every)
 
 
-def _other_schedules(layout: Layout, space: Space) -> Iterator[Layout]:
+def _other_schedules(layout: Candidate, space: Space) -> Iterator[Candidate]:
     """Yield `layout` with each schedule of its grid."""
     for grid in space.grids:
         if _grid_of(grid.mildest) == _grid_of(layout):
@@ -334,14 +334,14 @@ def _other_schedules(layout: Layout, space: Space) -> Iterator[Layout]:
                     yield layout._replace(schedule=schedule, vpp=vpp)
 
 
-def _grid_of(layout: Layout) -> tuple[int, ...]:
+def _grid_of(layout: Candidate) -> tuple[int, ...]:
     return layout.pp, layout.tp, layout.cp, layout.ep, layout.etp
 
 
 def nearest(row: Row, rows: Sequence[Row]) -> Row | None:
     """The row with the fewest other options than `row`, the fastest of them. None if there are no rows."""
 
-    def distance(other: Row) -> tuple[int, float, Layout]:
+    def distance(other: Row) -> tuple[int, float, Candidate]:
         changed = sum(a != b for a, b in zip(row.layout, other.layout, strict=True))
         return changed, other.seconds, other.layout
 

@@ -22,7 +22,7 @@ _LARGEST_MICRO_BATCH = 16
 _RECOMPUTE_EVERY = (1, 2)
 
 
-class Layout(NamedTuple):
+class Candidate(NamedTuple):
     """The options that a search decides. The fields are ordered so that simpler layouts are smaller."""
 
     pp: int
@@ -55,7 +55,7 @@ class Layout(NamedTuple):
 
 
 SECTIONS = {
-    **dict.fromkeys(Layout._fields, "parallel"),
+    **dict.fromkeys(Candidate._fields, "parallel"),
     "zero_stage": "optimizer",
     "shard_ranks": "optimizer",
     "recompute": "train",
@@ -65,9 +65,9 @@ SECTIONS = {
 """The section of each field of a layout."""
 
 
-def layout_of(config: Config) -> Layout:
+def layout_of(config: Config) -> Candidate:
     """The layout of a config."""
-    return Layout(**{name: getattr(getattr(config, section), name) for name, section in SECTIONS.items()})
+    return Candidate(**{name: getattr(getattr(config, section), name) for name, section in SECTIONS.items()})
 
 
 def searchable(config: Config, fixed: Mapping[str, Any], device: str) -> Config:
@@ -77,7 +77,7 @@ def searchable(config: Config, fixed: Mapping[str, Any], device: str) -> Config:
     """
     defaults = flatten(Config())
     for_own_layout = (
-        *Layout(*[None] * len(Layout._fields)).options(),  # type: ignore[arg-type]
+        *Candidate(*[None] * len(Candidate._fields)).options(),  # type: ignore[arg-type]
         # A partition and layers to recompute are for one number of stages, chunks are refused without tp or ep, and the
         # others meet some ZeRO stages.
         *("parallel.partition", "train.recompute_layers", "parallel.schedule_memory_gb"),
@@ -94,7 +94,7 @@ def searchable(config: Config, fixed: Mapping[str, Any], device: str) -> Config:
 class GridPart:
     """A legal grid of ranks: a layout with the mildest values elsewhere, and the legal values of its other parts."""
 
-    mildest: Layout
+    mildest: Candidate
     sequences: tuple[tuple[bool, str], ...]
     """(sequence_parallel, cp_attention)."""
     pipelines: tuple[tuple[str, int], ...]
@@ -118,7 +118,7 @@ class GridPart:
         pairs = sum(1 for _ in self.pairs())
         return pairs * len(self.sequences) * len(self.micro_batch_sizes) * len(self.recomputes)
 
-    def layouts(self) -> Iterator[Layout]:
+    def layouts(self) -> Iterator[Candidate]:
         for schedule, vpp, zero_stage, shard_ranks in ((*pipeline, *state) for pipeline, state in self.pairs()):
             ordered = self.mildest._replace(schedule=schedule, vpp=vpp, zero_stage=zero_stage, shard_ranks=shard_ranks)
             for sequence_parallel, cp_attention in self.sequences:
@@ -150,7 +150,7 @@ class Space:
         gpus_per_node: int,
         validate: Validate,
         fixed: Mapping[str, Any],
-        given: Layout,
+        given: Candidate,
     ):
         self.base = base
         self.world_size = world_size
@@ -169,14 +169,14 @@ class Space:
         """The number of legal layouts."""
         return sum(map(len, self.grids))
 
-    def check(self, layout: Layout) -> Config:
+    def check(self, layout: Candidate) -> Config:
         """The config of a layout, with derived values. Raises ConfigError if it cannot run."""
         return self._validate(layout.of(self.base), self.world_size)
 
     # Values that are tried
 
     def _values(self, name: str, candidates: Iterable[Any]) -> list[Any]:
-        """The values of a field of `Layout`: the fixed one, or else `candidates`."""
+        """The values of a field of `Candidate`: the fixed one, or else `candidates`."""
         path = f"{SECTIONS[name]}.{name}"
         if path in self._fixed:
             return [self._fixed[path]]
@@ -186,7 +186,7 @@ class Space:
         """The same with the value of the given config, which may be none of `candidates`."""
         return sorted(self._values(name, {*candidates, getattr(self._given, name)}))
 
-    def _grids(self) -> Iterator[Layout]:
+    def _grids(self) -> Iterator[Candidate]:
         """Yield all grids, with the mildest values elsewhere."""
         world = self.world_size
         # Tensor ranks exchange activations in every layer, which no network between nodes carries in time.
@@ -198,7 +198,7 @@ class Space:
                     if self._fixed.get("parallel.dp", dp) not in (0, dp):
                         continue
                     for ep, etp in self._experts(tp, tp * cp * dp):
-                        yield Layout(
+                        yield Candidate(
                             *(pp, tp, cp, dp, ep, etp, "1f1b", 1, 1, 0, False, "gather", "none", 1, 1),
                         )
 
@@ -301,7 +301,7 @@ class Space:
                 yield part
 
     def _which_pipelines(
-        self, grid: Layout, pipelines: list[tuple[str, int]], layouts: int
+        self, grid: Candidate, pipelines: list[tuple[str, int]], layouts: int
     ) -> tuple[tuple[str, int], ...]:
         # Which schedules can run depends on no axis but pp.
         if grid.pp not in self._pipelines_of:
@@ -310,7 +310,9 @@ class Space:
             )
         return self._pipelines_of[grid.pp]
 
-    def _which_states(self, grid: Layout, states: list[tuple[int, int]], layouts: int) -> tuple[tuple[int, int], ...]:
+    def _which_states(
+        self, grid: Candidate, states: list[tuple[int, int]], layouts: int
+    ) -> tuple[tuple[int, int], ...]:
         # Which groups can shard depends on the ranks that hold the same weights, not on the stage, as far as it shards.
         stages = [stage for stage in dict(states) if self._is_legal(grid._replace(zero_stage=stage), layouts)]
         groups = {
@@ -320,10 +322,10 @@ class Space:
         }
         return tuple((stage, ranks) for stage, ranks in states if stage in stages and ranks in groups)
 
-    def _which_sizes(self, grid: Layout, sizes: list[int], layouts: int) -> tuple[int, ...]:
+    def _which_sizes(self, grid: Candidate, sizes: list[int], layouts: int) -> tuple[int, ...]:
         return tuple(n for n in sizes if self._is_legal(grid._replace(micro_batch_size=n), layouts))
 
-    def _is_legal(self, layout: Layout, layouts: int) -> bool:
+    def _is_legal(self, layout: Candidate, layouts: int) -> bool:
         """Whether `layout` can run. If not, `layouts` layouts are counted as rejected."""
         try:
             self.check(layout)

@@ -43,7 +43,7 @@ class Product(NamedTuple):
     launches: int = 1
 
 
-class Attention(NamedTuple):
+class AttentionWork(NamedTuple):
     """Fused attention. `flops` are those of one forward pass, without masked scores.
 
     `tiled` is that of our kernels (`megapar_kernels.tiled_attention`).
@@ -81,7 +81,7 @@ class Waited(NamedTuple):
     number: int
 
 
-Operation = Product | Attention | Kernel | Started | Waited
+Operation = Product | AttentionWork | Kernel | Started | Waited
 Operations = tuple[Operation, ...]
 
 
@@ -254,7 +254,7 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | No
         tensors, pairs, backward = args
         q, _, v = tensors[backward:][:3]
         flops = 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
-        return Attention(flops, q.shape[3], backward, _PRECISIONS[q.dtype], sum(map(_nbytes, tensors)), tiled=True)
+        return AttentionWork(flops, q.shape[3], backward, _PRECISIONS[q.dtype], sum(map(_nbytes, tensors)), tiled=True)
     if name == _WEIGHT_GRADIENTS:
         totals, grad, x = args
         groups, outputs_of, inputs_of = totals.shape
@@ -295,7 +295,7 @@ def _product(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[T
     return Product(a.shape[0], b.shape[1], a.shape[1], 1, precision, moved)
 
 
-def _attention(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Attention:
+def _attention(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> AttentionWork:
     backward = "backward" in name
     # The backward has the gradient of the output before them.
     q, k, v = args[int(backward) : int(backward) + 3]
@@ -305,7 +305,7 @@ def _attention(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence
     if causal:
         flops /= 2
     moved = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
-    return Attention(flops, width, backward, _PRECISIONS[q.dtype], moved)
+    return AttentionWork(flops, width, backward, _PRECISIONS[q.dtype], moved)
 
 
 def _are_alike(one: Product, other: Product) -> bool:

@@ -39,7 +39,7 @@ FILE = "rewind.json"
 _PLAN = ("last_step", "consumed_samples")
 
 
-class Plan(NamedTuple):
+class RewindPlan(NamedTuple):
     """What starts after a spike must follow: the last step of a checkpoint that serves, and the samples consumed then.
 
     It is kept until a checkpoint of the run folder knows the samples that are left out. `followed`: a start has
@@ -152,7 +152,7 @@ def in_words_again(result: StepResult, loss: float, grad_norm: float) -> str:
     )
 
 
-def planned_rewind(run_dir: Path, ctx: ParallelContext, *, named: bool = False) -> Plan | None:
+def planned_rewind(run_dir: Path, ctx: ParallelContext, *, named: bool = False) -> RewindPlan | None:
     """The plan that a start must follow. A collective.
 
     `named`: the start names its checkpoint, which is respected if another start has followed the plan already. A file
@@ -161,15 +161,15 @@ def planned_rewind(run_dir: Path, ctx: ParallelContext, *, named: bool = False) 
     found = from_first(_read_plan(run_dir) if ctx.world.first else None, ctx)
     if found is None or (named and found[2]):
         return None
-    return Plan(*found)
+    return RewindPlan(*found)
 
 
-def _read_plan(run_dir: Path) -> Plan | None:
+def _read_plan(run_dir: Path) -> RewindPlan | None:
     path = run_dir / FILE
     try:
-        plan = read_json(path, dict.fromkeys(Plan._fields, int))
+        plan = read_json(path, dict.fromkeys(RewindPlan._fields, int))
         if all(plan.get(name, -1) >= 0 for name in _PLAN):
-            return Plan(plan["last_step"], plan["consumed_samples"], plan.get("followed", 0) > 0)
+            return RewindPlan(plan["last_step"], plan["consumed_samples"], plan.get("followed", 0) > 0)
         problem = f"{path}: {' and '.join(_PLAN)} must be there, and not negative"
     except FileNotFoundError:
         return None
@@ -188,7 +188,7 @@ def forget_rewind(run_dir: Path) -> None:
         logging.getLogger(__name__).warning("%s not removed: %s", path, reason_of(error))
 
 
-def rewind(state: TrainState, plan: Plan | None, run_dir: Path) -> list[str]:
+def rewind(state: TrainState, plan: RewindPlan | None, run_dir: Path) -> list[str]:
     """Leave out the samples around a spike, where the state has been restored; returns lines for the user.
 
     The plan stays in the run folder: a start before the next checkpoint must follow it again.
@@ -206,7 +206,7 @@ def rewind(state: TrainState, plan: Plan | None, run_dir: Path) -> list[str]:
     return lines
 
 
-def _leave_out(state: TrainState, plan: Plan) -> list[str]:
+def _leave_out(state: TrainState, plan: RewindPlan) -> list[str]:
     skipped = plan.consumed_samples - state.consumed_samples
     if plan.followed and skipped < 0:
         return []  # the checkpoint is behind those samples

@@ -17,7 +17,7 @@ from megapar.base.errors import DataError
 from megapar.base.precision import LossScale
 from megapar.checkpoint.tiers import Tier
 from megapar.config.options import Config
-from megapar.data.blend import Stage
+from megapar.data.blend import BlendPhase
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.declare.batch import MicroBatch, PipelineStage
 from megapar.declare.context import ParallelContext
@@ -75,7 +75,7 @@ class TrainState:
     consumed_samples: int = 0
     lineage: list[tuple[str, int]] = field(default_factory=list)
     data_identity: Mapping[str, Any] = field(default_factory=dict)
-    blend: tuple[Stage, ...] = ()
+    blend: tuple[BlendPhase, ...] = ()
     base: Mapping[str, Any] = field(default_factory=dict)
     tiers: Sequence[Tier] = ()
     norm_limit: float = math.inf
@@ -169,7 +169,7 @@ def without_targets(what: str) -> DataError:
 
 
 @dataclass(frozen=True)
-class Position:
+class StepCounts:
     """The counts of a state advanced by a step."""
 
     step: int
@@ -188,7 +188,7 @@ class QueuedStep:
     batches: Sequence[MicroBatch]
     lr: float
     loss_scale: LossScale
-    before: Position
+    before: StepCounts
     numbers: device.HostCopy  # `StepSums.packed`
     tallies: Mapping[str, device.HostCopy]
 

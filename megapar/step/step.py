@@ -19,7 +19,7 @@ from megapar.declare.tally import counting_modules, end_step, tables
 from megapar.optimizer.clip import clip_coefficient, reduce_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.step.references import with_references
-from megapar.step.state import Position, QueuedStep, StepResult, StepSums, TrainState
+from megapar.step.state import QueuedStep, StepCounts, StepResult, StepSums, TrainState
 from megapar.system import device
 
 
@@ -47,7 +47,7 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
     step before the next one is queued. If `asked_to_stop` is True on any rank, `stop` of the result is True on every
     rank.
     """
-    before = Position(state.step, state.consumed_samples, state.optimizer.step_count)
+    before = StepCounts(state.step, state.consumed_samples, state.optimizer.step_count)
     samples = state.config.train.batch_size(state.consumed_samples)
     scale = state.loss_scale.scale
     scope, batches = enter_scope(state, batches)

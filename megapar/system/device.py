@@ -24,7 +24,7 @@ from megapar.base.errors import ConfigError
 from megapar.system.environment import of_this_process
 
 
-class Peak(NamedTuple):
+class PeakTflops(NamedTuple):
     """Peaks of one device in TFLOP/s, dense (without sparsity).
 
     `half` is for bf16 and fp16, `tf32` for TF32 on tensor cores, `fp32` for fp32 without tensor cores.
@@ -38,14 +38,14 @@ class Peak(NamedTuple):
 # From NVIDIA's data sheets, by a part of the device's name. The first match is used, so "GB200" must come before
 # "B200", which it contains.
 PEAK_TFLOPS = {
-    "GB200": Peak(2500.0, 1250.0, 80.0),
-    "B200": Peak(2250.0, 1125.0, 75.0),
-    "H100 PCIe": Peak(756.0, 378.0, 51.2),
-    "H100 NVL": Peak(835.0, 417.5, 60.0),
-    "H100": Peak(989.0, 494.5, 66.9),
-    "H200": Peak(989.0, 494.5, 66.9),
-    "A100": Peak(312.0, 156.0, 19.5),
-    "L40S": Peak(362.0, 183.0, 91.6),
+    "GB200": PeakTflops(2500.0, 1250.0, 80.0),
+    "B200": PeakTflops(2250.0, 1125.0, 75.0),
+    "H100 PCIe": PeakTflops(756.0, 378.0, 51.2),
+    "H100 NVL": PeakTflops(835.0, 417.5, 60.0),
+    "H100": PeakTflops(989.0, 494.5, 66.9),
+    "H200": PeakTflops(989.0, 494.5, 66.9),
+    "A100": PeakTflops(312.0, 156.0, 19.5),
+    "L40S": PeakTflops(362.0, 183.0, 91.6),
 }
 
 
@@ -378,7 +378,7 @@ def peak_tflops(device: torch.device, precision: Literal["fp32", "bf16", "fp16"]
     if device.type != "cuda":
         return 0.0
     name = torch.cuda.get_device_name(device)
-    peak = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), Peak(0.0, 0.0, 0.0))
+    peak = next((peak for part, peak in PEAK_TFLOPS.items() if part in name), PeakTflops(0.0, 0.0, 0.0))
     if precision != "fp32":
         return peak.half
     uses_tf32 = torch.get_float32_matmul_precision() != "highest"

@@ -36,7 +36,7 @@ _OF_SPAN = {
 }
 
 
-class Span(NamedTuple):
+class RecordedSpan(NamedTuple):
     """See `megapar.system.recorder.Span`."""
 
     name: str
@@ -48,7 +48,7 @@ class Span(NamedTuple):
     end: float
 
 
-class Operation(NamedTuple):
+class RecordedOperation(NamedTuple):
     """See `megapar.system.recorder.Operation`."""
 
     axis: str
@@ -61,13 +61,13 @@ class Operation(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Step:
+class TimedStep:
     """A recorded step of one rank, in seconds of the clock of rank 0."""
 
     start: float
     end: float
-    spans: list[Span]
-    operations: list[Operation]
+    spans: list[RecordedSpan]
+    operations: list[RecordedOperation]
 
 
 class RankAxis(NamedTuple):
@@ -86,7 +86,7 @@ class RankRecord:
     device: str
     axes: Mapping[str, RankAxis]
     clock_error: float
-    steps: Mapping[int, Step]
+    steps: Mapping[int, TimedStep]
 
 
 class Segment(NamedTuple):
@@ -100,7 +100,7 @@ class Segment(NamedTuple):
 
 
 @dataclass
-class Account:
+class RankTime:
     """The time of a rank in seconds a step, as a mean over the recorded steps.
 
     `parts` and `exposed` sum to `step_seconds`. `waited_for` divides the part "slowest" by the last rank.
@@ -179,9 +179,9 @@ def _record(header: Mapping[str, Any], steps: Mapping[int, Mapping[str, Any]], f
     offset, error = clock_offset(header, first)
     shifted = {}
     for number, step in steps.items():
-        spans = [Span._make([*row[:5], row[5] - offset, row[6] - offset]) for row in step["spans"]]
-        operations = [Operation._make([*row[:6], row[6] - offset]) for row in step["operations"]]
-        shifted[number] = Step(step["start"] - offset, step["end"] - offset, spans, operations)
+        spans = [RecordedSpan._make([*row[:5], row[5] - offset, row[6] - offset]) for row in step["spans"]]
+        operations = [RecordedOperation._make([*row[:6], row[6] - offset]) for row in step["operations"]]
+        shifted[number] = TimedStep(step["start"] - offset, step["end"] - offset, spans, operations)
     axes = {name: RankAxis(tuple(axis["ranks"]), axis["transport"]) for name, axis in header["axes"].items()}
     return RankRecord(header["rank"], header["pipeline_rank"], header["device"], axes, error, shifted)
 
@@ -209,13 +209,13 @@ class _Arrivals:
     def __init__(self, records: Sequence[RankRecord]):
         self._collectives: dict[tuple[str, int, int], list[tuple[float, int]]] = defaultdict(list)
         self._messages: dict[tuple[str, str, int, int, int], float] = {}
-        self._by_position: dict[tuple[int, str, int], Operation] = {}
+        self._by_position: dict[tuple[int, str, int], RecordedOperation] = {}
         for record in records:
             for step in record.steps.values():
                 for operation in step.operations:
                     self._add(record, operation)
 
-    def _add(self, record: RankRecord, operation: Operation) -> None:
+    def _add(self, record: RankRecord, operation: RecordedOperation) -> None:
         self._by_position[record.rank, operation.axis, operation.position] = operation
         ranks = record.axes[operation.axis].ranks
         if operation.peer < 0:
@@ -225,7 +225,7 @@ class _Arrivals:
             peer = ranks[operation.peer]
             self._messages[operation.name, operation.axis, record.rank, peer, operation.number] = operation.start
 
-    def operation(self, record: RankRecord, axis: str, position: int) -> Operation | None:
+    def operation(self, record: RankRecord, axis: str, position: int) -> RecordedOperation | None:
         return self._by_position.get((record.rank, axis, position))
 
     def last(self, record: RankRecord, axis: str, position: int) -> tuple[float, int]:
@@ -279,9 +279,9 @@ def _segments(record: RankRecord, step: int, arrivals: _Arrivals, records: Seque
     return found
 
 
-def innermost(step: Step) -> Iterator[tuple[Span | None, float, float]]:
+def innermost(step: TimedStep) -> Iterator[tuple[RecordedSpan | None, float, float]]:
     """Pieces of a step with the innermost span around each. They follow each other from its start to its end."""
-    around: list[Span] = []
+    around: list[RecordedSpan] = []
     now = step.start
     for span in [*step.spans, None]:
         while around and (span is None or len(around) > span.depth):
@@ -295,14 +295,14 @@ def innermost(step: Step) -> Iterator[tuple[Span | None, float, float]]:
     yield None, now, step.end
 
 
-def account(records: Sequence[RankRecord]) -> list[Account]:
+def account(records: Sequence[RankRecord]) -> list[RankTime]:
     """The account of each rank."""
     arrivals = _Arrivals(records)
     accounts = []
     for record in records:
         number = len(record.steps)
         seconds = sum(step.end - step.start for step in record.steps.values()) / number
-        result = Account(record.rank, seconds, dict.fromkeys(PARTS, 0.0), dict.fromkeys(record.axes, 0.0))
+        result = RankTime(record.rank, seconds, dict.fromkeys(PARTS, 0.0), dict.fromkeys(record.axes, 0.0))
         computing: list[tuple[float, float]] = []
         for step in record.steps:
             for segment in _segments(record, step, arrivals, records):
@@ -322,7 +322,7 @@ def account(records: Sequence[RankRecord]) -> list[Account]:
 
 
 @dataclass(frozen=True)
-class Straggler:
+class BusiestRank:
     """The busiest rank beside the least busy one with the same work, in seconds a step.
 
     `waited` is how long other ranks waited for it, all together.
@@ -334,7 +334,7 @@ class Straggler:
     waited: float
 
 
-def straggler(records: Sequence[RankRecord], accounts: Sequence[Account]) -> Straggler | None:
+def straggler(records: Sequence[RankRecord], accounts: Sequence[RankTime]) -> BusiestRank | None:
     """The slowest rank; None if each pipeline rank has one rank alone, and so nothing to compare it with.
 
     The part "slowest" alone does not tell it: a rank may come late because its pipeline waited for another one.
@@ -347,7 +347,7 @@ def straggler(records: Sequence[RankRecord], accounts: Sequence[Account]) -> Str
     excess = [found.busy - least[record.pipeline_rank] for record, found in zip(records, accounts, strict=True)]
     rank = max(range(len(records)), key=excess.__getitem__)
     waited = sum(found.waited_for[rank] for found in accounts)
-    return Straggler(rank, accounts[rank].busy, least[records[rank].pipeline_rank], waited)
+    return BusiestRank(rank, accounts[rank].busy, least[records[rank].pipeline_rank], waited)
 
 
 def in_flight(record: RankRecord, arrivals: _Arrivals) -> dict[str, list[tuple[float, float]]]:
@@ -430,7 +430,7 @@ def chrome_trace(records: Sequence[RankRecord]) -> dict[str, Any]:
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
 
 
-def _span_row(record: RankRecord, span: Span, arrivals: _Arrivals, origin: float) -> dict[str, Any]:
+def _span_row(record: RankRecord, span: RecordedSpan, arrivals: _Arrivals, origin: float) -> dict[str, Any]:
     details: dict[str, Any] = {}
     name = span.name
     if span.axis:

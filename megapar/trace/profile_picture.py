@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megapar.system.atomic_files import save_figure
-from megapar.trace.profile import PARTS, Account, RankRecord, Segment, segments
+from megapar.trace.profile import PARTS, RankRecord, RankTime, Segment, segments
 
 _COLORS = {
     "forward": "#174a86",
@@ -26,7 +26,7 @@ _OF_AXES = ("#f2a900", "#e76f51", "#f4cf6e", "#d98cb3", "#b5651d", "#ffd9a0")  #
 
 
 def draw(
-    records: Sequence[RankRecord], accounts: Sequence[Account], ranks: Sequence[int], path: Path, title: str
+    records: Sequence[RankRecord], accounts: Sequence[RankTime], ranks: Sequence[int], path: Path, title: str
 ) -> None:
     """Draw the parts of a step of each of `ranks` as a bar, and below when they came in the last recorded step."""
     step = max(records[0].steps)
@@ -48,13 +48,13 @@ def draw(
     save_figure(figure, path)
 
 
-def _axes(accounts: Sequence[Account]) -> list[str]:
+def _axes(accounts: Sequence[RankTime]) -> list[str]:
     """The axes of all ranks, each once."""
     return list(dict.fromkeys(axis for account in accounts for axis in account.exposed))
 
 
 def _draw_bars(
-    bars: Axes, accounts: Sequence[Account], ranks: Sequence[int], names: Sequence[str], colors: Mapping[str, str]
+    bars: Axes, accounts: Sequence[RankTime], ranks: Sequence[int], names: Sequence[str], colors: Mapping[str, str]
 ) -> None:
     computing = ("forward", "backward", "W", "optimizer")
     others = [part for part in PARTS if part not in computing]

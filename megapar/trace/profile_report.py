@@ -15,7 +15,7 @@ from megapar.base.errors import storing
 from megapar.config.messages import counted
 from megapar.launch.reporting import reported
 from megapar.system import atomic_files
-from megapar.trace.profile import PARTS, Account, RankRecord, account, chrome_trace, read, straggler
+from megapar.trace.profile import PARTS, RankRecord, RankTime, account, chrome_trace, read, straggler
 from megapar.trace.profile_picture import draw
 
 _MOST_ROWS = 32  # of the table and of the picture; the JSON file has all ranks
@@ -33,7 +33,7 @@ class Arguments:
     """Write the times of every rank to this file too."""
 
 
-def shown_ranks(accounts: Sequence[Account]) -> list[int]:
+def shown_ranks(accounts: Sequence[RankTime]) -> list[int]:
     """The ranks to show: all, or of many the ones with the most and the least computing."""
     if len(accounts) <= _MOST_ROWS:
         return [found.rank for found in accounts]
@@ -42,7 +42,7 @@ def shown_ranks(accounts: Sequence[Account]) -> list[int]:
     return sorted(found.rank for found in [*by_computing[:half], *by_computing[-half:]])
 
 
-def table(accounts: Sequence[Account], ranks: Sequence[int]) -> Table:
+def table(accounts: Sequence[RankTime], ranks: Sequence[int]) -> Table:
     """A row for each of `ranks`, and their mean. Times are milliseconds a step."""
     parts = [part for part in PARTS if part != "W" or any(found.parts["W"] for found in accounts)]
     axes = list(dict.fromkeys(axis for found in accounts for axis, seconds in found.exposed.items() if seconds))
@@ -66,7 +66,7 @@ def table(accounts: Sequence[Account], ranks: Sequence[int]) -> Table:
     return result
 
 
-def in_words(records: Sequence[RankRecord], accounts: Sequence[Account]) -> list[str]:
+def in_words(records: Sequence[RankRecord], accounts: Sequence[RankTime]) -> list[str]:
     """Sentences on the steps, the clocks, the largest losses and the slowest rank."""
     steps = sorted(records[0].steps)
     seconds = sum(found.step_seconds for found in accounts) / len(accounts)
@@ -94,7 +94,7 @@ def in_words(records: Sequence[RankRecord], accounts: Sequence[Account]) -> list
     return lines
 
 
-def predicted(run_dir: Path, records: Sequence[RankRecord], accounts: Sequence[Account]) -> dict[str, Any] | None:
+def predicted(run_dir: Path, records: Sequence[RankRecord], accounts: Sequence[RankTime]) -> dict[str, Any] | None:
     """What the run's log says of a predicted step, beside what was recorded. None if it says nothing."""
     metrics = run_dir / "metrics.jsonl"
     if not metrics.is_file():
@@ -107,7 +107,7 @@ def predicted(run_dir: Path, records: Sequence[RankRecord], accounts: Sequence[A
     return lines[-1] | {"recorded_step_seconds": seconds, "recorded_idle_share": idle}
 
 
-def as_json(records: Sequence[RankRecord], accounts: Sequence[Account]) -> dict[str, Any]:
+def as_json(records: Sequence[RankRecord], accounts: Sequence[RankTime]) -> dict[str, Any]:
     """The accounts as JSON types, in seconds a step."""
     rows = []
     for record, found in zip(records, accounts, strict=True):

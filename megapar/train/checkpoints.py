@@ -49,7 +49,7 @@ from megapar.step.state import TrainState
 from megapar.system import device
 from megapar.train import adapter_base
 from megapar.train.data import compare
-from megapar.train.position import Position, options_of_weights, position, trainer_state
+from megapar.train.position import TrainerRecord, options_of_weights, position, trainer_state
 from megapar.train.resumed_samples import resumed_blend
 
 # One save writes while another waits with its copy of the state. Each further one would cost another copy in memory.
@@ -198,7 +198,7 @@ def find(
     faster: Sequence[Tier] = (),
     *,
     again: bool = False,
-    rewind: spikes.Plan | None = None,
+    rewind: spikes.RewindPlan | None = None,
 ) -> Path | None:
     """The checkpoint named by `checkpoint.resume`, or None. A collective.
 
@@ -207,7 +207,7 @@ def find(
     """
     resume = "auto" if again or rewind is not None else config.checkpoint.resume
 
-    def check(manifest: Manifest) -> Position:
+    def check(manifest: Manifest) -> TrainerRecord:
         if rewind is not None and not rewind.is_served_by(manifest.step, manifest.consumed_samples):
             raise CheckpointError(f"step {manifest.step} is too close to a spike")
         return position(manifest)
@@ -360,7 +360,7 @@ def _other_training_state(manifest: Manifest, config: Config) -> str:
     return ""
 
 
-def _require_same_function(saved: Position, path: Path, state: TrainState) -> None:
+def _require_same_function(saved: TrainerRecord, path: Path, state: TrainState) -> None:
     """Raise CheckpointError on every rank if the run's options make another function of the checkpoint's weights."""
     changed = [*function_changes(saved.config, state.config), *adapter_changes(saved.config, state.config)]
     if not changed:
@@ -398,7 +398,7 @@ def _saved_slices(state: TrainState) -> list[StateSlice]:
     return [*state.optimizer.slices(), *fixed_slices(state.stages.values(), parameters=not state.base)]
 
 
-def _go_on(state: TrainState, manifest: Manifest, saved: Position) -> list[str]:
+def _go_on(state: TrainState, manifest: Manifest, saved: TrainerRecord) -> list[str]:
     """Set the position of the state after its tensors are loaded; returns a line for each changed option."""
     state.optimizer.step_count = saved.updates
     # The checkpoint holds the fp32 main weights alone. The parameters are rounded from them.
@@ -537,7 +537,7 @@ _ADDED = {
 }
 
 
-class Start(NamedTuple):
+class InitialWeights(NamedTuple):
     """What to load from the weights of checkpoint.init_from."""
 
     slices: list[StateSlice]
@@ -550,7 +550,7 @@ class Start(NamedTuple):
 
 def without_added(
     path: Path, slices: Iterable[StateSlice], model_config: Mapping[str, Any], ctx: ParallelContext
-) -> Start:
+) -> InitialWeights:
     """What to load from the checkpoint, without what options of the run add to its model. A collective.
 
     `slices` and `model_config` are those of the whole model, as for `load_weights`.
@@ -564,7 +564,7 @@ def without_added(
             lacks.append(option)
             del model_config[option]
             model_config |= {name: stated[name] for name in _ADDED[option].differs if name in stated}
-    return Start(
+    return InitialWeights(
         [item for item in slices if item.spec.added_by not in lacks],
         model_config,
         tuple(name for option in lacks for name in _ADDED[option].unused),

@@ -14,13 +14,13 @@ import numpy as np
 
 from megapar.base.errors import DataError
 from megapar.comm import collectives
-from megapar.config.data_spec import Entry, blend_stages, validation_sets
+from megapar.config.data_spec import DataSource, blend_stages, validation_sets
 from megapar.config.derive import with_vocabulary
 from megapar.config.messages import first_few
 from megapar.config.options import Config, DataConfig
 from megapar.context_parallel.deal import positions
 from megapar.data import contents
-from megapar.data.blend import BLEND_VERSION, Stage
+from megapar.data.blend import BLEND_VERSION, BlendPhase
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
 from megapar.data.order import ORDER_VERSION
@@ -57,7 +57,7 @@ def open_loaders(
     """
     train = config.train
     seed = config.train.seed
-    sources = [Entry.parse(text).source for text in config.data.train]
+    sources = [DataSource.parse(text).source for text in config.data.train]
     apart = config.data.documents == "apart"
     marks = MiddleTokens(*config.data.fim_tokens) if config.data.fim_tokens else None
     fim = Treatment(apart, config.data.fim_rate, marks, seed)
@@ -86,14 +86,14 @@ def open_loaders(
         opened = _open(config, [(source, part) for source in sources], seed, num_targets, kind)
         if train.loss_mean == "sample":
             _weigh_conversations_alike(opened)
-        training = Mixture(opened, [Stage(*stage) for stage in blend_stages(config)], seed=seed)
+        training = Mixture(opened, [BlendPhase(*stage) for stage in blend_stages(config)], seed=seed)
         sets: dict[str, Loader] = {}
         for name, (blend, weights) in _held_out(config).items():
             # No seed: an evaluation reads the samples in their stored order, so that losses can be compared. It takes
             # the mean of tokens for the same reason, whatever train.loss_mean is.
             with _naming(config, name):
                 opened = _open(config, blend, seed + 1, num_targets, kind)
-            samples = Mixture(opened, [Stage(0, weights)], seed=None)
+            samples = Mixture(opened, [BlendPhase(0, weights)], seed=None)
             sets[name] = loader(samples, lambda _: train.global_batch_size, Treatment(apart), held_out=True)
         return loader(training, train.batch_size, fim), sets
 
@@ -114,7 +114,7 @@ def go_on(state: TrainState, train_data: Delivery, sets: Mapping[str, Loader]) -
         weights = tuple(weight for weight, opened in zip(state.blend[0].weights, now, strict=True) if opened > 0)
         for held_out in sets.values():
             if sum(weights) > 0:
-                held_out.samples.follow([Stage(0, weights)])
+                held_out.samples.follow([BlendPhase(0, weights)])
 
 
 Part = tuple[str, tuple[float, float]]
@@ -131,7 +131,9 @@ def _held_out(config: Config) -> dict[str, tuple[list[Part], tuple[float, ...]]]
     for name, source in validation_sets(config):
         sets[name] = [(source, WHOLE)], (1.0,)
     _, weights = blend_stages(config)[0]
-    weighted = [(Entry.parse(text).source, weight) for text, weight in zip(config.data.train, weights, strict=True)]
+    weighted = [
+        (DataSource.parse(text).source, weight) for text, weight in zip(config.data.train, weights, strict=True)
+    ]
     read = [(source, weight) for source, weight in weighted if weight > 0]
     for name, part in zip(("validation", TEST), _parts(config.data.split)[1:], strict=False):
         # A share of 0 in data.split leaves no document for its set.
@@ -258,7 +260,7 @@ def tokenizer_is_named(config: Config) -> bool:
     """
     if config.data.tokenizer != DataConfig.tokenizer:
         return True
-    sources = [Entry.parse(text).source for text in config.data.train]
+    sources = [DataSource.parse(text).source for text in config.data.train]
     sources += [source for _, source in validation_sets(config)]
     return any(source.startswith("hf:") or read_sidecar(source) is not None for source in sources)
 

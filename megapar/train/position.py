@@ -50,7 +50,7 @@ def options_of_weights(state: TrainState) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Position:
+class TrainerRecord:
     """The state of the trainer in a checkpoint: the fields missing from some checkpoints."""
 
     updates: int
@@ -60,7 +60,7 @@ class Position:
     recent: Recent | None
 
 
-def position(manifest: Manifest) -> Position:
+def position(manifest: Manifest) -> TrainerRecord:
     """Parse the `trainer` section of a manifest. Raises CheckpointError if a field is missing or has another type."""
     trainer = manifest.trainer
     updates = trainer.get("updates")
@@ -75,7 +75,7 @@ def position(manifest: Manifest) -> Position:
         if type(manifest.data.get(name, {})) is not dict:
             raise CheckpointError(f"checkpoint of step {manifest.step}: data.{name} is no object")
     scale = _loss_scale(trainer.get("loss_scale"), prefix)
-    return Position(updates, scale, config, lineage_of(trainer), _recent(trainer.get("recent"), prefix))
+    return TrainerRecord(updates, scale, config, lineage_of(trainer), _recent(trainer.get("recent"), prefix))
 
 
 def _recent(saved: object, prefix: str) -> Recent | None:

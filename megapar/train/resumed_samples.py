@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 
 from megapar.base.errors import CheckpointError, DataError
 from megapar.checkpoint.format import Manifest
-from megapar.config.data_spec import Entry, blend_stages, weights_to_come
+from megapar.config.data_spec import DataSource, blend_stages, weights_to_come
 from megapar.config.messages import counted, shown
 from megapar.config.options import Config, flatten, unflatten
-from megapar.data.blend import Blend, Stage
+from megapar.data.blend import Blend, BlendPhase
 
 _DECIDING = (
     *("data.train", "data.stages", "data.split", "data.tokenizer"),
@@ -23,15 +23,15 @@ _DECIDING = (
 )  # the options that decide the samples
 
 
-def stages_of(config: Config) -> tuple[Stage, ...]:
+def stages_of(config: Config) -> tuple[BlendPhase, ...]:
     """The blend that the options ask for from the first sample on."""
-    return tuple(Stage(*stage) for stage in blend_stages(config))
+    return tuple(BlendPhase(*stage) for stage in blend_stages(config))
 
 
 class Resumed(NamedTuple):
     """The blend of a resumed run, and lines for the user."""
 
-    stages: tuple[Stage, ...]
+    stages: tuple[BlendPhase, ...]
     notes: list[str]
 
 
@@ -79,18 +79,18 @@ class _Before:
 
     consumed: int
     config: Config
-    stages: tuple[Stage, ...]
+    stages: tuple[BlendPhase, ...]
 
     @property
     def sources(self) -> list[str]:
         return _sources(self.config)
 
     @property
-    def past(self) -> tuple[Stage, ...]:
+    def past(self) -> tuple[BlendPhase, ...]:
         """The stages of the samples that were read."""
         return tuple(stage for stage in self.stages if stage.first < self.consumed)
 
-    def taken(self, stages: Sequence[Stage]) -> list[int]:
+    def taken(self, stages: Sequence[BlendPhase]) -> list[int]:
         """How many samples each source would have given by these stages."""
         found: list[int] = Blend(stages, self.config.train.seed).taken(self.consumed).tolist()
         return found
@@ -117,11 +117,11 @@ def _fits(option: str, values: tuple[Any, ...]) -> bool:
     return all(isinstance(value, kinds) for value in values) and (option != "data.train" or len(values) > 0)
 
 
-def _parsed(manifest: Manifest, sources: int) -> tuple[Stage, ...]:
+def _parsed(manifest: Manifest, sources: int) -> tuple[BlendPhase, ...]:
     """The stages of a manifest. Raises CheckpointError if they are not those of a blend of so many sources."""
     stated = manifest.data["stages"]
     try:
-        stages = tuple(Stage(int(first), tuple(map(float, weights))) for first, weights in stated)
+        stages = tuple(BlendPhase(int(first), tuple(map(float, weights))) for first, weights in stated)
         good = bool(stages) and stages[0].first == 0 and all(len(stage.weights) == sources for stage in stages)
     except (TypeError, ValueError):
         good = False
@@ -131,11 +131,11 @@ def _parsed(manifest: Manifest, sources: int) -> tuple[Stage, ...]:
 
 
 def _sources(config: Config) -> list[str]:
-    return [Entry.parse(text).source for text in config.data.train]
+    return [DataSource.parse(text).source for text in config.data.train]
 
 
 def _has_budgets(config: Config) -> bool:
-    return any(Entry.parse(text).unit == "tokens" for text in config.data.train)
+    return any(DataSource.parse(text).unit == "tokens" for text in config.data.train)
 
 
 @dataclass(frozen=True)
@@ -221,7 +221,7 @@ def _other_samples(before: _Before, config: Config, numbers: Mapping[str, int]) 
     return [f"{option} {shown(then[option])} -> {shown(now[option])}: other samples{read}" for option in changed]
 
 
-def _moved(before: _Before, now: tuple[Stage, ...], sources: _Union) -> list[str]:
+def _moved(before: _Before, now: tuple[BlendPhase, ...], sources: _Union) -> list[str]:
     """How many samples of each source would come again or be left out."""
     if sources.unchanged and before.past == tuple(stage for stage in now if stage.first < before.consumed):
         return []
@@ -238,8 +238,8 @@ def _moved(before: _Before, now: tuple[Stage, ...], sources: _Union) -> list[str
 
 def _with_budgets(before: _Before, config: Config) -> Resumed:
     """The blend of before, and from here on what is left of the tokens of data.train. The sources are the same."""
-    entries = [Entry.parse(text) for text in config.data.train]
-    then = [Entry.parse(text) for text in before.config.data.train]
+    entries = [DataSource.parse(text) for text in config.data.train]
+    then = [DataSource.parse(text) for text in before.config.data.train]
     same = [entry[1:] for entry in then] == [entry[1:] for entry in entries]
     if same and before.config.train.samples() == config.train.samples():
         return Resumed(before.past, [])
@@ -253,20 +253,22 @@ def _with_budgets(before: _Before, config: Config) -> Resumed:
         for entry, tokens, left in zip(entries, taken, weights, strict=True)
     ]
     note = f"data.train: from sample {before.consumed:,} on by the tokens that are left: {'; '.join(words)}"
-    return Resumed((*before.past, Stage(before.consumed, weights)), [note])
+    return Resumed((*before.past, BlendPhase(before.consumed, weights)), [note])
 
 
 def _from_here_on(before: _Before, config: Config, sources: _Union) -> str:
     """The options that read on by the weights of now after the samples that were read."""
-    past = [Stage(first, sources.of_before(weights)) for first, weights in before.past]
+    past = [BlendPhase(first, sources.of_before(weights)) for first, weights in before.past]
     now = stages_of(config)
     if _has_budgets(config):
         had = sources.of_before(before.taken(before.stages))
-        now = (Stage(0, weights_to_come(config, before.consumed, [int(had[number]) for number in sources.of_now])),)
+        now = (
+            BlendPhase(0, weights_to_come(config, before.consumed, [int(had[number]) for number in sources.of_now])),
+        )
     passed = [stage for stage in now if stage.first <= before.consumed]
     coming = [stage for stage in now if stage.first > before.consumed]
-    stages = [*past[1:], Stage(before.consumed, sources.spread(passed[-1].weights))]
-    stages += [Stage(first, sources.spread(weights)) for first, weights in coming]
+    stages = [*past[1:], BlendPhase(before.consumed, sources.spread(passed[-1].weights))]
+    stages += [BlendPhase(first, sources.spread(weights)) for first, weights in coming]
     entries = [f"{weight:.12g}:{name}" for weight, name in zip(past[0].weights, sources.names, strict=True)]
     words = [f"{first}:{','.join(f'{weight:.12g}' for weight in weights)}" for first, weights in stages]
     return f"--data.train {' '.join(entries)} --data.stages {' '.join(words)}"

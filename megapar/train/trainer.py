@@ -43,7 +43,7 @@ from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import of
 from megapar.pipeline.sharding_plan import UnitAction, Units
-from megapar.pipeline.zero_bubble import Memory
+from megapar.pipeline.zero_bubble import ScheduleMemory
 from megapar.step import not_finite, spikes
 from megapar.step.evaluation import validate
 from megapar.step.spikes import Spikes, compute_again, in_words_again, past_rewinds
@@ -71,7 +71,7 @@ def assemble(
     config: Config,
     ctx: ParallelContext,
     stages: StageSet[PipelineStage],
-    memory: Memory | None = None,
+    memory: ScheduleMemory | None = None,
     initial: Initial | None = None,
 ) -> TrainState:
     """Build the training state at step 0: pipeline runtime, flat weights and gradients, and optimizers.
@@ -155,7 +155,7 @@ def bucket_elements(bucket_mb: float) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A training run: its state, its data and its folder.
 
     `flops_per_token` counts forward and backward, for MFU. `asked_to_stop` returns what asks this rank to end the run,
@@ -179,7 +179,7 @@ def start(
     ctx: ParallelContext,
     stages: StageSet[PipelineStage],
     data: Mapping[str, Any] | None = None,
-    memory: Memory | None = None,
+    memory: ScheduleMemory | None = None,
     env: Environment | None = None,
     inputs_on_host: int = 0,
 ) -> tuple[TrainState, list[str]]:
@@ -276,7 +276,7 @@ class _Steps:
 
     def __init__(
         self,
-        run: Run,
+        run: TrainingRun,
         data: Delivery,
         reporter: Reporter,
         observers: Observers,
@@ -351,7 +351,7 @@ class _Steps:
         return stop
 
 
-def train(run: Run) -> str:
+def train(run: TrainingRun) -> str:
     """Do as `_train`, and watch the run meanwhile."""
     options = run.state.config.log
     first = run.state.ctx.world.first
@@ -364,7 +364,7 @@ def train(run: Run) -> str:
         return reason
 
 
-def _train(run: Run, watch: Watch) -> str:
+def _train(run: TrainingRun, watch: Watch) -> str:
     """Train to `train.steps`; report, evaluate and save on the way. Returns why the run stopped before, or "".
 
     A run asked to stop saves at the end of a step agreed on by all ranks. Raises NumericError at the first step with a
@@ -419,7 +419,7 @@ def _train(run: Run, watch: Watch) -> str:
     return reason
 
 
-def _report_saved(run: Run, saved: Saved | Lost, change: str, reporter: Reporter, watch: Watch) -> None:
+def _report_saved(run: TrainingRun, saved: Saved | Lost, change: str, reporter: Reporter, watch: Watch) -> None:
     """Report a completed checkpoint, and the `change` of its tier. A snapshot in memory ends with the job: no news."""
     watch.tier(saved.tier.name, change, run.state.step, works=isinstance(saved, Saved))
     if isinstance(saved, Lost) or saved.tier.name == "memory":
@@ -434,7 +434,7 @@ def _report_saved(run: Run, saved: Saved | Lost, change: str, reporter: Reporter
         events.append(run.run_dir, "saved", step=step, tier=saved.tier.name, seconds=round(saved.seconds, 3))
 
 
-def _why_stopped(run: Run, saves: bool) -> str:
+def _why_stopped(run: TrainingRun, saves: bool) -> str:
     """What asked the run to stop, after which step it stopped, and whether it saved. A collective."""
     reasons = collectives.gather_json(run.asked_to_stop(), run.state.ctx.world, run.state.ctx.device)
     reason = next(reason for reason in reasons if reason)
@@ -443,13 +443,13 @@ def _why_stopped(run: Run, saves: bool) -> str:
     return f"stopped by {reason} after step {run.state.step}, which is saved: start it again to go on"
 
 
-def _observers(run: Run, reporter: Reporter, watch: Watch) -> Observers:
+def _observers(run: TrainingRun, reporter: Reporter, watch: Watch) -> Observers:
     """Return the run's observers. A collective."""
     seen = Observed(run.state, run.run_dir, reporter.say, reporter.write)
     return observers_of(seen, watch, run.memory_report, run.prediction)
 
 
-def _reporter(run: Run) -> Reporter:
+def _reporter(run: TrainingRun) -> Reporter:
     """The run's reporter. A collective: rank 0 may take long to open a file of millions of lines."""
     state = run.state
     options = run.state.config

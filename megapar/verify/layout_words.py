@@ -84,7 +84,7 @@ _NUMBER = re.compile(r"([a-z_]+?)[=:_-]?(\d+)")
 
 
 @dataclass(frozen=True)
-class Layout:
+class NamedLayout:
     """A layout by its words. `options` are values by dotted path."""
 
     name: str
@@ -139,7 +139,7 @@ class Layout:
         return unflatten(values | options, type(config.model))
 
 
-def read(text: str) -> Layout:
+def read(text: str) -> NamedLayout:
     """The layout called `text`. Raises ConfigError for an unknown word, with known ones."""
     options: dict[str, Any] = {}
     for word in filter(None, re.split(r"[,+]", text)):
@@ -152,7 +152,7 @@ def read(text: str) -> Layout:
     for path, axis in _NEEDS.items():
         if path in options and options.get(f"parallel.{axis}", 1) == 1:
             raise ConfigError(f"--layouts {text}: {path} has no effect without {axis}; add {axis}2")
-    return Layout(text, _with_ranks_for_experts(options))
+    return NamedLayout(text, _with_ranks_for_experts(options))
 
 
 def _meaning(word: str, layout: str) -> dict[str, Any]:
@@ -206,14 +206,14 @@ def _with_ranks_for_experts(options: dict[str, Any]) -> dict[str, Any]:
     return options
 
 
-def of_config(config: Config) -> Layout:
+def of_config(config: Config) -> NamedLayout:
     """The own layout of a validated configuration."""
     values = flatten(config)
     paths = [*_SIZES, "parallel.etp", "parallel.vpp", "parallel.partition", "optimizer.shard_ranks"]
-    return Layout(OWN_LAYOUT, {path: values[path] for path in paths})
+    return NamedLayout(OWN_LAYOUT, {path: values[path] for path in paths})
 
 
-def drawn(seed: int, most_ranks: int, experts: bool) -> Iterator[Layout]:
+def drawn(seed: int, most_ranks: int, experts: bool) -> Iterator[NamedLayout]:
     """Layouts at random, without end; many of them cannot run. The same seed draws the same ones."""
     draw = random.Random(seed)
     while True:

@@ -61,7 +61,7 @@ class RankShown:
 
 
 @dataclass(frozen=True)
-class Step:
+class VerifiedStep:
     """What all ranks show of a step together. `scalars` are those of each rank."""
 
     scalars: Sequence[dict[str, float]]
@@ -74,7 +74,7 @@ class Shown:
     """What all ranks show of a run together."""
 
     initial: Assembled
-    steps: Sequence[Step]
+    steps: Sequence[VerifiedStep]
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,9 @@ def _together(ranks: Sequence[RankShown]) -> Shown:
     for number in range(len(ranks[0].steps)):
         found = [rank.steps[number] for rank in ranks]
         gradients = assembled([step.gradients for step in found])
-        steps.append(Step([step.scalars for step in found], gradients, assembled([step.weights for step in found])))
+        steps.append(
+            VerifiedStep([step.scalars for step in found], gradients, assembled([step.weights for step in found]))
+        )
     return Shown(assembled([rank.initial for rank in ranks]), steps)
 
 

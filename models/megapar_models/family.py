@@ -10,7 +10,7 @@ from torch import Tensor
 from megapar.config.model_rules import ModelRules
 from megapar_models.factory import Factory
 from megapar_models.stage import Stage
-from megapar_models.tensor_layouts import Layout, Pairs, PairsOf
+from megapar_models.tensor_layouts import Packing, Pairs, PairsOf
 
 Raw = Mapping[str, Any]  # the content of a config.json
 
@@ -82,7 +82,7 @@ class HuggingFace:
     """Their tensors of a single number that is not trained, each with the number. * is the layer's number."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Parts of stored names, each with its counterpart in `modules`."""
-    layouts: Mapping[str, Layout] = field(default_factory=dict)
+    layouts: Mapping[str, Packing] = field(default_factory=dict)
     """How their modules or tensors hold several of ours, or are transposed."""
     pairs: PairsOf = _no_pairs
     """The rotary pairs of our modules that theirs store beside each other."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Layout:
+class Packing:
     """How one of their tensors holds several of ours.
 
     `groups` names the option of the model with the number of groups, such as num_key_value_heads: each group has its

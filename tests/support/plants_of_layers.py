@@ -135,8 +135,8 @@ def copies_summed_nowhere(patch: Patch, rank: int) -> None:
 
 def not_sorted(patch: Patch, rank: int) -> None:
     """Leave arrived rows unsorted."""
-    patch(row_counts.Chunk, "arrives_sorted", lambda original: False)
-    patch(row_counts.Chunk, "expert_order", lambda original: None)
+    patch(row_counts.RowChunk, "arrives_sorted", lambda original: False)
+    patch(row_counts.RowChunk, "expert_order", lambda original: None)
 
 
 def norm_of_weights_forgotten(patch: Patch, rank: int) -> None:

@@ -34,7 +34,7 @@ from rich.progress import track
 from benchmarks.counting import Cost, cost, with_children
 from benchmarks.report import Report, table
 from megapar.base.errors import ConfigError
-from megapar.data.preprocess import Recipe, preprocess, read_documents
+from megapar.data.preprocess import PreprocessOptions, preprocess, read_documents
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from megapar.observe.provenance import provenance
 from megapar.system import device
@@ -117,7 +117,7 @@ def measure(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options:
     tokenizer = load_tokenizer(spec)
     tokens = sum(len(tokenizer.encode(text)) for text in texts)
     costs: dict[str, dict[int, list[Cost]]] = {"bare": defaultdict(list), "preprocess": defaultdict(list)}
-    recipe = Recipe(tokenizer=spec, append_eod=True)
+    recipe = PreprocessOptions(tokenizer=spec, append_eod=True)
     output = inputs[0].with_name("out")
     for _ in range(options.rounds):
         for workers in options.workers:

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.counting import cost, memory
 from benchmarks.report import Report, table
-from megapar.data.blend import Stage
+from megapar.data.blend import BlendPhase
 from megapar.data.delivery import Delivery
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.loader import Loader, Mixture
@@ -65,7 +65,7 @@ def deliver(prefixes: list[Path], options: Options) -> dict[str, float]:
     def read() -> None:
         start = time.perf_counter()
         sources = [ChunkDataset(prefix, options.seq_length, vocab_size=50_000) for prefix in prefixes]
-        mixture = Mixture(sources, [Stage(0, (0.7, 0.3)), Stage(10**6, (0.5, 0.5))], seed=1)
+        mixture = Mixture(sources, [BlendPhase(0, (0.7, 0.3)), BlendPhase(10**6, (0.5, 0.5))], seed=1)
         size = options.global_batch_size
         loader = Loader(mixture, batch_size=lambda _: size, micro_batch_size=8, seq_length=options.seq_length)
         for source in sources:

@@ -104,7 +104,7 @@ def watched_run(*flags: str) -> None:
     train = trainer._train
     own = clock.own_seconds()
 
-    def measured(run: trainer.Run, watch: Watch) -> str:
+    def measured(run: trainer.TrainingRun, watch: Watch) -> str:
         clock._thread = threading.get_ident()
         start, before = time.perf_counter(), dict(clock.seconds)
         calls = dict(clock.calls)

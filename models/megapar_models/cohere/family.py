@@ -8,7 +8,7 @@ from megapar_models.cohere.model import CohereModel, CohereStage
 from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.rope import factor_warnings, read_rope, write_rope
-from megapar_models.tensor_layouts import Layout, Pairs
+from megapar_models.tensor_layouts import Packing, Pairs
 from megapar_models.windows import full_every, read_windows, rotary_problems, write_windows
 
 _RENAMED = {"rms_norm_eps": "layer_norm_eps"}
@@ -22,8 +22,8 @@ _FIXED2: dict[str, Any] = {"position_embedding_type": "rope_gptj", "rotary_pct":
 _FIXED2 |= {"order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True, "use_gated_activation": True}
 _ROTATED = tuple(f"layers.*.attention.{name}" for name in ("q", "k", "q_norm", "k_norm"))
 _LAYOUTS = {
-    "model.layers.*.self_attn.q_norm": Layout("num_attention_heads", by_group=True),
-    "model.layers.*.self_attn.k_norm": Layout("num_key_value_heads", by_group=True),
+    "model.layers.*.self_attn.q_norm": Packing("num_attention_heads", by_group=True),
+    "model.layers.*.self_attn.k_norm": Packing("num_key_value_heads", by_group=True),
 }
 _MODEL_TYPES = {
     "cohere": ModelType(_DEFAULTS, _FIXED),

@@ -29,7 +29,7 @@ from megapar_models.convert.config_json import names_of
 from megapar_models.convert.exported import native_shapes
 from megapar_models.convert.huggingface import header_of, hugging_face_tensor
 from megapar_models.convert.peft_beside import (
-    Beside,
+    PeftExtras,
     modules_to_save,
     read_beside,
     trainable,
@@ -273,7 +273,7 @@ class PeftTensors:
     base: Manifest
     ours: Mapping[str, str]
     stacked: Mapping[str, Stack]
-    beside: Beside
+    beside: PeftExtras
     pairs: Mapping[str, Pairs]
 
     def tensor(self, name: str) -> Tensor:
@@ -317,7 +317,7 @@ class PeftTensors:
 
 
 def next_command(
-    options: PeftToNative, model: ModelConfig, adapter: AdapterConfig, adapted: Set[str], beside: Beside
+    options: PeftToNative, model: ModelConfig, adapter: AdapterConfig, adapted: Set[str], beside: PeftExtras
 ) -> str:
     """What can be done with a checkpoint of PEFT's adapters, and the options of a run that trains them on."""
     merges = f"merge them with {options.base}"

@@ -32,7 +32,7 @@ from megapar_models.build import build_stages
 from megapar_models.convert.exported import hf_infos, hf_recipes
 from megapar_models.convert.giving import Giver
 from megapar_models.convert.huggingface import write_model
-from megapar_models.convert.recipes import Part, Recipe, places
+from megapar_models.convert.recipes import Recipe, TensorPart, places
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo
 from megapar_models.stage import Stage
 
@@ -42,7 +42,7 @@ _ALIGNED = 16  # bytes; tensors and boxes begin at multiples of it, whatever the
 Tensors = Mapping[str, Tensor]
 
 
-class Weights(Protocol):
+class RankWeights(Protocol):
     """The weights of a rank: `TrainState.weights`."""
 
     def hold(self, params: Iterable[nn.Parameter]) -> None:
@@ -70,7 +70,7 @@ class Theirs:
 class Sent:
     """A box of our tensor `part.name`, from byte `offset` of a message on, and the tensor that it is a part of."""
 
-    part: Part
+    part: TensorPart
     theirs: Theirs
     box: Box
     offset: int
@@ -85,7 +85,7 @@ class Sent:
 
 
 @dataclass(frozen=True)
-class Bucket:
+class SentBucket:
     """The tensors of a bucket in order, its bytes, and the boxes of each owner's message by rank, in order."""
 
     tensors: Sequence[Theirs]
@@ -111,7 +111,7 @@ def _view(flat: Tensor, offset: int, shape: Sequence[int], dtype: torch.dtype) -
     return flat[offset : offset + math.prod(shape) * dtype.itemsize].view(dtype).view(tuple(shape))
 
 
-def plan_buckets(config: Config, grid: Grid, bucket_bytes: int = BUCKET_BYTES) -> list[Bucket]:
+def plan_buckets(config: Config, grid: Grid, bucket_bytes: int = BUCKET_BYTES) -> list[SentBucket]:
     """The buckets of a run, sorted by the tensors' names: the same on every rank.
 
     A bucket has at most `bucket_bytes` bytes, or one larger tensor. Raises ConfigError if the run has weights that an
@@ -136,7 +136,7 @@ def plan_buckets(config: Config, grid: Grid, bucket_bytes: int = BUCKET_BYTES) -
     return [_bucket(group, owners) for group in groups]
 
 
-def _bucket(group: Sequence[Theirs], owners: Mapping[str, Sequence[tuple[int, Box]]]) -> Bucket:
+def _bucket(group: Sequence[Theirs], owners: Mapping[str, Sequence[tuple[int, Box]]]) -> SentBucket:
     messages: dict[int, list[Sent]] = {}
     for theirs in group:
         for part in theirs.recipe.parts:
@@ -147,7 +147,7 @@ def _bucket(group: Sequence[Theirs], owners: Mapping[str, Sequence[tuple[int, Bo
                 message = messages.setdefault(rank, [])
                 message.append(Sent(part, theirs, box, message[-1].end if message else 0))
     last = group[-1]
-    return Bucket(group, _after(last.offset, last.info.nbytes), dict(sorted(messages.items())))
+    return SentBucket(group, _after(last.offset, last.info.nbytes), dict(sorted(messages.items())))
 
 
 def _owners(config: Config, grid: Grid) -> dict[str, list[tuple[int, Box]]]:
@@ -217,7 +217,7 @@ class Handoff:
         grid: Grid,
         ctx: ParallelContext,
         stages: Iterable[nn.Module],
-        weights: Weights,
+        weights: RankWeights,
         slices: Iterable[StateSlice],
         *,
         bucket_bytes: int = BUCKET_BYTES,
@@ -273,7 +273,7 @@ class Handoff:
         finally:
             self._weights.hold(())
 
-    def _mains(self, bucket: Bucket) -> dict[str, _Held]:
+    def _mains(self, bucket: SentBucket) -> dict[str, _Held]:
         """The fp32 main weights of those in the bucket that the model rounds and the file does not."""
         found = {}
         for name in sorted(bucket.names_of(torch.float32)):
@@ -291,7 +291,7 @@ class Handoff:
             found[name] = _Held(main, held.piece, held.start)
         return found
 
-    def _exchange(self, bucket: Bucket, flat: Tensor | None, held: Mapping[str, _Held]) -> None:
+    def _exchange(self, bucket: SentBucket, flat: Tensor | None, held: Mapping[str, _Held]) -> None:
         """Send this rank's boxes of `held`, and fill the bucket `flat` if this rank receives."""
         rank = self._ctx.world.rank
         # Owners take turns, so that a receiver has one message at a time. In each turn a rank sends or receives, and
@@ -364,12 +364,12 @@ def give(handoff: Handoff, giver: Giver | None) -> None:
         giver.end()
 
 
-class Loader:
+class StreamLoader:
     """Puts the tensors of a stream into a whole model in one stage, such as one that generates. Dtypes may differ."""
 
     def __init__(self, stage: Stage):
         found = places(hf_recipes(stage.model))
-        self._held: dict[str, list[tuple[_Held, Part]]] = {}
+        self._held: dict[str, list[tuple[_Held, TensorPart]]] = {}
         for tensor, spec in _declared([stage]):
             for piece, start, _ in spec.segments():
                 # An expert's matrices lie in one tensor of theirs.

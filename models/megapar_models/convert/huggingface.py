@@ -21,7 +21,7 @@ from megapar.config.messages import first_few
 from megapar.declare.params import MAIN
 from megapar.system.regular_files import read_regular
 from megapar_models.convert.quantized import FP8, MXFP4, Form, fp8, fp8_scales_shape, mxfp4
-from megapar_models.convert.recipes import Place, Recipe, starred
+from megapar_models.convert.recipes import Recipe, TensorPlace, starred
 from megapar_models.convert.stream import CODES, TensorInfo, check_finite, shards, write_file
 
 INDEX = "model.safetensors.index.json"
@@ -90,7 +90,7 @@ def _is_pointer(path: Path) -> bool:
 _POINTER = b"version https://git-lfs.github.com/spec/"
 
 
-class Weights:
+class HFWeights:
     """The safetensors files of a Hugging Face folder. A tensor is mapped from its file when it is asked for.
 
     `canonical` returns the recipes' name for a stored name, or None if the tensor is no weight. `stacked` names tensors
@@ -288,7 +288,7 @@ class Weights:
             raise CheckpointError(f"{self.folder}: {name} is {stored.item()}; models here compute with {value}")
 
 
-def native_tensor(weights: Weights, sources: Sequence[Place]) -> Tensor:
+def native_tensor(weights: HFWeights, sources: Sequence[TensorPlace]) -> Tensor:
     """The logical tensor at `sources`, fp32 and contiguous."""
     parts = [place.part.read(weights.read(place.source, place.part.expert)) for place in sources]
     return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -15,7 +15,7 @@ from megapar.config.model_options import ModelConfig
 from megapar.declare.params import MAIN
 from megapar_models.convert.config_json import names_of
 from megapar_models.convert.exported import hf_recipes
-from megapar_models.convert.recipes import Place, Recipe, places, starred
+from megapar_models.convert.recipes import Recipe, TensorPlace, places, starred
 from megapar_models.counts import WholeModel
 
 _NO_MODULES = (".router.", ".experts.")
@@ -70,21 +70,21 @@ def _ours(recipe: Recipe) -> set[str]:
     return {part.name for part in recipe.parts}
 
 
-class Beside(NamedTuple):
+class PeftExtras(NamedTuple):
     """The tensors in a file of PEFT beside the factors, by their names in transformers.
 
     `kept` has the places of those of ours that were trained. `copies` has the places of ours that the file repeats of
     the base, by its names, and `tied` the names of equal tensors.
     """
 
-    kept: dict[str, list[Place]]
-    copies: dict[str, Place]
+    kept: dict[str, list[TensorPlace]]
+    copies: dict[str, TensorPlace]
     tied: dict[str, str]
 
 
 def read_beside(
     model: ModelConfig, shapes: Mapping[str, tuple[int, ...]], modules: Iterable[str], *, ties: bool
-) -> tuple[Beside, list[str]]:
+) -> tuple[PeftExtras, list[str]]:
     """What a file of PEFT has beside the factors, and problems.
 
     `shapes` are those of its tensors by their names in transformers, and `modules` is modules_to_save. `ties` says
@@ -111,7 +111,7 @@ def read_beside(
     ours = {name: found for name, found in places(wanted).items() if all(part.source in kept for part in found)}
     used = {part.source for found in ours.values() for part in found}
     wrong += [f"{name}: a part of a tensor, without the others" for name in sorted(kept - used - tied.keys())]
-    return Beside(ours, copies, {copy: name for copy, name in tied.items() if {copy, name} <= kept}), wrong
+    return PeftExtras(ours, copies, {copy: name for copy, name in tied.items() if {copy, name} <= kept}), wrong
 
 
 def trainable(model: ModelConfig, kept: Set[str]) -> list[str]:

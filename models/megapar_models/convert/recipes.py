@@ -17,10 +17,10 @@ from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import Sizes
 from megapar.checkpoint.load import Reader
 from megapar.declare.params import MAIN, Box
-from megapar_models.tensor_layouts import Layout, Pairs
+from megapar_models.tensor_layouts import Packing, Pairs
 
 
-class Part(NamedTuple):
+class TensorPart(NamedTuple):
     """One of our tensors within one of theirs: the rows from `first` on of each group, of one expert or of all.
 
     `rows` is the number of rows of one group, over all of its parts. If ours is several of theirs, this is the part of
@@ -100,14 +100,14 @@ class Recipe(NamedTuple):
     """One of their tensors: its shape and its parts, in order. `constant` is its value if it has no part of ours."""
 
     shape: Sizes
-    parts: tuple[Part, ...]
+    parts: tuple[TensorPart, ...]
     constant: float | None = None
 
 
 def recipes(
     shapes: Mapping[str, Sizes],
     modules: Mapping[str, str],
-    layouts: Mapping[str, Layout] | None = None,
+    layouts: Mapping[str, Packing] | None = None,
     *,
     sizes: Any = None,
     pairs: Mapping[str, Pairs] | None = None,
@@ -118,17 +118,17 @@ def recipes(
     Face module, with `*` for the numbers of layer and expert, or one of our tensors to the whole name of theirs.
     Several of ours may have the same one. If theirs has no * for the expert, it is a stack of all experts. If it has a
     further *, ours is several of theirs, and the * is the number of the group. `layouts` are those of their modules or
-    tensors, and `pairs` those of our modules. `sizes` has the options named by `Layout.groups`. Raises ConfigError if
+    tensors, and `pairs` those of our modules. `sizes` has the options named by `Packing.groups`. Raises ConfigError if
     rows do not divide into groups.
     """
     found: dict[str, list[tuple[str, Sizes, str]]] = {}
     divided: dict[str, Recipe] = {}
-    layout_of: dict[str, Layout] = {}
+    layout_of: dict[str, Packing] = {}
     for name, shape in shapes.items():
         pattern, numbers = starred(name)
         module, _, kind = pattern.rpartition(".")
         theirs = modules.get(pattern) or f"{modules[module]}.{kind}"
-        layout = (layouts or {}).get(theirs) or (layouts or {}).get(theirs.rpartition(".")[0], Layout())
+        layout = (layouts or {}).get(theirs) or (layouts or {}).get(theirs.rpartition(".")[0], Packing())
         target = _numbered(theirs, numbers)
         if len(numbers) < theirs.count("*"):
             divided |= _divided(target, name, shape, getattr(sizes, layout.groups), (pairs or {}).get(module))
@@ -150,16 +150,16 @@ def _divided(target: str, name: str, shape: Sizes, groups: int, pairs: Pairs | N
     size = (rows, *shape[1:])
     return {
         _numbered(target, [str(group)]): Recipe(
-            size, (Part(name, size, 0, rows, 1, None, False, False, pairs, start=group * rows),)
+            size, (TensorPart(name, size, 0, rows, 1, None, False, False, pairs, start=group * rows),)
         )
         for group in range(groups)
     }
 
 
 def _recipe(
-    target: str, ours: list[tuple[str, Sizes, str]], layout: Layout, sizes: Any, pairs: Mapping[str, Pairs]
+    target: str, ours: list[tuple[str, Sizes, str]], layout: Packing, sizes: Any, pairs: Mapping[str, Pairs]
 ) -> Recipe:
-    parts: list[Part] = []
+    parts: list[TensorPart] = []
     shape: Sizes = ()
     experts = 0
     ours = sorted(ours, key=lambda tensor: int(tensor[2] or 0))
@@ -179,7 +179,7 @@ def _recipe(
             module = starred(name)[0].rpartition(".")[0]
             index = number if expert else None
             form = (transposed, layout.by_group, pairs.get(module))
-            parts.append(Part(name, size, first, rows // groups, groups, index, *form))
+            parts.append(TensorPart(name, size, first, rows // groups, groups, index, *form))
             first += size[0] // groups
         shape = (rows, *members[0][1][1:])
         if layout.by_group:
@@ -206,17 +206,17 @@ def _numbered(pattern: str, numbers: Iterable[str]) -> str:
     return pattern
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """The place of one of our tensors, or of a part of it: the name of theirs, and the part."""
 
     source: str
-    part: Part
+    part: TensorPart
 
 
-def places(wanted: Mapping[str, Recipe]) -> dict[str, list[Place]]:
+def places(wanted: Mapping[str, Recipe]) -> dict[str, list[TensorPlace]]:
     """The places of each native tensor by its name, in the order of its rows: the inverse of the recipes."""
-    found: dict[str, list[Place]] = {}
+    found: dict[str, list[TensorPlace]] = {}
     for source, recipe in wanted.items():
         for part in recipe.parts:
-            found.setdefault(part.name, []).append(Place(source, part))
+            found.setdefault(part.name, []).append(TensorPlace(source, part))
     return found

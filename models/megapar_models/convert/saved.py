@@ -10,7 +10,7 @@ from megapar.base.errors import CheckpointError, ConfigError, reason_of
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import Manifest, open_manifest, read_manifest
 from megapar.checkpoint.load import load_weights, weight_slices, weights_of
-from megapar.config.data_spec import Entry
+from megapar.config.data_spec import DataSource
 from megapar.config.messages import counted, first_few, shown
 from megapar.config.model_options import ModelConfig
 from megapar.config.option_values import convert_all
@@ -159,4 +159,4 @@ def _without_family(manifest: Manifest) -> Config:
 
 def sources_of(config: Config) -> tuple[str, ...]:
     """The sources of the training data, without their weights in a blend."""
-    return tuple(Entry.parse(text).source for text in config.data.train)
+    return tuple(DataSource.parse(text).source for text in config.data.train)

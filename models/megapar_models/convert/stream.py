@@ -17,10 +17,10 @@ from megapar.base.errors import CheckpointError, ConfigError, StorageError
 from megapar.checkpoint.format import (
     BASE,
     BUFFER,
-    Chunk,
-    Entry,
     Manifest,
     Sizes,
+    StoredChunk,
+    TensorEntry,
     dtype_name,
     sync_folder,
     write_manifest,
@@ -152,7 +152,7 @@ def write_weights(
     for name, shape in shapes.items():
         state = BUFFER if name in buffers else MAIN
         plan[f"{state}.{name}"] = TensorInfo(shape, torch.float32)
-    tensors: dict[str, Entry] = {}
+    tensors: dict[str, TensorEntry] = {}
     files: dict[str, int] = {}
     contents: list[dict[str, int]] = []
     for number, shard in enumerate(shards(plan, shard_bytes)):
@@ -162,9 +162,9 @@ def write_weights(
             values = make(name.partition(".")[2]).contiguous()
             shape = tuple(values.shape)
             origin = (0,) * len(shape)
-            chunk = Chunk(file, name, origin, shape, checksum(values))
+            chunk = StoredChunk(file, name, origin, shape, checksum(values))
             contents.append({name.partition(".")[0]: content(name, shape, origin, values)})
-            tensors[name] = Entry(shape, dtype_name(values.dtype), (chunk,))
+            tensors[name] = TensorEntry(shape, dtype_name(values.dtype), (chunk,))
             return values
 
         write_file(folder / file, shard, stored)

@@ -86,7 +86,7 @@ BROKEN = (
 )
 
 
-class Difference(NamedTuple):
+class EncodingDifference(NamedTuple):
     """A text with two encodings by two tokenizers, and its ids."""
 
     text: str
@@ -94,9 +94,9 @@ class Difference(NamedTuple):
     found: list[int]
 
 
-def differences(expected: Tokenizer, encode: Any, texts: Iterable[str]) -> list[Difference]:
+def differences(expected: Tokenizer, encode: Any, texts: Iterable[str]) -> list[EncodingDifference]:
     """The `texts` with other ids by the function `encode` than by the tokenizer `expected`, with both."""
-    compared = (Difference(text, expected.encode(text).tolist(), list(encode(text))) for text in texts)
+    compared = (EncodingDifference(text, expected.encode(text).tolist(), list(encode(text))) for text in texts)
     return [each for each in compared if each.expected != each.found]
 
 

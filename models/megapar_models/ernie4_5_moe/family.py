@@ -14,7 +14,7 @@ from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.moe_fields import mixture_warnings, read_moe
 from megapar_models.rope import read_rope, scaling_problems, write_rope
-from megapar_models.tensor_layouts import Layout, Pairs
+from megapar_models.tensor_layouts import Packing, Pairs
 
 # Hugging Face
 
@@ -92,7 +92,7 @@ ERNIE4_5_MOE = Family(
     hugging_face=HuggingFace(
         model_types={"ernie4_5_moe": ModelType(_DEFAULTS, _FIXED)},
         modules=MODULES_BUT_MLP | MLP_MODULES | EXPERT_MODULES | {"layers.*.mlp.router.bias": _BIAS},
-        layouts={_BIAS: Layout(by_group=True)},  # [1, experts]
+        layouts={_BIAS: Packing(by_group=True)},  # [1, experts]
         stacked=STACKED,
         in_fp32=("layers.*.mlp.router.weight",),
         renamed={".mlp.gate.moe_statics.": ".mlp.moe_statics."},  # as transformers 5 calls it in memory

@@ -11,7 +11,7 @@ from megapar_models.gpt_neox.family import FIELDS, GELUS, PLAIN_ACTIVATIONS, dem
 from megapar_models.gpt_neox.model import GPTNeoXModel, GPTNeoXStage
 from megapar_models.partial_rotary import partial_problems
 from megapar_models.rope import factor_warnings, read_rope, write_rope
-from megapar_models.tensor_layouts import Layout
+from megapar_models.tensor_layouts import Packing
 
 # Hugging Face
 
@@ -101,7 +101,7 @@ FALCON = Family(
         model_types={"falcon": ModelType(_DEFAULTS, {})},
         modules=_MODULES,
         modules_of=_modules_of,
-        layouts={f"{_LAYER}.self_attention.query_key_value": Layout("num_key_value_heads")},
+        layouts={f"{_LAYER}.self_attention.query_key_value": Packing("num_key_value_heads")},
         fields=_FIELDS,
         activations=GELUS,
         tied={"lm_head.weight": "transformer.word_embeddings.weight"},

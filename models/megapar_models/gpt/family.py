@@ -7,7 +7,7 @@ from megapar.base.errors import ConfigError
 from megapar_models.family import Family, HuggingFace, Megatron, ModelType
 from megapar_models.gpt.model import GPTModel, GPTStage
 from megapar_models.gpt.reference import logits
-from megapar_models.tensor_layouts import Layout
+from megapar_models.tensor_layouts import Packing
 
 # Hugging Face. GPT-BigCode has the same modules and fields.
 
@@ -28,7 +28,7 @@ MODULES = {
 }
 # Modules of the class Conv1D, whose weights are [in, out]. Those of Linear are [out, in].
 _CONV1D = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-_LAYOUTS = {f"transformer.h.*.{name}": Layout(transposed=True) for name in _CONV1D}
+_LAYOUTS = {f"transformer.h.*.{name}": Packing(transposed=True) for name in _CONV1D}
 FIELDS = {
     "n_embd": "hidden_size",
     "n_layer": "num_hidden_layers",

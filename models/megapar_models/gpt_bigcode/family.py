@@ -7,7 +7,7 @@ from megapar_models.family import Family, HuggingFace, ModelType, Raw
 from megapar_models.gpt.family import FIELDS, MODULES, WITHOUT_EFFECT, warnings_of_dropout
 from megapar_models.gpt.model import GPTModel, GPTStage
 from megapar_models.gpt_neox.family import GELUS, PLAIN_ACTIVATIONS, demand
-from megapar_models.tensor_layouts import Layout
+from megapar_models.tensor_layouts import Packing
 
 # Hugging Face
 
@@ -53,7 +53,7 @@ GPT_BIGCODE = Family(
         model_types={"gpt_bigcode": ModelType(_DEFAULTS, _FIXED)},
         modules=MODULES,
         # With one key/value head all rows are one group, else each head is one.
-        layouts={"transformer.h.*.attn.c_attn": Layout("num_key_value_heads")},
+        layouts={"transformer.h.*.attn.c_attn": Packing("num_key_value_heads")},
         fields=FIELDS,
         activations=GELUS,
         tied={"lm_head.weight": "transformer.wte.weight"},

@@ -9,7 +9,7 @@ from megapar_models.gpt_neox.model import GPTNeoXModel, GPTNeoXStage
 from megapar_models.llama.family import SAME_FIELDS
 from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope
 from megapar_models.rope import factor_warnings
-from megapar_models.tensor_layouts import Layout
+from megapar_models.tensor_layouts import Packing
 
 # Families with this block share these.
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
@@ -89,7 +89,7 @@ GPT_NEOX = Family(
         model_types={"gpt_neox": ModelType(_DEFAULTS, {"is_decoder": False})},
         modules=_MODULES,
         renamed={"lm_head.": "embed_out."},  # as transformers 5 calls it
-        layouts={f"{_LAYER}.attention.query_key_value": Layout("num_attention_heads")},
+        layouts={f"{_LAYER}.attention.query_key_value": Packing("num_attention_heads")},
         fields=FIELDS | {"layer_norm_eps": "rms_norm_eps"},
         activations=GELUS,
         tied={"embed_out.weight": "gpt_neox.embed_in.weight"},

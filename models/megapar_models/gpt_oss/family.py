@@ -12,7 +12,7 @@ from megapar_models.gpt_oss.model import GptOssModel, GptOssStage
 from megapar_models.llama.family import MODULES_BUT_MLP, SAME_FIELDS, TIED
 from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
 from megapar_models.rope import read_rope, scaling_problems, write_rope
-from megapar_models.tensor_layouts import Layout
+from megapar_models.tensor_layouts import Packing
 from megapar_models.windows import full_every
 
 _EXPERTS = "model.layers.*.mlp.experts"
@@ -25,9 +25,9 @@ for _name, _theirs in {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "do
     _MODULES[f"layers.*.mlp.experts.*.{_name}.weight"] = f"{_EXPERTS}.{_theirs}"
     _MODULES[f"layers.*.mlp.experts.*.{_name}.bias"] = f"{_EXPERTS}.{_theirs}_bias"
 _LAYOUTS = {
-    f"{_EXPERTS}.gate_up_proj": Layout("rows", transposed=True),  # even columns are gates, odd ones ups
-    f"{_EXPERTS}.gate_up_proj_bias": Layout("rows"),
-    f"{_EXPERTS}.down_proj": Layout(transposed=True),
+    f"{_EXPERTS}.gate_up_proj": Packing("rows", transposed=True),  # even columns are gates, odd ones ups
+    f"{_EXPERTS}.gate_up_proj_bias": Packing("rows"),
+    f"{_EXPERTS}.down_proj": Packing(transposed=True),
 }
 _DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "initializer_range": 0.02}
 _DEFAULTS |= {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "swiglu_limit": 7.0}

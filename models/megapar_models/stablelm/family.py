@@ -8,7 +8,7 @@ from megapar_models.llama.family import ACTIVATIONS, MLP_MODULES, MODULES_BUT_ML
 from megapar_models.partial_rotary import partial_problems, read_partial_rope, write_partial_rope
 from megapar_models.rope import factor_warnings
 from megapar_models.stablelm.model import StableLmModel, StableLmStage
-from megapar_models.tensor_layouts import Layout
+from megapar_models.tensor_layouts import Packing
 
 # Hugging Face
 
@@ -18,8 +18,8 @@ _NORMS = {
     "layers.*.attention.k_norm": "model.layers.*.self_attn.k_layernorm.norms.*",
 }
 _LAYOUTS = {
-    _NORMS["layers.*.attention.q_norm"]: Layout("num_attention_heads"),
-    _NORMS["layers.*.attention.k_norm"]: Layout("num_key_value_heads"),
+    _NORMS["layers.*.attention.q_norm"]: Packing("num_attention_heads"),
+    _NORMS["layers.*.attention.k_norm"]: Packing("num_key_value_heads"),
 }
 _DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "tie_word_embeddings": False}
 _DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": 32, "use_qkv_bias": False}
