@@ -162,12 +162,15 @@ def lay_out(order: Order, connected: Iterable[Link], widths: Mapping[str, float]
 
 def disorder(boxes: Mapping[Item, Box], connected: Sequence[Link]) -> tuple[int, float]:
     """How many pairs of arrows cross, and how far all arrows go to the side."""
-    ends = [(upper.floor, boxes[upper].center, boxes[lower].center) for upper, lower in connected]
+    of_floors: dict[int, list[tuple[float, float]]] = {}
+    for upper, lower in connected:
+        of_floors.setdefault(upper.floor, []).append((boxes[upper].center, boxes[lower].center))
     crossings = sum(
-        floor == other_floor and (start - other_start) * (end - other_end) < 0
-        for (floor, start, end), (other_floor, other_start, other_end) in combinations(ends, 2)
+        (start - other_start) * (end - other_end) < 0
+        for ends in of_floors.values()
+        for (start, end), (other_start, other_end) in combinations(ends, 2)
     )
-    return crossings, sum(abs(start - end) for _, start, end in ends)
+    return crossings, sum(abs(start - end) for ends in of_floors.values() for start, end in ends)
 
 
 def best_order(may_import: Mapping[str, set[str]], widths: Mapping[str, float]) -> Order:
