@@ -105,18 +105,22 @@ def test_groups_name_files_that_are_there() -> None:
         ] == []
 
 
+GPUS, PICTURE = "checks of a machine with GPUs", "the architecture's picture"
+
+
 @pytest.mark.parametrize(
     ("changed", "running"),
     [
         ([], []),
-        (["megapar/step/step.py", "CHANGELOG.md", "tests/test_grid.py"], []),
+        (["CHANGELOG.md", ".ci/run"], []),
+        (["megapar/step/step.py"], [PICTURE]),
+        (["tests/test_grid.py"], [GPUS]),
         (["docs/data.md"], ["documents"]),
-        (["tools/benchmarks/kernels/ops.py"], ["benchmarks"]),
-        (["megapar/migrate/table.py"], ["migration"]),  # a pattern
-        (["megapar/config/options.py"], ["migration"]),  # test_come_over imports it
-        (["tests/support/sweeps.py"], ["documents", "benchmarks", "migration"]),  # all three import it
-        (["tests/test_survey.py"], ["makers of pages"]),
-        (None, ["documents", "benchmarks", "migration", "makers of pages"]),  # nobody knows
+        (["tools/benchmarks/kernels/ops.py"], ["benchmarks", PICTURE]),
+        (["megapar/migrate/table.py"], ["migration", PICTURE]),  # a pattern
+        (["megapar/config/options.py"], ["migration", PICTURE]),  # test_come_over imports it
+        (["tests/test_survey.py"], [GPUS, "makers of pages"]),
+        (None, [*lanes.GROUPS]),  # nobody knows
     ],
 )
 def test_a_group_runs_if_a_file_of_it_has_changed(changed: Collection[str] | None, running: list[str]) -> None:
@@ -157,7 +161,8 @@ def test_changed_files_are_those_that_differ_from_the_last_commit(tmp_path: Path
 # Says that a document has changed, and gives files of tests the names that groups have.
 DOCUMENT_CHANGED = "from tests.support import lanes\nlanes.changed_files = lambda: {'docs/data.md'}\n"
 SAID = [
-    "Left out, because their files are as in the last commit: tests of benchmarks, migration, makers of pages.",
+    "Left out, because their files are as in the last commit: tests of benchmarks, checks of a machine with GPUs, "
+    "migration, makers of pages, the architecture's picture.",
     "`bash tests/run.sh --all` runs them too.",
 ]
 
@@ -234,47 +239,6 @@ def test_asking_for_gpus_leaves_cuda_usable_in_a_fork() -> None:
     assert python("-c", ASK_THEN_FORK, PYTORCH_NVML_BASED_CUDA_CHECK="1", **hidden).stdout == "0\n"
     conftest = (ROOT / "tests/conftest.py").read_text()
     assert 'os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"' in conftest
-
-
-# Imports tests' files as the lane `-m gpus` does on a machine with a GPU, and says which would start CUDA.
-COLLECT = """
-import os, sys
-os.environ["MEGAPAR_TEST_LANE"] = "gpus"
-import pytest
-import torch
-
-def refuse():
-    raise RuntimeError("starts CUDA")
-
-torch.cuda.is_available = lambda: True
-torch.cuda.device_count = lambda: 1
-torch.cuda._lazy_init = refuse
-sys.exit(pytest.main(["-m", "gpus", "--collect-only", "-q", *sys.argv[1:]]))
-"""
-
-
-PLANTED = """
-import torch
-try:
-    torch.ones(1, device="cuda")
-except RuntimeError as error:
-    raise RuntimeError(f"planted: {error}")
-"""
-
-
-def files_with_tensors_on_gpus() -> list[str]:
-    """The tests' files that name a device of the lanes. On a GPU, tests/conftest.py asks after all files."""
-    words = ("kernel_checks", "rank_device", "mark.gpus")
-    return [str(path) for path in sorted(ROOT.glob("tests/test_*.py")) if any(x in path.read_text() for x in words)]
-
-
-def test_no_file_starts_cuda_while_it_is_imported(tmp_path: Path) -> None:
-    """None but a planted one."""
-    planted = tmp_path / "test_planted.py"
-    planted.write_text(PLANTED)
-    run = python("-c", COLLECT, "-c", "pyproject.toml", *files_with_tensors_on_gpus(), str(planted))
-    (error,) = [line for line in run.stdout.splitlines() if line.startswith("ERROR ")]
-    assert error.endswith("RuntimeError: planted: starts CUDA")
 
 
 CASES = """import pytest

@@ -16,10 +16,10 @@ from tests.support.source_tree import ROOT, imports
 # Files that prove nothing about training: documents, benchmarks, rules of the code, tools, the tests' own support.
 PROJECT = (
     *("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_calibrate", "test_come_over"),
-    *("test_command", "test_dashboard", "test_docs", "test_docs_commands", "test_docs_site", "test_gpu_check"),
-    *("test_house", "test_kernel_benchmarks", "test_lanes", "test_other_frameworks", "test_plot_schedule"),
-    *("test_status", "test_strategy_tables", "test_support_distributed", "test_support_program", "test_survey"),
-    "test_terminal",
+    *("test_command", "test_dashboard", "test_docs", "test_docs_commands", "test_docs_picture", "test_docs_site"),
+    *("test_gpu_check", "test_house", "test_kernel_benchmarks", "test_lanes", "test_lanes_gpus"),
+    *("test_other_frameworks", "test_plot_schedule", "test_status", "test_strategy_tables"),
+    *("test_support_distributed", "test_support_program", "test_survey", "test_terminal"),
 )
 
 
@@ -39,25 +39,32 @@ GROUPS: Mapping[str, Group] = MappingProxyType(
         "documents": Group(
             ("test_docs_commands", "test_docs_site"),
             (
-                "README.md",
-                "CONTRIBUTING.md",
-                "mkdocs.yml",
-                "docs/*",
-                "pretrain_scripts/own_loop.py",
-                "tools/build_docs.sh",
+                *("README.md", "CONTRIBUTING.md", "docs/*", "mkdocs.yml", "pretrain_scripts/own_loop.py"),
+                "tools/*docs*",
             ),
         ),
         "benchmarks": Group(
-            ("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_kernel_benchmarks"),
+            (
+                *("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_calibrate"),
+                "test_kernel_benchmarks",
+            ),
             ("tools/benchmark.py", "tools/benchmarks/*"),
         ),
+        "checks of a machine with GPUs": Group(("test_gpu_check", "test_lanes_gpus"), ("tools/gpu_*", "tests/*")),
         "migration": Group(
             ("test_come_over", "test_other_frameworks"),
             ("megapar/migrate/*", "tools/from_*.py", "docs/coming-over.md", "docs/from-*.md"),
         ),
         "makers of pages": Group(
-            ("test_plot_schedule", "test_strategy_tables", "test_survey"),
-            ("docs/choosing.md", "docs/survey.md", "tests/survey_page.py"),
+            ("test_dashboard", "test_plot_schedule", "test_strategy_tables", "test_survey"),
+            ("megapar/dashboard/*", "docs/choosing.md", "docs/survey.md", "tests/survey_page.py"),
+        ),
+        "the architecture's picture": Group(
+            ("test_docs_picture",),
+            (
+                *("docs/images/architecture.svg", "tests/test_house.py", "megapar/*", "models/*", "kernels/*"),
+                *("tools/*", "pretrain_scripts/*"),
+            ),
         ),
     }
 )
