@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # huggingface_hub, which reads them at its import, would ask the network for minutes where there is none.
     os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
     os.environ["MEGAPAR_TEST_LANE"] = lane if lane in ("gpu", "gpus") else "cpu"
+    os.environ["MEGAPAR_TEST_FEW_LAYERS"] = "1" if "not slow" in lane else ""  # tests/support/program.py
     import torch
     from megapar_kernels import dispatch
 

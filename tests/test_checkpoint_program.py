@@ -19,6 +19,7 @@ from megapar.train.position import position
 from tests.support import program
 from tests.support.checkpoints import edit_bytes, edit_manifest, flip_bit, save_toy
 from tests.support.processes import TINY
+from tests.support.program import FEW_LAYERS
 from tests.support.sweeps import slow_but
 
 ASYNC = ("--checkpoint.every", "1", "--checkpoint.async_save", "--checkpoint.keep_last", "2")
@@ -80,7 +81,7 @@ def test_a_full_disk_ends_the_program_and_costs_no_older_checkpoint(trained: Pat
     bytes."""
     shutil.copytree(trained / "run", tmp_path / "run")
     program = Path(__file__).parent.parent / "pretrain_scripts/pretrain.py"
-    flags = (*TINY, "--run_dir", "run", "--train.steps", "7", *ASYNC, "--log.no-tensorboard")
+    flags = (*TINY, *FEW_LAYERS, "--run_dir", "run", "--train.steps", "7", *ASYNC, "--log.no-tensorboard")
     limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", sys.executable, str(program), *flags]
     run = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 7, run.stderr

@@ -40,7 +40,7 @@ def left_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def test_the_norm_of_all_sums_is_that_of_one_process(left_out: dict[str, Any], tmp_path: Path) -> None:
-    assert program.run(*SMALL, "--train.steps", "2", cwd=tmp_path).code == 0
+    assert program.run(*SMALL, *program.FOUR_LAYERS, "--train.steps", "2", cwd=tmp_path).code == 0
     line = (tmp_path / "run/metrics.jsonl").read_text().splitlines()[0]
     total = math.sqrt(sum(row["total"] ** 2 for row in left_out["parameters"]))
     assert total == pytest.approx(json.loads(line)["grad_norm"], rel=1e-5)

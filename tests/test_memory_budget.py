@@ -186,6 +186,7 @@ def test_what_cannot_be_chosen_is_refused(change: dict[str, object], words: str)
 
 def test_a_run_tells_the_choice_and_starts_again_with_it(tmp_path: Path) -> None:
     flags = ("--train.memory_gb", "0.0035", "--gpu", "h100-80g", "--train.steps", "2", "--train.micro_batch_size", "2")
+    flags += program.FOUR_LAYERS
     first = program.run(*flags, cwd=tmp_path)
     assert first.code == 0, first.err
     line = next(

@@ -91,7 +91,7 @@ def test_a_launcher_adds_the_plan_of_a_rank_without_memory(tmp_path: Path) -> No
 
         trainer.queue_step = empty
 
-    layout = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.micro_batch_size", "1")
+    layout = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.micro_batch_size", "1", *program.FOUR_LAYERS)
     ended = program.run(*layout, cwd=tmp_path, plant=plant)
     assert ended.code == 8
     (line,) = ended.err.splitlines()
@@ -115,7 +115,7 @@ def test_a_gpu_that_is_full_on_one_rank_of_a_pipeline(tmp_path: Path) -> None:
         trainer.queue_step = full
 
     layout = ("--launch.nproc", "2", "--parallel.pp", "2", "--train.micro_batch_size", "1", "--train.memory_report")
-    flags = (*layout, "--train.recompute", "selective", "--kernels.loss_chunk", "8")
+    flags = (*layout, "--train.recompute", "selective", "--kernels.loss_chunk", "8", *program.FOUR_LAYERS)
     ended = program.run(*flags, cwd=tmp_path, plant=fill)
     assert ended.code == 8
     (line,) = (line for line in ended.err.splitlines() if line.startswith("OutOfMemoryError"))

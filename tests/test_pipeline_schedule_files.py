@@ -194,7 +194,7 @@ def test_a_run_reads_a_schedule_keeps_a_copy_and_goes_on_from_it(tmp_path: Path)
     named, from_file = tmp_path / "named", tmp_path / "file"
     for folder in (named, from_file):
         folder.mkdir()
-    assert program.run(*flags, "--train.steps", "2", cwd=named).code == 0
+    assert program.run(*flags, *program.FOUR_LAYERS, "--train.steps", "2", cwd=named).code == 0
     write(from_file, show(make("1f1b", 2, 1, 64)))
     ended = program.run(*flags, "--parallel.schedule", "schedule.txt", "--train.steps", "1", cwd=from_file)
     assert ended.code == 0, ended.err

@@ -56,7 +56,7 @@ def test_a_run_folder_has_what_was_promised(alone: Path) -> None:
 def test_slurm_ranks_train_as_one_process_does_and_go_on_as_two_others(alone: Path, tmp_path: Path) -> None:
     """dp 2 under Slurm's variables; then the third to fifth step as tp 2, from the checkpoint after the second."""
     port = free_port()
-    flags = ("--parallel.dp", "2", "--checkpoint.every", "2", "--data.validation", "synthetic")
+    flags = ("--parallel.dp", "2", "--checkpoint.every", "2", "--data.validation", "synthetic", *program.FOUR_LAYERS)
     ranks = [program.start(*flags, cwd=tmp_path, env=slurm(rank, 2, port)) for rank in (0, 1)]
     ended = [rank.wait() for rank in ranks]
     assert [rank.code for rank in ended] == [0, 0], ended
@@ -65,6 +65,7 @@ def test_slurm_ranks_train_as_one_process_does_and_go_on_as_two_others(alone: Pa
     assert [line["loss"] for line in metrics(tmp_path)[:5]] == pytest.approx(expected, rel=1e-5)
     assert metrics(tmp_path)[0]["comm_bytes"]["grad"] > 0
     moved = ("--launch.nproc", "2", "--parallel.tp", "2", "--checkpoint.resume", "run/checkpoints/step_00000002")
+    moved += program.FOUR_LAYERS
     resumed = program.run(*moved, cwd=tmp_path)
     assert resumed.code == 0, resumed.err
     assert "resumed step 2 from run/checkpoints/step_00000002" in resumed.out

@@ -271,7 +271,7 @@ def test_a_stage_before_the_last_trains_on_a_loss_of_its_own() -> None:
 
 def test_metrics_and_plan_count_no_gradient_of_frozen_weights(tmp_path: Path) -> None:
     patterns = ("layers.3.*", "norm.*", "head.*")
-    flags = ("--train.steps", "2", "--train.trainable", *patterns)
+    flags = ("--train.steps", "2", *program.FOUR_LAYERS, "--train.trainable", *patterns)
     ended = program.run(*flags, cwd=tmp_path)
     assert ended.code == 0, ended.err
     config = validate(load_options(["--config", str(tmp_path / "run/config.toml")]).config, 1)

@@ -40,6 +40,14 @@ options.load((*TINY, *(word for option in OF_EACH_SECTION for word in (f"--{opti
 
 # Four micro-batches in a step, where the configuration has twelve: most of a short run's time goes into them.
 FEW_MICRO_BATCHES = ("--train.micro_batch_size", "6")
+# Two layers, where the configuration has four, unless the flags deal more of them to ranks: the others are alike, and
+# took a third of the CPU time of all tests that start programs. Slow cases and those on GPUs keep four (conftest.py).
+FEW_LAYERS = ("--model.num_hidden_layers", "2") if os.environ.get("MEGAPAR_TEST_FEW_LAYERS") else ()
+FOUR_LAYERS = ("--model.num_hidden_layers", "4")  # for a comparison with what else has read the configuration
+MORE_LAYERS = (
+    *("--config", "--model.num_hidden_layers", "--model.family", "--parallel.vpp", "--parallel.schedule"),
+    *("--parallel.partition", "--parallel.balance", "--train.recompute_every", "--train.recompute_layers"),
+)
 OTHER_BATCHES = ("--config", "--train.global_batch_size", "--train.micro_batch_size", "--train.batch_ramp")
 
 
@@ -149,9 +157,11 @@ def start(
 ) -> Program:
     """Start the tiny configuration in folder `cwd`, with more flags; the run folder is `cwd`/run.
 
-    It has few micro-batches unless the flags say something of batches.
+    It has few micro-batches and layers unless the flags say something of them.
     """
     known = TINY if any(flag in OTHER_BATCHES for flag in flags) else (*TINY, *FEW_MICRO_BATCHES)
+    if not any(flag in MORE_LAYERS for flag in flags):
+        known += FEW_LAYERS
     pairs = zip(known[::2], known[1::2], strict=True)
     kept = [word for pair in pairs if pair[0] not in flags for word in pair]  # an option may be given once
     return Program(PRETRAIN, (*kept, *flags), cwd, env or {}, plant)
