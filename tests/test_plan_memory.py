@@ -5,6 +5,7 @@ tests/test_dry_run.py compares plans with the bytes of real ranks.
 
 import itertools
 import random
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,14 +16,24 @@ from megapar_models.registry import validate
 
 from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
-from megapar.config.options import AdapterConfig, Config, KernelsConfig, ParallelConfig, TrainConfig
+from megapar.config.options import (
+    AdapterConfig,
+    Config,
+    KernelsConfig,
+    LaunchConfig,
+    ParallelConfig,
+    TrainConfig,
+    flatten,
+    unflatten,
+)
 from megapar.declare.batch import PipelineStage
 from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
+from megapar.plan.levers import ALL_LAYERS, LEVERS, changes_of_options
 from megapar.plan.memory import fullest_rank, report_rank, reports
 from megapar.plan.moments import WINDOW, without_repeats
 from megapar.plan.parts import Parts
-from megapar.plan.verdict import ALL_LAYERS, Capacity, judge
+from megapar.plan.verdict import Capacity, judge
 from tests.support.built_plan import built_report
 from tests.support.grid import (
     DENSE_BETWEEN,
@@ -38,6 +49,7 @@ from tests.support.grid import (
     name,
 )
 from tests.support.plans import PARTS
+from tests.support.source_tree import ROOT
 from tests.support.sweeps import slow_but
 
 DEEP = replace(ONE_KV_HEAD, num_hidden_layers=21)
@@ -262,9 +274,42 @@ def test_a_verdict_says_whether_a_layout_fits_and_what_would() -> None:
     assert "; would fit: optimizer.zero_stage 2 (" in verdict.text
     tiny = judge(given, validated, PARTS, replace(enough, capacity_bytes=2000))
     assert tiny.text.endswith("nothing tried with as many ranks would: use more ranks, or a smaller model")
-    # A quarter is less than any one change needs.
+    # A quarter is less than any one change needs, and a fifth less than all options together.
     several = judge(given, validated, PARTS, replace(enough, capacity_bytes=total // 4))
-    assert "would fit: optimizer.zero_stage 3, kernels.loss_chunk 1024, train.recompute full, pa" in several.text
+    together = "optimizer.zero_stage 3, kernels.loss_chunk 1024, train.recompute full, optimizer.moments bf16"
+    assert f"would fit: {together} (" in several.text
+    more = judge(given, validated, PARTS, replace(enough, capacity_bytes=total // 5))
+    assert f"would fit: {together}, parallel." in more.text
+
+
+def test_levers_that_exclude_each_other_are_not_named_together() -> None:
+    """Main weights as remainders stay on the device; of the two, the share in host memory saves more."""
+    given = Config(
+        model=ModelConfig(hidden_size=64, num_hidden_layers=8, num_attention_heads=4, vocab_size=512),
+        train=TrainConfig(precision="bf16"),
+        launch=LaunchConfig(device="cuda"),
+    )
+    levers = dict(changes_of_options(given))
+    assert {"optimizer.main_weights", "optimizer.offload", "train.offload"} <= levers.keys()
+    least = min(
+        fullest_rank(validate(changed(given, levers, without), 1), PARTS).total
+        for without in ("optimizer.main_weights", "optimizer.offload")
+    )
+    verdict = judge(given, lambda config: validate(config, 1), PARTS, Capacity("x", least, 0))
+    assert "train.offload 1.0" in verdict.text
+    assert "optimizer.offload 1.0" in verdict.text
+    assert "main_weights" not in verdict.text
+
+
+def changed(config: Config, values: dict[str, Any], without: str) -> Config:
+    """The config with these values, by dotted path."""
+    taken = {path: value for path, value in values.items() if path != without}
+    return unflatten({**flatten(config), **taken}, type(config.model))
+
+
+def test_the_page_lists_the_levers_in_their_order() -> None:
+    rows = re.findall(r"^\| `([a-z_.]+)` \| (.+) \| (.+) \|$", (ROOT / "docs/questions.md").read_text(), re.M)
+    assert rows == [(lever.option, lever.values, lever.costs) for lever in LEVERS]
 
 
 @pytest.mark.parametrize(

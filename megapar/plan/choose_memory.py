@@ -16,6 +16,7 @@ from megapar.pipeline.schedules import find, placement
 from megapar.plan import hardware
 from megapar.plan.choose_chunks import check_chunks, left_open, uncut
 from megapar.plan.hardware import Hardware
+from megapar.plan.levers import EVERY, SHARES
 from megapar.plan.memory import RankReport, fullest_rank, reports
 from megapar.plan.parts import Parts
 from megapar.plan.step_time import step_time
@@ -24,8 +25,6 @@ from megapar.plan.verdict import for_uneven_experts
 from megapar.system.apart import apart
 from megapar.system.say import say
 
-_EVERY = (8, 6, 4, 3, 2, 1)
-_SHARES = (0.0, 0.25, 0.5, 0.75, 1.0)
 _INPUTS = (0.0, 0.5, 1.0)
 _TRIES = 8
 
@@ -64,11 +63,11 @@ class MemoryChoice(NamedTuple):
 def choices(config: Config) -> Iterator[MemoryChoice]:
     """Yield what is tried. An option that `config` sets stays as it is."""
     train = config.train
-    shares: tuple[float, ...] = _SHARES
+    shares: tuple[float, ...] = (0.0, *SHARES)
     if config.optimizer.offload != OptimizerConfig().offload:
         shares = (config.optimizer.offload,)
     modes: list[tuple[Mode, int]] = [("none", 1), ("light", 1)]
-    modes += [(mode, every) for mode in BY_LAYER for every in _EVERY]
+    modes += [(mode, every) for mode in BY_LAYER for every in EVERY]
     if train.recompute != TrainConfig().recompute:
         modes = [(train.recompute, train.recompute_every)]
     for mode, every in modes:

@@ -19,6 +19,7 @@ import torch
 from megapar.base.errors import OutOfMemoryError
 from megapar.config.options import Config
 from megapar.observe import memory_report
+from megapar.plan import levers
 from megapar.plan.memory import RankReport, report_rank
 from megapar.plan.parts import Parts
 from megapar.plan.verdict import what_fits
@@ -100,13 +101,13 @@ class Explanation:
         if self.config.train.memory_report:
             sizes = {"planned": needs.rows, "in use": {memory_report.ALL: int(used["in_use"])}}
             table = memory_report.in_words(f"memory of rank {self.rank}", sizes)
-        advice = _what_would_help(self.config)
+        advice = levers.advise(self.config)
         if smaller:
             advice = f"by plan this would do with less: {'; or '.join(smaller)}"
         return f"{_needs_in_words(needs)} {_used_in_words(used)}; {advice}", table
 
     def _without_plan(self, used: Mapping[str, Any]) -> str:
-        return f"out of memory {_used_in_words(used)}; {_what_would_help(self.config)}"
+        return f"out of memory {_used_in_words(used)}; {levers.advise(self.config)}"
 
     def _planned_apart(self, used: Mapping[str, Any]) -> tuple[str, str]:
         """Do as `planned`, in a fork of this process. Whatever fails there or on the way costs the plan alone."""
@@ -161,26 +162,3 @@ def _needs_in_words(needs: RankReport) -> str:
     }
     listed = ", ".join(f"{name} {size / 2**30:,.3f}" for name, size in sizes.items())
     return f"out of memory: this rank needs {needs.total / 2**30:,.3f} GiB by plan ({listed}) and workspace"
-
-
-def _what_would_help(config: Config) -> str:
-    """Name the first three options to save memory here. The least costly come first."""
-    parallel = config.parallel
-    train = config.train
-    zero_stage = config.optimizer.zero_stage
-    several_replicas = parallel.dp * parallel.cp > 1  # ZeRO shards over them
-    # What to try, the value now, and whether it applies.
-    options = [
-        ("smaller train.micro_batch_size", train.micro_batch_size, train.micro_batch_size > 1),
-        ("train.recompute light or full", train.recompute, train.recompute in ("none", "selective")),
-        ("train.recompute full", train.recompute, train.recompute in ("light", "all_but_attention")),
-        ("optimizer.zero_stage 1", zero_stage, zero_stage == 0 and several_replicas),
-        ("optimizer.zero_stage 2 or 3", zero_stage, zero_stage == 1 and several_replicas),
-        ("kernels.loss_chunk 1024", config.kernels.loss_chunk, config.kernels.loss_chunk == 0),
-        ("larger parallel.tp", parallel.tp, True),
-        ("larger parallel.pp", parallel.pp, True),
-        ("larger parallel.cp", parallel.cp, True),
-        ("shorter train.seq_length", train.seq_length, True),
-    ]
-    first, second, third, *_ = [f"{text} (now {now})" for text, now, applies in options if applies]
-    return f"try {first}, {second} or {third}"

@@ -10,6 +10,7 @@ from megapar.base.errors import ConfigError
 from megapar.config.messages import divisors
 from megapar.config.options import BY_LAYER, Config, flatten, option_types, unflatten
 from megapar.pipeline.schedules import SCHEDULES, virtual_stages
+from megapar.plan.levers import MODES
 
 Validate = Callable[[Config, int], Config]
 """Checks a config for a number of ranks, and fills in derived values. Raises ConfigError with a line a problem."""
@@ -267,7 +268,7 @@ class Space:
         return [n for n in self._with_given("micro_batch_size", sizes or [1]) if n <= of_a_replica] or [1]
 
     def _recomputes(self) -> list[tuple[str, int]]:
-        names = self._values("recompute", get_args(option_types()["train.recompute"]))
+        names = self._values("recompute", MODES)
         every = self._with_given("recompute_every", _RECOMPUTE_EVERY)
         return [(name, n) for name in names for n in every if name in BY_LAYER or n == 1]
 

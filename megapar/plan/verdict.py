@@ -1,16 +1,15 @@
 """Whether a layout fits into the memory of a device, and if not, what would."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import get_args
 
-from megapar.activations.recompute import Mode
 from megapar.base.errors import ConfigError
 from megapar.config.options import Config
+from megapar.plan.levers import Change, changes_of_axes, changes_of_options, describe
 from megapar.plan.memory import RankReport, fullest_rank, reports
 from megapar.plan.parts import Parts
-from megapar.plan.target import planned_device
 
 UNEVEN_EXPERTS = 0.5
 """A plan gives each expert an even share of the tokens. So much more of what experts keep is held in reserve."""
@@ -88,13 +87,6 @@ def _gib(nbytes: int) -> str:
     return f"{nbytes / 2**30:,.2f} GiB"
 
 
-ALL_LAYERS = "with no number, which are all"
-"""The words for an empty train.recompute_layers."""
-
-Change = tuple[str, str, object]
-"""A section of the configuration, an option in it, and its new value."""
-
-
 def what_fits(
     config: Config, given: Config, validated: Callable[[Config], Config], parts: Parts, limit: int
 ) -> list[str]:
@@ -104,7 +96,7 @@ def what_fits(
     """
 
     def fitting(changes: Sequence[Change]) -> str:
-        """The changes in words if they fit, else an empty text."""
+        """Return the changes in words if they fit, else an empty text."""
         try:
             changed = validated(_with(given, changes))
             report = fullest_rank(changed, parts)
@@ -112,57 +104,28 @@ def what_fits(
             return ""  # this layout cannot run
         if report.total + for_uneven_experts(changed, report) > limit:
             return ""
-        words = (f"{section}.{option} {ALL_LAYERS if value == () else value}" for section, option, value in changes)
-        return f"{', '.join(words)} ({_gib(report.total)})"
+        return f"{', '.join(map(describe, changes))} ({_gib(report.total)})"
 
-    of_options = list(_changes_of_options(config))
-    of_axes = list(_changes_of_axes(config))
-    single = [[change] for change in of_options]
-    # Of several values of one option, the last one saves most.
-    together = list({(section, option): (section, option, value) for section, option, value in of_options}.values())
+    of_options = list(changes_of_options(config))
+    of_axes = list(changes_of_axes(config))
+    # Of several values of an option, the last one saves most.
+    together = _compatible(list(dict(of_options).items()), given, validated)
+    found = list(islice(filter(None, map(fitting, [*([change] for change in of_options), *of_axes])), _SHOWN))
     several = [together, *([*together, *changes] for changes in of_axes)]
-    found = list(islice(filter(None, map(fitting, single + of_axes)), _SHOWN))
     return found or list(islice(filter(None, map(fitting, several)), 1))
 
 
-def _changes_of_options(config: Config) -> Iterator[Change]:
-    """Yield what saves memory in any layout. The least costly come first."""
-    train = config.train
-    if config.parallel.dp * config.parallel.cp > 1:
-        for stage in range(config.optimizer.zero_stage + 1, 4):
-            yield "optimizer", "zero_stage", stage
-    if config.kernels.loss_chunk == 0:
-        yield "kernels", "loss_chunk", 1024
-    size = train.micro_batch_size
-    while size > 1:
-        size //= 2
-        yield "train", "micro_batch_size", size
-    if train.recompute_every > 1:
-        yield "train", "recompute_every", 1
-    if train.recompute_layers:
-        yield "train", "recompute_layers", ()
-    modes = get_args(Mode)
-    for mode in modes[modes.index(train.recompute) + 1 :]:
-        yield "train", "recompute", mode
-    if planned_device(config) == "cuda":  # on CPUs the host's memory is the device's
-        if train.offload < 1:
-            yield "train", "offload", 1.0
-        for share in (0.5, 1.0):
-            if share > config.optimizer.offload:
-                yield "optimizer", "offload", share
-
-
-def _changes_of_axes(config: Config) -> Iterator[list[Change]]:
-    """Yield layouts of as many ranks with fewer replicas."""
-    parallel = config.parallel
-    for axis in ("tp", "pp", "cp"):
-        now: int = getattr(parallel, axis)
-        for times in (2, 4, 8):
-            if parallel.dp % times == 0:
-                yield [("parallel", axis, now * times), ("parallel", "dp", parallel.dp // times)]
+def _compatible(changes: Sequence[Change], given: Config, validated: Callable[[Config], Config]) -> Sequence[Change]:
+    """Return the changes, without the cheapest one whose absence lets the others run together."""
+    for kept in (changes, *([*changes[:n], *changes[n + 1 :]] for n in range(len(changes)))):
+        with suppress(ConfigError):
+            validated(_with(given, kept))
+            return kept
+    return changes
 
 
 def _with(config: Config, changes: Sequence[Change]) -> Config:
-    for section, option, value in changes:
+    for path, value in changes:
+        section, _, option = path.partition(".")
         config = replace(config, **{section: replace(getattr(config, section), **{option: value})})
     return config
