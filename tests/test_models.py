@@ -1,6 +1,8 @@
 """The model families in one process: against plain PyTorch, published sizes and counted FLOPs."""
 
 import re
+import subprocess
+import sys
 import tomllib
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -269,3 +271,18 @@ def test_tied_embedding_on_one_rank_is_one_parameter(vpp: int) -> None:
     norm = sum(t.double().pow(2).sum() for t in expected.values()).sqrt()
     owned = torch.cat([buffer.grads[start:stop] for start, stop in buffer.layout.norm_ranges()])
     assert owned.double().norm().item() == pytest.approx(norm.item(), rel=1e-6)
+
+
+IMPORTED = """
+import sys
+from megapar_models.registry import FOR_OPTIONS, NAMES, named_configs, validate
+from megapar.config.files import load
+validate(load(["--model.family", "gemma"], families=FOR_OPTIONS).config, 1)
+print(*(name for name in NAMES if f"megapar_models.{name}.family" in sys.modules))
+"""
+
+
+def test_a_run_imports_its_own_family() -> None:
+    """And those that its own is made of, but no other one."""
+    found = subprocess.run([sys.executable, "-c", IMPORTED], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["llama", "gemma"]

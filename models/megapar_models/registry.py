@@ -1,8 +1,9 @@
-"""The model families by name, one line for each. A family outside this repository is named by its import path."""
+"""The model families by name, a line for each. A family outside this repository is named by its import path."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,83 +16,72 @@ from megapar.config.options import Config, TrainConfig, flatten
 from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
 from megapar.pipeline.schedules import virtual_stages
-from megapar_models.apertus.family import APERTUS
-from megapar_models.arcee.family import ARCEE
-from megapar_models.cohere.family import COHERE
-from megapar_models.deepseek.family import DEEPSEEK
-from megapar_models.ernie4_5_moe.family import ERNIE4_5_MOE
-from megapar_models.exaone4.family import EXAONE4
-from megapar_models.falcon.family import FALCON
 from megapar_models.family import Family
-from megapar_models.gemma.family import GEMMA
-from megapar_models.gemma2.family import GEMMA2
-from megapar_models.glm.family import GLM
-from megapar_models.glm4_moe.family import GLM4_MOE
-from megapar_models.gpt.family import GPT
-from megapar_models.gpt_bigcode.family import GPT_BIGCODE
-from megapar_models.gpt_neox.family import GPT_NEOX
-from megapar_models.gpt_oss.family import GPT_OSS
-from megapar_models.gptj.family import GPTJ
-from megapar_models.granite.family import GRANITE
-from megapar_models.granitemoe.family import GRANITEMOE
-from megapar_models.helium.family import HELIUM
-from megapar_models.hunyuan.family import HUNYUAN
 from megapar_models.layer import MIXERS
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama.family import LLAMA
-from megapar_models.minimax_m2.family import MINIMAX_M2
-from megapar_models.ministral3.family import MINISTRAL3
-from megapar_models.mixtral.family import MIXTRAL
 from megapar_models.moe import router_rule
-from megapar_models.nemotron.family import NEMOTRON
 from megapar_models.objectives import CROSS_ENTROPY, Objective
-from megapar_models.olmo.family import OLMO
-from megapar_models.olmoe.family import OLMOE
-from megapar_models.opt.family import OPT
-from megapar_models.phi.family import PHI
-from megapar_models.phi3.family import PHI3
 from megapar_models.preferences import PREFERENCES
-from megapar_models.qwen3_moe.family import QWEN3_MOE
-from megapar_models.smollm3.family import SMOLLM3
-from megapar_models.stablelm.family import STABLELM
-from megapar_models.starcoder2.family import STARCODER2
 
-FAMILIES: dict[str, Family] = {
-    "llama": LLAMA,
-    "gpt": GPT,
-    "mixtral": MIXTRAL,
-    "qwen3_moe": QWEN3_MOE,
-    "gemma": GEMMA,
-    "gemma2": GEMMA2,
-    "olmo": OLMO,
-    "olmoe": OLMOE,
-    "granite": GRANITE,
-    "granitemoe": GRANITEMOE,
-    "cohere": COHERE,
-    "smollm3": SMOLLM3,
-    "exaone4": EXAONE4,
-    "helium": HELIUM,
-    "phi3": PHI3,
-    "glm": GLM,
-    "gpt_oss": GPT_OSS,
-    "starcoder2": STARCODER2,
-    "deepseek": DEEPSEEK,
-    "glm4_moe": GLM4_MOE,
-    "arcee": ARCEE,
-    "nemotron": NEMOTRON,
-    "apertus": APERTUS,
-    "hunyuan": HUNYUAN,
-    "ministral3": MINISTRAL3,
-    "ernie4_5_moe": ERNIE4_5_MOE,
-    "minimax_m2": MINIMAX_M2,
-    "stablelm": STABLELM,
-    "phi": PHI,
-    "opt": OPT,
-    "gptj": GPTJ,
-    "gpt_neox": GPT_NEOX,
-    "gpt_bigcode": GPT_BIGCODE,
-    "falcon": FALCON,
-}
+NAMES = (
+    "llama",
+    "gpt",
+    "mixtral",
+    "qwen3_moe",
+    "gemma",
+    "gemma2",
+    "olmo",
+    "olmoe",
+    "granite",
+    "granitemoe",
+    "cohere",
+    "smollm3",
+    "exaone4",
+    "helium",
+    "phi3",
+    "glm",
+    "gpt_oss",
+    "starcoder2",
+    "deepseek",
+    "glm4_moe",
+    "arcee",
+    "nemotron",
+    "apertus",
+    "hunyuan",
+    "ministral3",
+    "ernie4_5_moe",
+    "minimax_m2",
+    "stablelm",
+    "phi",
+    "opt",
+    "gptj",
+    "gpt_neox",
+    "gpt_bigcode",
+    "falcon",
+)
+"""The families of this package. The folder of each has its `Family` in family.py, under the name in capitals."""
+
+
+class _Families(Mapping[str, Family]):
+    """The families by name. A family is imported when it is asked for: a run needs one of them."""
+
+    def __getitem__(self, name: str) -> Family:
+        if name not in NAMES:
+            raise KeyError(name)
+        family: Family = getattr(import_module(f"megapar_models.{name}.family"), name.upper())
+        return family
+
+    def __contains__(self, name: object) -> bool:
+        return name in NAMES
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(NAMES)
+
+    def __len__(self) -> int:
+        return len(NAMES)
+
+
+FAMILIES: Mapping[str, Family] = _Families()
 
 
 def find(name: str) -> Family:
