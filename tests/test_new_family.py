@@ -235,7 +235,7 @@ def test_fused_and_transposed_tensors_are_seen(tmp_path: Path) -> None:
     fused = {name for name, module in found.modules.items() if module == "model.layers.*.self_attn.qkv_proj"}
     assert fused == {f"layers.*.attention.{part}" for part in "qkv"}
     found = sketch_of(saved(tmp_path / "gpt2", "gpt2", {"n_inner": 76}))
-    assert found.layouts["transformer.h.*.mlp.c_fc"] == "Layout(transposed=True)"
+    assert found.layouts["transformer.h.*.mlp.c_fc"] == "Packing(transposed=True)"
     assert found.decide == ["transformer.h.*.attn.c_attn: are its rows q, then k, then v, or head by head (LAYOUTS)?"]
     assert found.missing == [
         "tensors transformer.wpe.weight: learned positions, which family gpt has and no rule",

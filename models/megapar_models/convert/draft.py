@@ -34,7 +34,7 @@ IMPORTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("megapar_models.rotary", ("Rotary",)),
     ("megapar_models.rotary_options", ("RotaryModel",)),
     ("megapar_models.stage", ("Stage",)),
-    ("megapar_models.tensor_layouts", ("Layout",)),
+    ("megapar_models.tensor_layouts", ("Packing",)),
     (
         "megapar_models.windows",
         ("FULL", "SLIDING", "WindowModel", "read_windows", "window_of", "window_problems", "write_windows"),
@@ -178,7 +178,7 @@ def _names(found: Sketch) -> Iterator[str]:
     yield "# Hugging Face"
     yield ""
     yield f"_MODULES = {_literal(_modules(found))}"
-    yield "_LAYOUTS: dict[str, Layout] = {}"
+    yield "_LAYOUTS: dict[str, Packing] = {}"
     yield from (f"_LAYOUTS[{json.dumps(module)}] = {code}" for module, code in found.layouts.items())
     fields = found.sizes | {name: name for name in found.options}
     yield f"_FIELDS = {_literal(fields)}"

@@ -71,7 +71,7 @@ class Sketch:
     modules: dict[str, str] = field(default_factory=dict)
     """From our modules to theirs."""
     layouts: dict[str, str] = field(default_factory=dict)
-    """Their modules that hold ours in another way, each with the code of its `Layout`."""
+    """Their modules that hold ours in another way, each with the code of its `Packing`."""
     asks: list[str] = field(default_factory=list)
     """The rules in words, with values."""
     decide: list[str] = field(default_factory=list)
@@ -399,7 +399,7 @@ def _read_qk_norm(found: Sketch, theirs: Mapping[str, Mapping[str, Sizes | None]
             found.kind["qk_norm_over"] = f'"{over}"'
         if over == "each_head":
             for part, option in (("q", "num_attention_heads"), ("k", "num_key_value_heads")):
-                found.layouts[found.modules[f"layers.*.attention.{part}_norm"]] = f'Layout("{option}", by_group=True)'
+                found.layouts[found.modules[f"layers.*.attention.{part}_norm"]] = f'Packing("{option}", by_group=True)'
 
 
 def _read_matrices(found: Sketch, theirs: Mapping[str, Mapping[str, Sizes | None]]) -> None:
@@ -412,7 +412,7 @@ def _read_matrices(found: Sketch, theirs: Mapping[str, Mapping[str, Sizes | None
     if up == (sizes.get("hidden_size"), sizes.get("intermediate_size")) and up[0] != up[1]:
         for ours, module in found.modules.items():
             if ".attention." in ours or ".mlp." in ours:
-                found.layouts[module] = "Layout(transposed=True)"
+                found.layouts[module] = "Packing(transposed=True)"
     wanted = {"embedding", "norm", "layers.*.attention.q", "layers.*.attention.o"}
     if not any(_is_of_experts(found, module) for module in theirs):
         wanted.add("layers.*.mlp.down")
