@@ -324,7 +324,7 @@ def test_a_number_beyond_64_bits_is_refused_in_flags_as_in_files(tmp_path):
         ('decay_steps = "0 samples"', "--optimizer.decay_steps=0 samples", A_LENGTH),
         ("betas = [0.9]", "--optimizer.betas 0.9", "2 numbers"),
         ("betas = 0.9", "--optimizer.betas 0.9 0.9 0.9", "2 numbers"),
-        ('schedule = "cos"', "--optimizer.schedule cos", "one of cosine, linear, constant, inverse_sqrt, wsd"),
+        ('moments = "fp8"', "--optimizer.moments fp8", "one of fp32, bf16"),
         ("zero_stage = true", "--optimizer.zero_stage 4", "one of 0, 1, 2, 3"),
         ("overlap_grad_reduce = 1", "--optimizer.overlap_grad_reduce 1", "true or false"),
     ],
@@ -348,6 +348,14 @@ def test_a_value_of_the_wrong_type_is_refused_with_its_place_and_the_type(tmp_pa
         (OptimizerConfig(eps=0.0), "optimizer.eps=0.0: must be above 0"),
         (OptimizerConfig(warmup_steps=101), "optimizer.warmup_steps=101, train.steps=100: "),
         (OptimizerConfig(min_lr=1.0), "optimizer.min_lr=1.0, optimizer.lr=0.0003: "),
+        (
+            OptimizerConfig(schedule="cos"),
+            "optimizer.schedule=cos: unknown; there are cosine, linear, constant, inverse_sqrt, wsd, and MODULE:NAME",
+        ),
+        (
+            OptimizerConfig(schedule="tests.toy_rates:LENGTH"),
+            "is int, not a megapar.config.rate",
+        ),
         (OptimizerConfig(decay_steps=5, schedule="constant"), "optimizer.decay_steps=5, optimizer.schedule=constant: "),
         (OptimizerConfig(schedule="constant", min_lr=1e-5), "optimizer.min_lr=1e-05, optimizer.schedule=constant: "),
         (OptimizerConfig(schedule="wsd", warmup_steps=60, decay_steps=50), "decay_steps may be at most 40"),

@@ -1,5 +1,6 @@
 """Learning rates: golden values worked out by hand, and what holds for every schedule."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -16,6 +17,7 @@ from megapar.config.lengths import lengths_in_steps
 from megapar.config.options import Config, Length, OptimizerConfig, TrainConfig
 from megapar.optimizer.schedule import change_of_rate
 from megapar.optimizer.schedule import learning_rate as rate_of_run
+from tests.support import program
 from tests.support.options import load
 
 BASE = OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
@@ -121,7 +123,7 @@ def test_rates_rise_in_the_warm_up_and_never_after_it(
     config = OptimizerConfig(
         lr=2.0,
         min_lr=2.0 * low,
-        schedule=schedule,  # type: ignore[arg-type]
+        schedule=schedule,
         warmup_steps=warmup,
         decay_steps=min(decay, length),
     )
@@ -236,3 +238,30 @@ def test_a_length_in_samples_is_written_and_read_again(tmp_path: Path) -> None:
     file.write_text(to_toml(resolved))
     assert load(["--config", str(file)]).config == resolved.config
     assert 'warmup_steps = "2000 samples"' in file.read_text()
+
+
+# A schedule outside of the tree
+
+
+def test_a_schedule_of_ones_own_decides_the_rate_of_a_run_and_of_its_resumption(tmp_path: Path) -> None:
+    own = ("--optimizer.schedule", "tests.toy_rates:WARM_RESTARTS", "--optimizer.warmup_steps", "2")
+    own = (*own, "--optimizer.lr", "0.01", "--optimizer.min_lr", "0.001", "--train.steps", "12")
+    for steps in ("5", "12"):
+        ended = program.run(*own[:-1], steps, cwd=tmp_path)
+        assert ended.code == 0, ended.err
+    rows = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    rates = [row["lr"] for row in rows if "lr" in row]
+    cosine = [0.001 + 0.009 * (1 + math.cos(math.pi * share / 4)) / 2 for share in (0, 1, 2, 3)]
+    assert rates == pytest.approx([0.005, 0.01, *cosine, *cosine, *cosine[:2]])
+
+
+def test_a_schedule_of_ones_own_refuses_the_lengths_that_it_does_not_read() -> None:
+    optimizer = OptimizerConfig(schedule="tests.toy_rates:WARM_RESTARTS", decay_steps=5)
+    with pytest.raises(ConfigError, match=r"has no decay; set optimizer\.schedule cosine or linear or wsd, or leave"):
+        validate(Config(optimizer=optimizer), 1)
+
+
+def test_a_rate_that_is_no_number_ends_before_an_update() -> None:
+    broken = OptimizerConfig(schedule="tests.toy_rates:BROKEN")
+    with pytest.raises(ConfigError, match=r"tests\.toy_rates:BROKEN: gives the rate nan for step 3; a rate is finite"):
+        learning_rate(2, broken, 10)

@@ -5,6 +5,7 @@ import re
 from typing import NamedTuple
 
 from megapar.config.options import Length, OptimizerConfig, TrainConfig
+from megapar.config.rate_schedules import find_rate_schedule
 
 _NUMBER = r"\d[\d_]*(?:\.\d*)?(?:e[+-]?\d{1,3})?"
 _EXAMPLES = "a number of steps, or a text such as '2000 samples' or '3e9 tokens'"
@@ -63,7 +64,7 @@ def lengths_in_steps(optimizer: OptimizerConfig, train: TrainConfig) -> str:
         ends.append(f"warms up until step {_step_at(train, lengths.warmup)}")
     if lengths.decay:
         run = train.samples()
-        last = optimizer.schedule != "wsd"
+        last = find_rate_schedule(optimizer.schedule).decay != "last"
         samples = lengths.warmup + lengths.decay if last else max(run - lengths.decay, lengths.warmup)
         ends.append(f"{'has decayed' if last else 'decays'} after step {_step_at(train, samples)}")
     return f"the learning rate {' and '.join(ends)}"

@@ -237,8 +237,9 @@ class OptimizerConfig:
     """Peak learning rate."""
     min_lr: float = 0.0
     """Learning rate at the end of cosine, linear and wsd decay; inverse_sqrt does not fall below it."""
-    schedule: Literal["cosine", "linear", "constant", "inverse_sqrt", "wsd"] = "cosine"
-    """Shape after warm-up; wsd (warm-up, stable, decay) holds lr and decays linearly over the last decay_steps."""
+    schedule: str = "cosine"
+    """Shape after warm-up: cosine, linear, constant, inverse_sqrt; wsd (warm-up, stable, decay) holds lr and decays
+    linearly over the last decay_steps; or MODULE:NAME for one of your own (megapar.config.rate_schedules)."""
     warmup_steps: Length = 0
     """Steps of linear warm-up from 0 to lr. '2000 samples' or '3e9 tokens' count what the run has consumed, as
     Megatron-LM does: with a train.batch_ramp early steps then move the rate less."""

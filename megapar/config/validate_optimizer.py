@@ -2,11 +2,13 @@
 
 from collections.abc import Iterator
 
+from megapar.base.errors import ConfigError
 from megapar.config import validate_state
 from megapar.config.groups import Group
 from megapar.config.lengths import Lengths, in_samples
 from megapar.config.messages import counted, divisors, listed, problem, shown
 from megapar.config.options import OPTIMIZER_NAMES, Config
+from megapar.config.rate_schedules import RATE_SCHEDULES, RateSchedule, find_rate_schedule
 
 _SMALLEST_BUCKET_MB = 1e-5  # two gradients
 _LARGEST_BUCKET_MB = 1e9  # no device has a thousandth of it
@@ -74,16 +76,22 @@ def _zero_stages(config: Config) -> list[int]:
 def _rates(config: Config) -> Iterator[str]:
     """Problems of the learning rate's schedule."""
     optimizer = config.optimizer
-    yield from _lengths(config)
-    if optimizer.schedule == "constant" and optimizer.min_lr:
-        text = "a constant rate has no end; choose cosine, linear, inverse_sqrt or wsd, or leave it at 0"
+    try:
+        schedule = find_rate_schedule(optimizer.schedule)
+    except ConfigError as error:
+        yield str(error)
+        return
+    yield from _lengths(config, schedule)
+    if optimizer.min_lr and not schedule.reads_min_lr:
+        readers = " or ".join(name for name, each in RATE_SCHEDULES.items() if each.reads_min_lr)
+        text = f"the schedule does not read it; choose {readers}, or leave it at 0"
         yield problem(config, "optimizer.min_lr optimizer.schedule", text)
     elif optimizer.min_lr > optimizer.lr >= 0:  # a negative lr has its own message
         text = f"the rate must not end above its peak; use at most {shown(optimizer.lr)}"
         yield problem(config, "optimizer.min_lr optimizer.lr", text)
 
 
-def _lengths(config: Config) -> Iterator[str]:
+def _lengths(config: Config, schedule: RateSchedule) -> Iterator[str]:
     """Problems of the lengths of warm-up and decay."""
     optimizer, train = config.optimizer, config.train
     wrong = False
@@ -105,13 +113,14 @@ def _lengths(config: Config) -> Iterator[str]:
     def most(number: float) -> str:
         return f"{number:.0f}" if unit == "steps" else f"'{max(number, 0):.0f} samples'"
 
-    if optimizer.schedule in ("constant", "inverse_sqrt") and decay:
-        text = "has no decay; set optimizer.schedule cosine, linear or wsd, or leave decay_steps at 0"
+    if decay and schedule.decay == "none":
+        readers = " or ".join(name for name, each in RATE_SCHEDULES.items() if each.decay != "none")
+        text = f"has no decay; set optimizer.schedule {readers}, or leave decay_steps at 0"
         yield problem(config, "optimizer.decay_steps optimizer.schedule", text)
     if warmup > run:
         text = f"the warm-up would not end within the run; use at most {most(run)}"
         yield problem(config, "optimizer.warmup_steps train.steps", text)
-    elif optimizer.schedule == "wsd" and warmup + decay > run:
+    elif schedule.decay == "last" and warmup + decay > run:
         text = f"warm-up and decay together are longer than the run; decay_steps may be at most {most(run - warmup)}"
         yield problem(config, "optimizer.warmup_steps optimizer.decay_steps train.steps", text)
 

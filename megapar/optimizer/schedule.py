@@ -5,25 +5,21 @@ So a resumed run needs no state of a scheduler.
 
 import math
 
+from megapar.base.errors import ConfigError
 from megapar.config.lengths import Lengths
 from megapar.config.options import Config, OptimizerConfig, TrainConfig
+from megapar.config.rate_schedules import RatePoint, find_rate_schedule
 
 
 def learning_rate(step: int, consumed_samples: int, config: OptimizerConfig, train: TrainConfig) -> float:
-    """Learning rate of update number n = step + 1 (step 0 is the first update, step train.steps - 1 the last).
+    """Return the learning rate of update number n = step + 1 (step 0 is the first update).
 
-    Warm-up: lr * n / warmup_steps for n <= warmup_steps. After it, with p = (n - warmup_steps) / decay_steps, at most
-    1, and d = lr - min_lr, where decay_steps 0 means train.steps - warmup_steps:
-
-    - cosine: min_lr + d * (1 + cos(pi p)) / 2 (Loshchilov and Hutter, arXiv 1608.03983)
-    - linear: min_lr + d * (1 - p)
-    - constant: lr
-    - inverse_sqrt: lr * sqrt(max(warmup_steps, 1) / n) (Vaswani et al., arXiv 1706.03762), not below min_lr
-    - wsd: lr, then linear to min_lr over the last decay_steps (Hu et al., arXiv 2404.06395); decay_steps 0 means a
-      tenth of train.steps; the decay never starts inside the warm-up
+    During warm-up, for n <= warmup_steps, the rate is lr * n / warmup_steps. Behind the warm-up the schedule decides
+    (`megapar.config.rate_schedules`).
 
     Where warm-up or decay is in samples or tokens, n is `consumed_samples`, those of the steps before this one, and
     the run's end is counted in samples too. Megatron-LM reads its rate at the same count, so its first step has rate 0.
+    Raises ConfigError if a schedule outside of the tree gives a rate that is negative or not finite.
     """
     lengths = Lengths.of(config, train)
     if lengths.unit == "steps":
@@ -32,32 +28,13 @@ def learning_rate(step: int, consumed_samples: int, config: OptimizerConfig, tra
         n, total = consumed_samples, train.samples(step, consumed_samples)
     if n <= lengths.warmup and lengths.warmup:
         return config.lr * n / lengths.warmup
-    if config.schedule == "constant":
-        return config.lr
-    if config.schedule == "inverse_sqrt":
-        return max(config.min_lr, config.lr * math.sqrt(max(lengths.warmup, 1) / max(n, 1)))
-    if config.schedule in ("cosine", "linear"):
-        last = lengths.warmup + lengths.decay if lengths.decay else total
-        progress = _progress(n, lengths.warmup, last)
-        if config.schedule == "cosine":
-            return _between(config, (1 + math.cos(math.pi * progress)) / 2)
-        return _between(config, 1 - progress)
-    decay = lengths.decay or max(1, total // 10)
-    decay_start = max(lengths.warmup, total - decay)
-    return _between(config, 1 - _progress(n, decay_start, total))
-
-
-def _progress(n: int, first: float, last: float) -> float:
-    """0 up to `first`, 1 from `last` on, linear in between."""
-    # Also right if first == last, where the division below would fail.
-    if n >= last:
-        return 1.0
-    return max(0.0, n - first) / (last - first)
-
-
-def _between(config: OptimizerConfig, share: float) -> float:
-    """The rate at `share` of the way from min_lr (0) to lr (1)."""
-    return config.min_lr + (config.lr - config.min_lr) * share
+    rate = find_rate_schedule(config.schedule).rate(RatePoint(n, lengths.warmup, lengths.decay, total), config)
+    if not 0 <= rate < math.inf:
+        raise ConfigError(
+            f"optimizer.schedule={config.schedule}: gives the rate {rate} for step {step + 1}; a rate is finite, and "
+            "not negative"
+        )
+    return rate
 
 
 def change_of_rate(step: int, consumed_samples: int, then: Config, now: Config) -> str:
@@ -78,7 +55,7 @@ def change_of_rate(step: int, consumed_samples: int, then: Config, now: Config) 
     # The length of the run was the length of the decay. It can be kept, if nothing else has changed.
     run = then.train.steps if lengths.unit == "steps" else then.train.samples(step, consumed_samples)
     length = int(run - lengths.warmup)
-    falls = now.optimizer.schedule in ("cosine", "linear")
+    falls = find_rate_schedule(now.optimizer.schedule).decay == "after_warmup"
     if then.optimizer == now.optimizer and falls and not lengths.decay and length > 0:
         kept = str(length) if lengths.unit == "steps" else f"'{length} samples'"
         line += f"; --optimizer.decay_steps {kept} keeps the schedule of {then.train.steps} steps"
