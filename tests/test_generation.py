@@ -8,7 +8,7 @@ import pytest
 import torch
 from megapar_models.generation import Sampling, decoding, generate, next_logits, probabilities, why_no_cache
 from megapar_models.stage import Stage
-from torch import nn
+from torch import Tensor, nn
 
 from megapar.base.errors import ConfigError
 from tests.support.close import assert_close
@@ -123,7 +123,36 @@ def test_what_keeps_no_keys_is_told(tmp_path: Path) -> None:
     assert why_no_cache(stage, PROMPTS, 40) == "longrope turns keys in another way beyond 40 tokens"
     assert not why_no_cache(stage, PROMPTS, 20)
     stage.layers["1"] = nn.Identity()
-    assert why_no_cache(stage, PROMPTS, 2) == "the mixer of layer 1 keeps no keys and values"
+    assert why_no_cache(stage, PROMPTS, 2) == "the mixer of layer 1 has no cache"
+
+
+class RunningSum(nn.Module):
+    """A recurrence in place of attention: the sum of the columns so far. Its cache is the last sum, [b, h]."""
+
+    def forward(self, x_sbh: Tensor, *_: Any) -> Tensor:
+        return x_sbh.cumsum(0)
+
+    def with_cache(self, first_b: Tensor, capacity: int) -> nn.Module:
+        assert not first_b.any(), "prompts of one length"
+        return CachedSum()
+
+
+class CachedSum(nn.Module):
+    total_bh: Tensor | float = 0.0
+
+    def forward(self, x_sbh: Tensor, *_: Any) -> Tensor:
+        sums_sbh = self.total_bh + x_sbh.cumsum(0)
+        self.total_bh = sums_sbh[-1]
+        return sums_sbh
+
+
+def test_a_mixer_without_keys_brings_a_cache_of_its_own(tmp_path: Path) -> None:
+    stage = stage_of("llama", tmp_path)
+    for layer in stage.layers.values():
+        layer.attention = RunningSum()
+    rows = [PROMPTS[0], PROMPTS[0][::-1]]
+    assert not why_no_cache(stage, rows, 12)
+    check_cache(stage, rows)
 
 
 @pytest.mark.parametrize("changes", [{"top_k": 7}, {"top_p": 0.6}, {"top_p": 0.05}, {"top_k": 9, "top_p": 0.5}])

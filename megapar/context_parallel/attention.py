@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megapar.activations import recompute
 from megapar.comm.axis import Axis
+from megapar.context_parallel.cached_attention import CachedAttention
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.gather import gather_attention
 from megapar.context_parallel.ring import ring_attention
@@ -68,7 +69,7 @@ class CoreAttention(nn.Module):
             kv_index = torch.tensor(kv_heads, device=device)
         self.register_buffer("kv_index", kv_index, persistent=False)
         self.server = ""
-        """Who has computed it first, in words."""
+        """Who has computed the attention of the first forward pass, in words."""
 
     def forward(
         self,
@@ -127,6 +128,13 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         attention = ring_attention if self.form == "ring" else gather_attention
         return attention(q, k, v, self.cp, batch.starts_on_host, _of_blocks(scoring, batch), *sinks_n)
+
+    def with_cache(self, first_b: Tensor, capacity: int) -> nn.Module:
+        """Return the module that takes this one's place while text is generated: it keeps keys and values.
+
+        Row i begins at column `first_b[i]`. A row has at most `capacity` columns.
+        """
+        return CachedAttention(self, first_b, capacity)
 
     def flops_per_token(self, seq_length: int) -> int:
         """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""

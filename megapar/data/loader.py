@@ -11,7 +11,6 @@ from torch import Tensor
 from megapar.base.errors import DataError
 from megapar.data.blend import Blend, BlendPhase
 from megapar.data.order import micro_batch_positions, sample_ids
-from megapar.data.pairs import PairDataset
 from megapar.data.samples import Samples, Treatment, micro_batch
 from megapar.data.sources import Dataset
 from megapar.declare.batch import PADDING, MicroBatch, Targets
@@ -75,7 +74,7 @@ class Mixture:
                 if weights is None:
                     weights = np.ones(samples.shape, np.float32)
                 weights[rows] = of_tokens
-            of_answers = source.references(ids) if isinstance(source, PairDataset) else None
+            of_answers = source.references(ids) if hasattr(source, "references") else None
             if of_answers is not None:
                 if references is None:
                     references = np.zeros((len(positions), 2), np.float32)

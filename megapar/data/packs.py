@@ -60,6 +60,7 @@ class PackDataset:
     """
 
     shuffled = True
+    holds_conversations = True
     together = 1
     """Conversations that no part of the file divides."""
 

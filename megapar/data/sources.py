@@ -31,6 +31,7 @@ class Dataset(Protocol):
 
     name: str
     shuffled: bool  # False: must be read in ascending order, as a stream is
+    # Samples of conversations say so by an attribute `holds_conversations`, and pairs have `references` (`pairs.py`).
 
     def __len__(self) -> int: ...
 

@@ -13,7 +13,6 @@ from megapar.base.errors import StorageError, storing
 from megapar.config.derive import num_microbatches
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
-from megapar.context_parallel.attention import CoreAttention
 from megapar.declare.agreement import on_all_ranks
 from megapar.declare.context import ParallelContext
 from megapar.observe.observer import Observed, Observer
@@ -107,9 +106,9 @@ class AttentionInWords(Observer):
 
 
 def attention_in_words(stages: Iterable[nn.Module]) -> str:
-    """Who has computed the attention of this rank's layers, by the shapes that it got."""
-    modules = [module for stage in stages for module in stage.modules() if isinstance(module, CoreAttention)]
-    found = Counter(module.server for module in modules if module.server)
+    """Say who has computed the attention of this rank's layers: modules have it in their attribute `server`."""
+    servers = (getattr(module, "server", "") for stage in stages for module in stage.modules())
+    found = Counter(filter(None, servers))
     return "attention: " + "; ".join(f"{counted(number, 'layer')} by {server}" for server, number in found.items())
 
 

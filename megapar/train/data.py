@@ -24,7 +24,7 @@ from megapar.data.blend import BLEND_VERSION, BlendPhase
 from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
 from megapar.data.order import ORDER_VERSION
-from megapar.data.packs import PACKS_VERSION, PackDataset
+from megapar.data.packs import PACKS_VERSION
 from megapar.data.prepared import read_sidecar
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, SampleKind, open_dataset
@@ -162,13 +162,18 @@ def _check_conversations(config: Config, source: str) -> None:
         )
 
 
+def conversations_among(sources: Sequence[Dataset]) -> list[Any]:
+    """Return the sources that hold conversations."""
+    return [source for source in sources if getattr(source, "holds_conversations", False)]
+
+
 def _weigh_conversations_alike(sources: Sequence[Dataset]) -> None:
     """Give each conversation of all sources the same weight: the mean number of trained tokens of all.
 
     Raises DataError for a source that has no conversations.
     """
-    packs = [source for source in sources if isinstance(source, PackDataset)]
-    others = [source.name for source in sources if not isinstance(source, PackDataset)]
+    packs = conversations_among(sources)
+    others = [source.name for source in sources if source not in packs]
     if others:
         raise DataError(
             f"{first_few(others, 3)} has no conversations, whose means train.loss_mean=sample takes; use token"
@@ -181,12 +186,12 @@ def _weigh_conversations_alike(sources: Sequence[Dataset]) -> None:
 
 def packs_in_words(loader: Loader) -> list[str]:
     """A line for each source of packed conversations."""
-    return [source.describe() for source in loader.samples.sources if isinstance(source, PackDataset)]
+    return [source.describe() for source in conversations_among(loader.samples.sources)]
 
 
 def holds_conversations(loader: Loader) -> bool:
     """Whether every source of a loader holds conversations."""
-    return all(isinstance(source, PackDataset) for source in loader.samples.sources)
+    return len(conversations_among(loader.samples.sources)) == len(loader.samples.sources)
 
 
 def _parts(split: Sequence[float]) -> list[tuple[float, float]]:
@@ -218,7 +223,7 @@ def _open(
         try:
             _check_tokenizer(source, config.data.tokenizer)
             dataset = open_dataset(source, **size, seed=seed, tokenizer=config.data.tokenizer, part=part, kind=kind)
-            if isinstance(dataset, PackDataset):
+            if conversations_among([dataset]):
                 _check_conversations(config, source)
             if looks and not source.startswith("hf:"):
                 dataset.read(np.linspace(0, len(dataset) - 1, _SAMPLED).astype(np.int64))
