@@ -204,6 +204,19 @@ def test_a_public_class_has_a_name_of_its_own() -> None:
     assert not several, several
 
 
+VAGUE = {"most", "place", "own", "mine", "how", "facts", "where", "told", "placed", "added", "aliases"}
+
+
+def test_functions_and_arguments_are_named_by_what_they_are() -> None:
+    found = []
+    for path in LIBRARY:
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef):
+                names = {node.name, *(argument.arg for argument in (*node.args.args, *node.args.kwonlyargs))}
+                found += [f"{relative(path)}:{node.lineno}: {name}" for name in sorted(names & VAGUE)]
+    assert not found, found
+
+
 def test_options_are_read_and_judged_without_torch() -> None:
     """So --help and a refusal take no time, and a plan needs no accelerator."""
     waiting, seen = ["megapar.config.files", "megapar.config.validate"], set()

@@ -13,7 +13,7 @@ from torch import Tensor
 from megapar.base.errors import ConfigError, NumericError
 from megapar.config.options import Config
 from megapar.optimizer.adamw import AdamW
-from megapar.optimizer.base import placed
+from megapar.optimizer.base import split_by_place
 from megapar.optimizer.table import check
 from megapar.plan.memory import report_rank
 from megapar.step.state import TrainState
@@ -169,7 +169,7 @@ def test_a_plan_counts_what_is_on_the_host_there(share: float, precision: str, s
 @pytest.mark.parametrize("bounds", [(0, 128), (64, 64 + 7 * 128), (0, 100), (256, 257)])
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99, 1.0])
 def test_a_shard_is_cut_once_and_whole(bounds: tuple[int, int], share: float) -> None:
-    parts = placed(bounds, share)
+    parts = split_by_place(bounds, share)
     assert [parts[0][0], *(stop for _, stop, _ in parts)] == [
         bounds[0],
         *(start for start, _, _ in parts[1:]),

@@ -89,7 +89,7 @@ def perplexities(args: Arguments, judge: Judge, first: bool) -> dict[str, Any]:
             raise DataError(f"{path}: no document has any text")
         if first:
             say(f"{path}: {total}")
-        found[str(path)] = total.facts() | {"context": judge.longest, "stride": stride}
+        found[str(path)] = total.as_json() | {"context": judge.longest, "stride": stride}
     return found
 
 

@@ -220,7 +220,7 @@ def _kept_of_tile(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    out, most, total, q, q_rest, k_ptr, v_ptr, k_stride, v_stride, query, first, random, columns_ptr, first_key,
+    out, highest, total, q, q_rest, k_ptr, v_ptr, k_stride, v_stride, query, first, random, columns_ptr, first_key,
     queries, keys, window, scale, cap,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
@@ -233,18 +233,18 @@ def _attend(  # type: ignore[no-untyped-def]
     k, k_rest = _parts(k_ptr, column, k_stride, keys_left, WIDTH, MAIN, REST, WHOLE)
     scores, _ = _scores(_products(q, q_rest, k, k_rest, REST), scale, cap, CAPPED)
     if WHOLE:
-        most_now = tl.maximum(most, tl.max(scores, 1))
+        most_now = tl.maximum(highest, tl.max(scores, 1))
         shift = most_now
     else:
         key = first_key + column
         seen = _seen(query[:, None], key[None, :], first[:, None], queries, keys, window, CAUSAL)
         scores = tl.where(seen, scores, float("-inf"))
-        most_now = tl.maximum(most, tl.max(scores, 1))
+        most_now = tl.maximum(highest, tl.max(scores, 1))
         # A row that has seen nothing has no greatest score.
         shift = tl.where(most_now == float("-inf"), 0.0, most_now)
     unit = _unit(scale, cap, CAPPED)
     probabilities = tl.exp2(scores * unit - (shift * unit)[:, None])
-    decay = tl.exp2((most - shift) * unit)
+    decay = tl.exp2((highest - shift) * unit)
     total = total * decay + tl.sum(probabilities, 1)
     if columns_ptr is not None:  # after the sum: dropout follows the softmax
         probabilities = _kept_of_tile(probabilities, random, columns_ptr, first_key, keys, THRESHOLD, KEYS, WHOLE)

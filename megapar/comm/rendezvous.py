@@ -282,7 +282,7 @@ def differences(members: Sequence[RankInfo], shared: Sequence[Mapping[str, Any]]
             ranks_of.setdefault(json.dumps(values.get(name)), []).append(member.rank)
         if len(ranks_of) > 1:
             by_size = sorted(ranks_of.items(), key=lambda item: -len(item[1]))
-            parts = [f"{value} on {placed(ranks, members)}" for value, ranks in by_size[:3]]
+            parts = [f"{value} on {name_hosts(ranks, members)}" for value, ranks in by_size[:3]]
             lines.append(f"ranks disagree on {name}: {'; '.join(parts)}")
     if len(lines) > MOST_DIFFERENCES:
         rest = len(lines) - MOST_DIFFERENCES
@@ -290,7 +290,7 @@ def differences(members: Sequence[RankInfo], shared: Sequence[Mapping[str, Any]]
     return lines
 
 
-def placed(ranks: Sequence[int], members: Sequence[RankInfo]) -> str:
+def name_hosts(ranks: Sequence[int], members: Sequence[RankInfo]) -> str:
     """Ranks with their hosts, such as "ranks 0-3 and 6 (node-a, node-b)". Names at most three hosts."""
     hosts = sorted({members[rank].host for rank in ranks})
     shown = ", ".join(hosts[:3])

@@ -110,7 +110,7 @@ def _lengths(config: Config, schedule: RateSchedule) -> Iterator[str]:
         return
     run = train.steps if unit == "steps" else train.samples()
 
-    def most(number: float) -> str:
+    def longest(number: float) -> str:
         return f"{number:.0f}" if unit == "steps" else f"'{max(number, 0):.0f} samples'"
 
     if decay and schedule.decay == "none":
@@ -118,10 +118,10 @@ def _lengths(config: Config, schedule: RateSchedule) -> Iterator[str]:
         text = f"has no decay; set optimizer.schedule {readers}, or leave decay_steps at 0"
         yield problem(config, "optimizer.decay_steps optimizer.schedule", text)
     if warmup > run:
-        text = f"the warm-up would not end within the run; use at most {most(run)}"
+        text = f"the warm-up would not end within the run; use at most {longest(run)}"
         yield problem(config, "optimizer.warmup_steps train.steps", text)
     elif schedule.decay == "last" and warmup + decay > run:
-        text = f"warm-up and decay together are longer than the run; decay_steps may be at most {most(run - warmup)}"
+        text = f"warm-up and decay together are longer than the run; decay_steps may be at most {longest(run - warmup)}"
         yield problem(config, "optimizer.warmup_steps optimizer.decay_steps train.steps", text)
 
 

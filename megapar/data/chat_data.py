@@ -59,7 +59,7 @@ class ChatCounts:
         return self.trained_tokens / max(self.tokens, 1)
 
 
-def example_of(shown: Rendered, tokenizer: Tokenizer, place: str) -> Example:
+def example_of(shown: Rendered, tokenizer: Tokenizer, source: str) -> Example:
     """The tokens of a rendered conversation. A token is trained if any of its letters is.
 
     Raises DataError if a tokenizer without spans joins letters on both sides of a trained part.
@@ -69,16 +69,16 @@ def example_of(shown: Rendered, tokenizer: Tokenizer, place: str) -> Example:
         weights = np.zeros(len(tokens), np.uint8)
         for start, stop in shown.trained:
             weights[(spans[:, 0] < stop) & (spans[:, 1] > start)] = 1
-        return Example(tokens, weights, place)
+        return Example(tokens, weights, source)
     pieces = [(tokenizer.encode(text), is_trained) for text, is_trained in _pieces(shown)]
     tokens = np.concatenate([ids for ids, _ in pieces])
     if not np.array_equal(tokens, tokenizer.encode(shown.text)):
         raise DataError(
-            f"{place}: the tokenizer joins letters on both sides of a trained part; put a line break or a special "
+            f"{source}: the tokenizer joins letters on both sides of a trained part; put a line break or a special "
             "token between them in the template"
         )
     weights = np.concatenate([np.full(len(ids), is_trained, np.uint8) for ids, is_trained in pieces])
-    return Example(tokens, weights, place)
+    return Example(tokens, weights, source)
 
 
 def end_token(example: Example, tokenizer: Tokenizer) -> int | None:

@@ -95,7 +95,7 @@ def _without_nulls(value: Any) -> Any:
     return value
 
 
-def conversation_of(row: Any, place: str, keys: Keys) -> Conversation:
+def conversation_of(row: Any, source: str, keys: Keys) -> Conversation:
     """The conversation of a row, in whichever of the known forms it is.
 
     Raises ValueError with the reason if it is none, and if it has a key that is neither used nor without meaning.
@@ -120,7 +120,7 @@ def conversation_of(row: Any, place: str, keys: Keys) -> Conversation:
     keys.check_rest(row, (*used, *BESIDE, *repeated(row, messages)))
     if not any(message["role"] == "assistant" for message in messages):
         raise ValueError("has no message of the assistant, so nothing could be trained")
-    return Conversation(messages, place, beside)
+    return Conversation(messages, source, beside)
 
 
 def with_beside(

@@ -88,17 +88,17 @@ class FileArray:
         return self._count
 
     @overload
-    def __getitem__(self, place: int) -> Any: ...
+    def __getitem__(self, index: int) -> Any: ...
 
     @overload
-    def __getitem__(self, place: slice) -> NDArray[Any]: ...
+    def __getitem__(self, index: slice) -> NDArray[Any]: ...
 
-    def __getitem__(self, place: int | slice) -> Any:
-        if isinstance(place, slice):
-            start, stop, step = place.indices(self._count)
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            start, stop, step = index.indices(self._count)
             assert step == 1, "numbers are read in a row"
             return self._read(start, max(stop - start, 0))
-        at = range(self._count)[place]  # IndexError where there is no such number
+        at = range(self._count)[index]  # IndexError where there is no such number
         return self._read(at, 1)[0]
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:

@@ -34,7 +34,7 @@ def read_pairs(files: Sequence[Path], keys: Keys | None = None) -> Iterator[Pair
                 raise DataError(f"{place}: {error}") from None
 
 
-def pair_of(row: Any, place: str, keys: Keys) -> Pair:
+def pair_of(row: Any, source: str, keys: Keys) -> Pair:
     """The pair of a row. Raises ValueError with the reason if there is none, or if a key of the row is not known."""
     wanted = keys.wanted(row) if isinstance(row, Mapping) else {}
     if not all(wanted.get(name) for name in MEMBERS):
@@ -51,7 +51,7 @@ def pair_of(row: Any, place: str, keys: Keys) -> Pair:
     found = []
     for answer in answers:
         messages, beside = with_beside([*prompt, *answer], wanted, num_prompt)
-        found.append(Conversation(messages, place, beside))
+        found.append(Conversation(messages, source, beside))
     same = ["messages"] if wanted.get("messages") == wanted["chosen"] else []
     keys.check_rest(wanted, ("prompt", *MEMBERS, *BESIDE, *same, *repeated(wanted, found[0].messages)))
     return found[0], found[1]

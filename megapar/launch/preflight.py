@@ -20,7 +20,7 @@ from megapar.base.errors import CommunicationError
 from megapar.base.grid import Grid, Groups
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
-from megapar.comm.rendezvous import RankInfo, Store, placed
+from megapar.comm.rendezvous import RankInfo, Store, name_hosts
 from megapar.comm.store import answered
 from megapar.declare.context import ParallelContext
 from megapar.launch import reach
@@ -191,13 +191,13 @@ class _AxisTest:
             time.sleep(_LOOK_SECONDS)
         if silent:
             culprits: Sequence[int] = silent
-            text = f"{placed(silent, self._members)} gave no sign within {self._limit_seconds:g} s: stopped or lost"
+            text = f"{name_hosts(silent, self._members)} gave no sign within {self._limit_seconds:g} s: stopped or lost"
         else:
             groups = [ranks for ranks in self._groups if any(self._has_said("failed", rank) for rank in ranks)]
             if not groups:
                 return ""  # the last rank was late, and has finished
             culprits = groups[0]
-            named = "; ".join(placed(ranks, self._members) for ranks in groups[:_MOST_GROUPS])
+            named = "; ".join(name_hosts(ranks, self._members) for ranks in groups[:_MOST_GROUPS])
             text = f"the group of {named} does not work, and all its ranks are there ({reason})"
         return f"{culprits[0]} preflight: axis {self._axis.name}: {text}"
 
@@ -315,7 +315,7 @@ def table(result: Mapping[str, Any], members: Sequence[RankInfo]) -> list[str]:
         line = f"  {name:<18} {len(axis['groups'])} x {axis['ranks']} ranks  {axis['median_gb_per_second']:9.3f} GB/s"
         if worst["slow"]:
             line += f"  SLOW {worst['gb_per_second']:.3f} ({worst['of_median']:.2f} of the median): "
-            line += placed(worst["ranks"], members)
+            line += name_hosts(worst["ranks"], members)
         lines.append(line)
     size, dtype = result["product"]["size"], result["product"]["dtype"]
     lines.append(f"  products of {size} x {size} in {dtype}: median {result['median_tflops']:.3f} TFLOP/s")

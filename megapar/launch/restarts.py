@@ -66,16 +66,17 @@ class RestartDecision:
     ends: str = ""
 
 
-def judge(faults: Sequence[Fault], smaller: Callable[[int], int], most: int) -> RestartDecision:
+def judge(faults: Sequence[Fault], smaller: Callable[[int], int], max_restarts: int) -> RestartDecision:
     """What follows the last of `faults`, all of this job.
 
-    `smaller` gives the next smaller number of ranks that can run, 0 if there is none. `most` is launch.max_restarts.
+    `smaller` gives the next smaller number of ranks that can run, 0 if there is none. `max_restarts` is
+    launch.max_restarts.
     """
     last = faults[-1]
     if last.code not in _MAY_PASS:
         return RestartDecision(ends="this error would come again")
-    if len(faults) > most:
-        return RestartDecision(ends=f"launch.max_restarts={most} are used up")
+    if len(faults) > max_restarts:
+        return RestartDecision(ends=f"launch.max_restarts={max_restarts} are used up")
     # Those since the newest step that any start has begun, with the fault in that step.
     furthest = max(fault.step for fault in faults)
     first = next(i for i, fault in enumerate(faults) if fault.step == furthest)

@@ -167,10 +167,10 @@ def _balanced(text: str, at: int, file: str, line: int) -> int:
     raise refused(file, line, f"{opening} is not closed")
 
 
-def _closed(place: int, file: str, line: int, what: str) -> int:
-    if place < 0:
+def _closed(end: int, file: str, line: int, what: str) -> int:
+    if end < 0:
         raise refused(file, line, f"{what} that begins here is not closed")
-    return place
+    return end
 
 
 # Expansion
@@ -248,7 +248,7 @@ class Expander:
         return found.words
 
     def _expansion(self, token: Token, at: int, *, in_test: bool) -> tuple[int, list[str]]:
-        """(the place behind, the values) of the expansion at `at`."""
+        """(the end behind, the values) of the expansion at `at`."""
         text, line = token.text, token.line
         if text[at] == "`":
             end = text.find("`", at + 1)

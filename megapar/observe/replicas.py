@@ -126,11 +126,11 @@ def _key(name: str) -> int:
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _gathered(mine: Tensor, ctx: ParallelContext) -> Tensor:
+def _gathered(local: Tensor, ctx: ParallelContext) -> Tensor:
     """All ranks' rows, int64 [rows, 2]. Ranks may have different numbers of them."""
-    counts = collectives.gather_json(len(mine), ctx.world, ctx.device)
+    counts = collectives.gather_json(len(local), ctx.world, ctx.device)
     padded = torch.zeros(max(counts), 2, dtype=torch.int64)
-    padded[: len(mine)] = mine
+    padded[: len(local)] = local
     gathered = collectives.all_gather(padded.to(ctx.device), ctx.world)
     rows = collectives.to_host(gathered, ctx.world).view(len(counts), -1, 2)
     return torch.cat([rows[rank, :count] for rank, count in enumerate(counts)])

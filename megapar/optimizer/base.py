@@ -96,7 +96,7 @@ class Optimizer(ABC):
         self.impl: Implementation = impl
         self.slots = [slot for slot in weights.layout.slots if slot.update == updates]
         share = self.host_share(config)
-        parts = [part for bounds in weights.layout.shards_of(updates) for part in placed(bounds, share)]
+        parts = [part for bounds in weights.layout.shards_of(updates) for part in split_by_place(bounds, share)]
         self.shards = [self._new_shard(weights, *part) for part in parts]
         # Made once: a step would look up the views again.
         self.visits = [
@@ -122,10 +122,10 @@ class Optimizer(ABC):
         """The `nbytes` of an optimizer of `shards`, by whether they are in host memory."""
         states = cls.states_of(config)
         state = sum(tensor.dtype.itemsize for tensor in states) + (torch.float32.itemsize if config.ema else 0)
-        parts = [part for bounds in shards for part in placed(bounds, cls.host_share(config))]
+        parts = [part for bounds in shards for part in split_by_place(bounds, cls.host_share(config))]
         found = {False: 0, True: 0}
         for start, stop, on_host in parts:
-            main = 0 if aliases(dtype, on_host, states) else torch.float32.itemsize
+            main = 0 if keeps_no_main_weights(dtype, on_host, states) else torch.float32.itemsize
             found[on_host] += (stop - start) * (main + state)
         sizes = [size for start, stop, on_host in parts if on_host for size in cls._sizes(stop - start)]
         found[True] += HostUpdates.planned_nbytes(sizes, dtype)
@@ -169,7 +169,7 @@ class Optimizer(ABC):
 
     def aliased(self, shard: UpdateShard) -> bool:
         """Whether the main weights of a shard are the parameters themselves."""
-        return aliases(self.dtype, shard.on_host, self.states)
+        return keeps_no_main_weights(self.dtype, shard.on_host, self.states)
 
     @property
     def on_host(self) -> bool:
@@ -204,7 +204,9 @@ class Optimizer(ABC):
         if on_host and device.type != "meta":  # a plan has no memory to put it into
             device = torch.device("cpu")
         # A view for an fp32 model, so that an update of the main weights is one of the parameters.
-        main = params if aliases(params.dtype, on_host, self.states) else params.to(device, torch.float32, copy=True)
+        main = params
+        if not keeps_no_main_weights(params.dtype, on_host, self.states):
+            main = params.to(device, torch.float32, copy=True)
         state = {
             tensor.name: torch.full_like(main, tensor.initial, dtype=tensor.dtype, device=device)
             for tensor in self.states
@@ -230,13 +232,13 @@ class Optimizer(ABC):
         return [min(most, elements - start) for start in range(0, elements, most)]
 
 
-def aliases(dtype: torch.dtype, on_host: bool, states: Sequence[StateTensor]) -> bool:
+def keeps_no_main_weights(dtype: torch.dtype, on_host: bool, states: Sequence[StateTensor]) -> bool:
     """Whether the main weights of parameters of this dtype, or their upper halves, are the parameters themselves."""
     in_halves = any(tensor.name == REMAINDER for tensor in states)
     return (dtype == torch.float32 or in_halves) and not on_host  # on the host they are in other memory
 
 
-def placed(bounds: Range, host_share: float) -> list[tuple[int, int, bool]]:
+def split_by_place(bounds: Range, host_share: float) -> list[tuple[int, int, bool]]:
     """Cut a shard into (start, stop, whether in host memory). The share on the host comes last, in whole vectors."""
     start, stop = bounds
     border = start + int((1 - host_share) * (stop - start) / ALIGNMENT) * ALIGNMENT

@@ -22,7 +22,7 @@ Seconds = Mapping[str, float]
 """Seconds by the kind of work, or by axis."""
 
 
-def added(*parts: Seconds) -> dict[str, float]:
+def add_seconds(*parts: Seconds) -> dict[str, float]:
     """The sums of `parts` by key."""
     total: dict[str, float] = {}
     for part in parts:
@@ -31,7 +31,7 @@ def added(*parts: Seconds) -> dict[str, float]:
     return total
 
 
-def scaled(seconds: Seconds, factor: float) -> dict[str, float]:
+def scale_seconds(seconds: Seconds, factor: float) -> dict[str, float]:
     """`seconds` multiplied by `factor`."""
     return {key: value * factor for key, value in seconds.items()}
 
@@ -55,9 +55,9 @@ class Duration:
         return Duration(
             self.seconds * factor,
             self.host * factor,
-            scaled(self.busy, factor),
-            scaled(self.communicating, factor),
-            scaled(self.exposed, factor),
+            scale_seconds(self.busy, factor),
+            scale_seconds(self.communicating, factor),
+            scale_seconds(self.exposed, factor),
         )
 
 
@@ -66,9 +66,9 @@ def total(parts: list[Duration]) -> Duration:
     return Duration(
         sum(part.seconds for part in parts),
         sum(part.host for part in parts),
-        added(*(part.busy for part in parts)),
-        added(*(part.communicating for part in parts)),
-        added(*(part.exposed for part in parts)),
+        add_seconds(*(part.busy for part in parts)),
+        add_seconds(*(part.communicating for part in parts)),
+        add_seconds(*(part.exposed for part in parts)),
     )
 
 

@@ -72,10 +72,10 @@ class LoggedLoad:
     and on ep. `folder` is named in errors.
     """
 
-    def __init__(self, folder: Path, choices_qp: Sequence[Sequence[Logged]], own: tuple[int, int]):
+    def __init__(self, folder: Path, choices_qp: Sequence[Sequence[Logged]], positions: tuple[int, int]):
         self._folder = folder
         self._choices_qp = choices_qp
-        self._own = own
+        self._own = positions
         self._passes: dict[int, int] = {}  # by layer, those that have been asked for
 
     def chosen(self, layer: int, choices: int, num_experts: int, ep_size: int, etp_size: int) -> Tensor:

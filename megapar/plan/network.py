@@ -156,8 +156,8 @@ class Network:
             self._groups[axis, rank] = self._members(axis, rank)
         return self._groups[axis, rank]
 
-    def _line(self, place: Mapping[str, int], axes: tuple[str, ...]) -> Iterator[int]:
-        """The ranks different from `place` on `axes` alone, ascending in their positions there."""
+    def _line(self, position: Mapping[str, int], axes: tuple[str, ...]) -> Iterator[int]:
+        """The ranks different from `position` on `axes` alone, ascending in their positions there."""
         lines = [0]
         stride = 1
         first = 0
@@ -167,7 +167,7 @@ class Network:
                 # The fastest axis comes first, so each later one repeats what is there.
                 lines = [line + stride * at for at in range(size) for line in lines]
             else:
-                first += stride * place[name]
+                first += stride * position[name]
             stride *= size
         for line in lines:
             yield first + line

@@ -26,7 +26,7 @@ from megapar.pipeline.schedules import find, placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
 from megapar.plan.buffers import update_traffic
-from megapar.plan.durations import Duration, added, duration, scaled, total
+from megapar.plan.durations import Duration, add_seconds, duration, scale_seconds, total
 from megapar.plan.hardware import Hardware
 from megapar.plan.memory import memory_limit
 from megapar.plan.network import Network
@@ -185,10 +185,12 @@ class _Step:
         # All ranks wait for the norm of the gradient, and so for the last reduction.
         reduced = max(end + ends.seconds for end, ends in zip(ends_of_ranks, after, strict=True))
         seconds = max(reduced, pipeline) + overhead
-        exposed = scaled(added(*(work.exposed for work in rank_times), *(ends.exposed for ends in after)), 1 / pp)
+        exposed = scale_seconds(
+            add_seconds(*(work.exposed for work in rank_times), *(ends.exposed for ends in after)), 1 / pp
+        )
         if (simulated or timeline) and self.zero_stage >= 2:
             exposed["grad"] = waited
-        busy = scaled(added(*(work.busy for work in rank_times)), 1 / pp)
+        busy = scale_seconds(add_seconds(*(work.busy for work in rank_times)), 1 / pp)
         busy[OPTIMIZER] = sum(ends.optimizer for ends in after) / pp
         idle = max(pipeline - working, 0.0) / seconds
         tokens = config.train.global_batch_size * config.train.seq_length
@@ -258,7 +260,7 @@ class _Step:
         # A device waits for a host that issues operations more slowly than they run.
         seconds = forward_seconds + backward_seconds
         slowed = max(seconds, whole.host) / seconds
-        whole = replace(whole, seconds=seconds * slowed, exposed=added(whole.exposed, exposed))
+        whole = replace(whole, seconds=seconds * slowed, exposed=add_seconds(whole.exposed, exposed))
         return whole, forward_seconds * slowed, backward_seconds * slowed
 
     # The pipeline
@@ -484,7 +486,7 @@ class _Step:
             elements["grad"] -= sum(tied[1:])
         return elements
 
-    def _reduction_wait(self, axis: str, elements: int, own: Sequence[Sequence[_Fine]]) -> float:
+    def _reduction_wait(self, axis: str, elements: int, stages: Sequence[Sequence[_Fine]]) -> float:
         """Seconds of the reduction of gradients after the last backward (ZeRO stages 0 and 1)."""
         options = self.config.optimizer
         operation = "all_reduce" if options.zero_stage == 0 else "reduce_scatter"
@@ -492,24 +494,24 @@ class _Step:
         buckets = self._buckets(elements)
         # The last bucket is complete when the backward ends. The others follow each other under it.
         each = self.network.seconds(operation, self._shards(axis), nbytes / buckets)
-        if not options.overlap_grad_reduce or not own:
+        if not options.overlap_grad_reduce or not stages:
             return each * buckets
         # The last backward of a rank is that of its first stage; the buckets of its other stages are complete then.
-        window = sum(self._backward_of(fine) * fine.number for fine in own[0])
+        window = sum(self._backward_of(fine) * fine.number for fine in stages[0])
         return max(each, each * buckets - window * (buckets - 1) / buckets)
 
-    def _wait_for_copies(self, axis: str, shard: float, elements: int, own: Sequence[Sequence[_Fine]]) -> float:
+    def _wait_for_copies(self, axis: str, shard: float, elements: int, stages: Sequence[Sequence[_Fine]]) -> float:
         """Seconds of the sum of shards over their copies, after the last backward."""
         seconds = self.network.seconds("all_reduce", self._copies(axis), 4 * shard)
         options = self.config.optimizer
-        if not own or (options.zero_stage < 2 and not options.overlap_grad_reduce):
+        if not stages or (options.zero_stage < 2 and not options.overlap_grad_reduce):
             return seconds
         # A unit's starts with its last addition, and a bucket's when the next bucket is complete: under the backward of
         # what is left.
-        units = sum(fine.number for fine in own[0])
+        units = sum(fine.number for fine in stages[0])
         if options.zero_stage < 2:
             units = self._buckets(elements)
-        window = sum(self._backward_of(fine) * fine.number for fine in own[0])
+        window = sum(self._backward_of(fine) * fine.number for fine in stages[0])
         return max(seconds / units, seconds - window * (units - 1) / units)
 
     def _buckets(self, elements: int) -> int:

@@ -26,20 +26,20 @@ _KINDS = {
 _SHOWN = 60  # letters of a value
 
 
-def mismatch(value: Any, shape: Shape, where: str = "") -> str:
-    """What is wrong with the value in words, "" if it has the shape. `where` is its place in the file."""
+def mismatch(value: Any, shape: Shape, path: str = "") -> str:
+    """What is wrong with the value in words, "" if it has the shape. `path` is its place in the file."""
     if isinstance(shape, list):
         if not isinstance(value, list):
-            return f"{where or 'it'} is not a list"
-        return next(filter(None, (mismatch(part, shape[0], f"{where}[{i}]") for i, part in enumerate(value))), "")
+            return f"{path or 'it'} is not a list"
+        return next(filter(None, (mismatch(part, shape[0], f"{path}[{i}]") for i, part in enumerate(value))), "")
     if isinstance(shape, dict):
         if not isinstance(value, dict):
-            return f"{where or 'it'} is not an object"
+            return f"{path or 'it'} is not an object"
         parts = ((key, value[key], of) for key, of in shape.items() if key in value)
-        return next(filter(None, (mismatch(part, of, f"{where}.{key}".lstrip(".")) for key, part, of in parts)), "")
+        return next(filter(None, (mismatch(part, of, f"{path}.{key}".lstrip(".")) for key, part, of in parts)), "")
     if is_of(value, shape):
         return ""
-    return f"{where or 'it'} is {_short(value)}, not {_KINDS[shape]}"
+    return f"{path or 'it'} is {_short(value)}, not {_KINDS[shape]}"
 
 
 def is_of(value: Any, kind: type) -> bool:

@@ -57,7 +57,7 @@ def column_linear(
         y = gather_adapted(x, weight, inside, lora.a, lora.b, chunked, products, rule)
     else:
         y = AdaptedLinear.apply(x, weight, inside, lora.a, lora.b, region, products, rule)
-    return lora.scaled(y, weight, bias)
+    return lora.scale_output(y, weight, bias)
 
 
 def local_linear(
@@ -77,7 +77,7 @@ def local_linear(
         return product
     rule = lora.for_pass(tokens)
     y = AdaptedLinear.apply(x, weight, lora.bias_inside(bias), lora.a, lora.b, LOCAL, products, rule)
-    return lora.scaled(y, weight, bias)
+    return lora.scale_output(y, weight, bias)
 
 
 class ColumnParallelLinear(nn.Module):
@@ -153,7 +153,7 @@ class RowParallelLinear(nn.Module):
         # The bias is added after the sum: before it, it would be added tp times.
         if self.bias is not None and (self.lora is None or self.lora.magnitude is None):
             y = y + self.bias
-        return y if self.lora is None else self.lora.scaled(y, self.weight, self.bias)
+        return y if self.lora is None else self.lora.scale_output(y, self.weight, self.bias)
 
     def _product_and_sum(self, x_sbi: Tensor, tokens: Tokens | None) -> Tensor:
         # The input is this rank's slice already, so nothing is communicated before the product.

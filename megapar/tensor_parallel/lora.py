@@ -74,7 +74,7 @@ class Lora(nn.Module):
         """The bias that the product of W and A adds: none with DoRA, which scales the product alone."""
         return bias if self.magnitude is None else None
 
-    def scaled(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def scale_output(self, y: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The layer's output, from y = W x + s B A x, summed over tp. Without DoRA it is y, which has the bias."""
         if self.magnitude is None:
             return y

@@ -259,7 +259,7 @@ def segments(records: Sequence[RankRecord], step: int) -> list[list[Segment]]:
 
 def _segments(record: RankRecord, step: int, arrivals: _Arrivals, records: Sequence[RankRecord]) -> list[Segment]:
     found: list[Segment] = []
-    for span, start, end in innermost(record.steps[step]):
+    for span, start, end in walk_innermost_spans(record.steps[step]):
         if span is None:
             found.append(Segment("host", start, end))
         elif not span.axis:
@@ -279,7 +279,7 @@ def _segments(record: RankRecord, step: int, arrivals: _Arrivals, records: Seque
     return found
 
 
-def innermost(step: TimedStep) -> Iterator[tuple[RecordedSpan | None, float, float]]:
+def walk_innermost_spans(step: TimedStep) -> Iterator[tuple[RecordedSpan | None, float, float]]:
     """Pieces of a step with the innermost span around each. They follow each other from its start to its end."""
     around: list[RecordedSpan] = []
     now = step.start

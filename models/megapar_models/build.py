@@ -62,7 +62,7 @@ def declared(config: Config) -> Declared:
     """What the family declares of the model, and the objective of its losses."""
     of_model = find(config.model.family).stage.declared(config.model)
     objective = find_objective(config.train.objective)
-    of_model = replace(of_model, losses=(*of_model.losses, *objective.added), divided_by=objective.divided_by)
+    of_model = replace(of_model, losses=(*of_model.losses, *objective.added_losses), divided_by=objective.divided_by)
     if config.optimizer.qk_clip:
         of_model = replace(of_model, logits=(config.model.num_hidden_layers, config.model.num_attention_heads))
     return of_model

@@ -82,7 +82,7 @@ class Objective:
     """What model.head must be."""
 
     @property
-    def added(self) -> list[AddedLoss]:
+    def added_losses(self) -> list[AddedLoss]:
         """The metrics, as a stage set declares them."""
         return [AddedLoss(name, divided_by=self.divided_by) for name in self.metrics]
 

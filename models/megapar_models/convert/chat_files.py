@@ -47,7 +47,7 @@ def write_chat_files(folder: Path, record: Mapping[str, Any], spec: str, tokeniz
     return lines
 
 
-def _write_template(folder: Path, source: str, place: str) -> list[str]:
+def _write_template(folder: Path, source: str, origin: str) -> list[str]:
     """Write the template, unless the folder holds the same one."""
     config = read_config(folder)
     before = config.get("chat_template")
@@ -62,7 +62,7 @@ def _write_template(folder: Path, source: str, place: str) -> list[str]:
         del config["chat_template"]
         (folder / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
     replaced = " It replaces another one, of the tokenizer's folder." if before else ""
-    return [f"{TEMPLATE}: the chat template of the training, {place}.{replaced}"]
+    return [f"{TEMPLATE}: the chat template of the training, {origin}.{replaced}"]
 
 
 def _with_ends(found: dict[str, Any], ends: list[int]) -> dict[str, Any]:

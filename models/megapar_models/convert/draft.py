@@ -168,10 +168,10 @@ def _modules(found: Sketch) -> dict[str, str]:
     """Our modules in the order in which a model runs them."""
     places = ("embedding", "layers.*.attention", "layers.*.mlp", "norm", "head")
 
-    def place(name: str) -> int:
+    def order_of(name: str) -> int:
         return next(number for number, start in enumerate(places) if name.startswith(start))
 
-    return {name: found.modules[name] for name in sorted(found.modules, key=lambda name: (place(name), name))}
+    return {name: found.modules[name] for name in sorted(found.modules, key=lambda name: (order_of(name), name))}
 
 
 def _names(found: Sketch) -> Iterator[str]:

@@ -46,52 +46,51 @@ def saved_config(manifest: Manifest, family: str = "", *, flag: str = "--family"
     the user has named the model's family so, by `flag`. Such a name in the manifest alone is no reason to import a
     module. Raises CheckpointError if the manifest does not hold the options of such a model.
     """
-    where = f"checkpoint of step {manifest.step}"
-    model = _family_of(_stated(manifest, where), family, flag, where).options
-    config = _read(manifest, model, where)
-    _require_parts(config.model, manifest, where)
+    checkpoint = f"checkpoint of step {manifest.step}"
+    model = _family_of(_stated(manifest, checkpoint), family, flag, checkpoint).options
+    config = _read(manifest, model, checkpoint)
+    _require_parts(config.model, manifest, checkpoint)
     # Not compiled: texts have other lengths than samples of training, and each would be compiled for.
     kernels = replace(config.kernels, compile=False)
     alone = replace(config, train=replace(config.train, **train), kernels=kernels)
     try:
         whole = replace(validate(with_fitting_objective(alone), 1, trains=False), data=config.data)
     except ConfigError as error:
-        raise CheckpointError(f"{where}: trainer.config: {error}") from None
-    _require_elements(whole.model, manifest, where)
+        raise CheckpointError(f"{checkpoint}: trainer.config: {error}") from None
+    _require_elements(whole.model, manifest, checkpoint)
     return whole
 
 
-def _stated(manifest: Manifest, where: str) -> dict[str, Any]:
+def _stated(manifest: Manifest, checkpoint: str) -> dict[str, Any]:
     """The options of a checkpoint as its manifest has them."""
     stated = manifest.trainer.get("config")
     if not isinstance(stated, dict):
-        raise CheckpointError(f"{where}: trainer.config is {stated!r}, not a run's options")
+        raise CheckpointError(f"{checkpoint}: trainer.config is {stated!r}, not a run's options")
     return stated
 
 
-def _read(manifest: Manifest, model: type[ModelConfig], where: str) -> Config:
+def _read(manifest: Manifest, model: type[ModelConfig], checkpoint: str) -> Config:
     """The options of a checkpoint that are kept, with those of a family in `model`, and defaults of all others."""
     types = {path: annotation for path, annotation in option_types(model).items() if is_kept(path)}
-    kept, wrong = convert_all(_stated(manifest, where), types)
+    kept, wrong = convert_all(_stated(manifest, checkpoint), types)
     if wrong:
-        raise CheckpointError(f"{where}: trainer.config: {first_few(wrong, separator='; ')}")
+        raise CheckpointError(f"{checkpoint}: trainer.config: {first_few(wrong, separator='; ')}")
     return unflatten(flatten(default_config(model)) | kept, model)
 
 
-def _family_of(stated: Mapping[str, Any], given: str, flag: str, where: str) -> Family:
+def _family_of(stated: Mapping[str, Any], given: str, flag: str, checkpoint: str) -> Family:
     """The family of a checkpoint's model. One outside of this repository is imported only if the user has named it."""
     name = stated.get("model.family", ModelConfig.family)
     if given and name != given:
-        raise ConfigError(f"{flag} {given}: the {where} is of family {shown(name)}")
+        raise ConfigError(f"{flag} {given}: the {checkpoint} is of family {shown(name)}")
     if not isinstance(name, str) or (name not in FAMILIES and not given):
-        text = (
-            f"{where}: model.family={shown(name)} is no family of megapar, and to import what a file names would run it"
-        )
+        unknown = f"{checkpoint}: model.family={shown(name)} is no family of megapar"
+        text = f"{unknown}, and to import what a file names would run it"
         raise CheckpointError(f"{text}; {flag} {shown(name)} imports it, if you trust it")
     return find(name)
 
 
-def _require_parts(model: ModelConfig, manifest: Manifest, where: str) -> None:
+def _require_parts(model: ModelConfig, manifest: Manifest, checkpoint: str) -> None:
     """Raise CheckpointError for more layers, heads or experts than a model has, before anything counts them."""
     # Adapters may be of a few layers; any other layer has tensors.
     most = _MOST_PARTS if manifest.base else min(_MOST_PARTS, len(manifest.tensors))
@@ -100,10 +99,12 @@ def _require_parts(model: ModelConfig, manifest: Manifest, where: str) -> None:
     if model.num_hidden_layers > most or heads > _MOST_PARTS or experts > _MOST_EXPERTS:
         text = f"{model.num_hidden_layers} layers with {heads} heads and {model.num_experts} experts"
         tensors = counted(len(manifest.tensors), "tensor")
-        raise CheckpointError(f"{where}: trainer.config: {text}: no such model has {tensors}, as the checkpoint has")
+        raise CheckpointError(
+            f"{checkpoint}: trainer.config: {text}: no such model has {tensors}, as the checkpoint has"
+        )
 
 
-def _require_elements(model: ModelConfig, manifest: Manifest, where: str) -> None:
+def _require_elements(model: ModelConfig, manifest: Manifest, checkpoint: str) -> None:
     """Raise CheckpointError if the model has more parameters than the checkpoint, before there is memory for them."""
     if manifest.base:
         return
@@ -111,10 +112,10 @@ def _require_elements(model: ModelConfig, manifest: Manifest, where: str) -> Non
     try:
         described = WholeModel(model).parameters()
     except RuntimeError as error:  # torch cannot describe tensors beyond 2^63 bytes
-        raise CheckpointError(f"{where}: trainer.config: no model of these sizes: {reason_of(error)}") from None
+        raise CheckpointError(f"{checkpoint}: trainer.config: no model of these sizes: {reason_of(error)}") from None
     if described > held:
         text = f"describes a model of {described:,} parameters, and the checkpoint has {held:,}"
-        raise CheckpointError(f"{where}: trainer.config: {text}")
+        raise CheckpointError(f"{checkpoint}: trainer.config: {text}")
 
 
 def with_fitting_objective(config: Config) -> Config:

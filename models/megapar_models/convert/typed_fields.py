@@ -54,9 +54,9 @@ NUMBERS = Kind("a list of whole numbers", lambda value: isinstance(value, list) 
 OBJECT = Kind("an object of fields", _object)
 
 
-def whole_up_to(most: int) -> Kind:
-    """Whole numbers from 0 to `most`."""
-    return Kind(f"a whole number from 0 to {most:,}", lambda value: _whole(value) and 0 <= value <= most)
+def whole_up_to(largest: int) -> Kind:
+    """Whole numbers from 0 to `largest`."""
+    return Kind(f"a whole number from 0 to {largest:,}", lambda value: _whole(value) and 0 <= value <= largest)
 
 
 def either(*kinds: Kind) -> Kind:

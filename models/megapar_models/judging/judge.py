@@ -117,34 +117,34 @@ class Judge:
                 tokens -= len(windows[number].ids)
         return [found[number] for number in range(len(windows))]
 
-    def continuations(self, prompts: Sequence[Ids], how: Continuation) -> list[str]:
+    def continuations(self, prompts: Sequence[Ids], rule: Continuation) -> list[str]:
         """The text after each prompt, without the text that ended it. Prompts are cut on the left to make room."""
-        room = self.longest - how.tokens
+        room = self.longest - rule.tokens
         if room < 1:
-            raise ConfigError(f"{how.tokens} tokens to generate leave no room in train.seq_length={self.longest}")
+            raise ConfigError(f"{rule.tokens} tokens to generate leave no room in train.seq_length={self.longest}")
         prompts = [list(prompt[-room:]) for prompt in prompts]
         size = self._config.train.global_batch_size
         found = []
         for first in range(0, len(prompts), size):
-            found += self._continued(prompts[first : first + size], how)
+            found += self._continued(prompts[first : first + size], rule)
         return found
 
-    def _continued(self, prompts: Sequence[Ids], how: Continuation) -> list[str]:
+    def _continued(self, prompts: Sequence[Ids], rule: Continuation) -> list[str]:
         rows = [list(prompt) for prompt in prompts]
         texts = [""] * len(rows)
         going = [True] * len(rows)
-        generators = [how.sampling.generator() for _ in rows]
-        with self._logits(rows, how.tokens) as logits:
-            for _ in range(how.tokens):
-                for number, token in enumerate(draw(next(logits), how.sampling, generators)):
+        generators = [rule.sampling.generator() for _ in rows]
+        with self._logits(rows, rule.tokens) as logits:
+            for _ in range(rule.tokens):
+                for number, token in enumerate(draw(next(logits), rule.sampling, generators)):
                     # Rows that have ended go on, for the others.
                     rows[number].append(token)
                     if going[number] and token != self.tokenizer.eod:
                         texts[number] = self._text(rows[number], len(prompts[number]))
-                    going[number] &= token != self.tokenizer.eod and not any(end in texts[number] for end in how.until)
+                    going[number] &= token != self.tokenizer.eod and not any(end in texts[number] for end in rule.until)
                 if not any(going):
                     break
-        for end in how.until:
+        for end in rule.until:
             texts = [text.partition(end)[0] for text in texts]
         return texts
 

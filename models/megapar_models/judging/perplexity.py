@@ -32,7 +32,7 @@ class Perplexity:
     def bits_per_byte(self) -> float:
         return self.nats / self.num_bytes / math.log(2)
 
-    def facts(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, Any]:
         """All of it, as JSON types."""
         derived = {name: getattr(self, name) for name in ("per_token", "per_byte", "bits_per_byte")}
         return {**asdict(self), **derived}
