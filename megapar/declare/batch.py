@@ -1,6 +1,7 @@
 """Types exchanged by data, models and pipeline: a micro-batch of samples, and a pipeline stage that consumes it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
@@ -202,6 +203,18 @@ def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
             raise ValueError(f"loss {name!r} is not among those that the model declares: {list(scope.loss_sums)}")
         total = scope.loss_sums[name]
     return _AddLoss.apply(x, loss, scope.grad_scale, total)
+
+
+@contextmanager
+def scaling_added_losses(batches: Sequence[MicroBatch], grad_scale: Tensor) -> Iterator[None]:
+    """Multiply within the block the gradients of added losses by `grad_scale`, 0-d fp32. Outside, none are added."""
+    for batch in batches:
+        batch.scope.grad_scale = grad_scale
+    try:
+        yield
+    finally:
+        for batch in batches:
+            batch.scope.grad_scale = None
 
 
 class TensorSpec(NamedTuple):

@@ -15,7 +15,7 @@ from megapar.activations.host_inputs import HostInputs
 from megapar.base.errors import ConfigError
 from megapar.comm.collectives import exchange
 from megapar.comm.pending import Pending
-from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
+from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec, scaling_added_losses
 from megapar.declare.context import ParallelContext
 from megapar.linear.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.input_gradient import InputGradient
@@ -104,25 +104,22 @@ class PipelineRuntime:
         rank have their final gradients. Those of the last one become final while it runs.
         """
         scale = torch.as_tensor(scale, dtype=torch.float32, device=self.device)
-        for batch in batches:
-            # A stage before the last may add a loss of its own (megapar.declare.batch.add_loss), whose gradient it
-            # scales itself.
-            batch.scope.grad_scale = scale if added_scale is None else added_scale
         plan = self.plan(len(batches), max_microbatches, backward=True)
         adding = [(i, item) for i, item in enumerate(plan) if isinstance(item, Action) and item.kind in ("B", "W")]
         run = _Execution(self, plan, batches, scale)
-        if not adding:  # no micro-batches; of units it still gathers and reduces what other replicas use
-            run.execute(plan)
-            on_last_backward(None)
+        with scaling_added_losses(batches, scale if added_scale is None else added_scale):
+            if not adding:  # no micro-batches; of units it still gathers and reduces what other replicas use
+                run.execute(plan)
+                on_last_backward(None)
+                return run.finish()
+            position, last = adding[-1]
+            # A unit is reduced after a backward, and a W adds after the B before it: both need what that backward adds.
+            leaves = self.units is None and all(item.kind == "B" for _, item in adding)
+            with self.meanwhile.across_backwards() if leaves else nullcontext():
+                run.execute(plan[:position])
+            on_last_backward((last.kind, last.stage))
+            run.execute(plan[position:])
             return run.finish()
-        position, last = adding[-1]
-        # A unit is reduced after a backward, and a W adds after the B before it: both need what that backward adds.
-        leaves = self.units is None and all(item.kind == "B" for _, item in adding)
-        with self.meanwhile.across_backwards() if leaves else nullcontext():
-            run.execute(plan[:position])
-        on_last_backward((last.kind, last.stage))
-        run.execute(plan[position:])
-        return run.finish()
 
     def deferred_nbytes(self) -> Counter[int]:
         """Bytes kept now by the deferred weight gradients, by stage."""
