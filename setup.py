@@ -57,6 +57,9 @@ setup(
         "sentencepiece>=0.2.3",  # the tokenizer that the quickstart trains
         "tyro>=1.0",  # dataclasses to a command line with --help
         "jinja2>=3.1",  # chat templates, which are Hugging Face's, in its sandbox; torch needs it too
+        # Both take 4 MB, and only the commands from_* import them: who comes over has nothing else to install first.
+        "tree-sitter>=0.25",  # parses launch scripts of other frameworks, which are never run
+        "tree-sitter-bash>=0.25",  # bash's grammar for it
         "rich>=13",  # progress and log lines
         "tensorboard>=2.15",  # loss curves while a run is going
         "matplotlib>=3.8",  # loss curve and pipeline timeline as PNG

@@ -3,7 +3,9 @@
 import json
 import math
 import pickle
+import subprocess
 import sys
+import time
 import tomllib
 from argparse import Namespace
 from dataclasses import replace
@@ -673,7 +675,7 @@ def test_a_script_is_read_as_bash_would_run_it():
         "split": ("99,1,0",),
     }
     assert {name: option.unresolved for name, option in options.items() if option.unresolved} == {
-        "mock-data": "ARGS is set under a condition that only a run decides, line 18",
+        "mock-data": "ARGS is set under a condition that only a run decides: [ -f data.idx ], line 18",
         "data-path": "argument 5 of the script, line 5",
     }
     known = script(SCRIPT, **{"5": "text", "TP": "2", "MODE": "fp8"})
@@ -703,17 +705,16 @@ def test_what_cannot_be_resolved_is_listed_unless_its_value_does_not_matter(tmp_
         ("torchrun train.py $(cat flags)", "cannot be read: $(cat flags), line 1"),
         ("A=x\n" + "A=$A$A\n" * 64 + "python t.py --a $A", "grows beyond"),
         ("A=(x)\n" + 'A+=("${A[@]}")\n' * 64 + "python t.py --a ${A[@]}", "grows beyond"),
-        ("A='x\npython t.py --a 1", ":1: a quote that begins here is not closed"),
-        ("A=( --a 1", ":1: an array that begins here is not closed"),
-        ("python ${A{ t.py --a 1", ":1: { is not closed"),
+        ("A='x\npython t.py --a 1", "line 1 is not bash: A='x"),
+        ("A=( --a 1", "line 1 lacks a )"),
         ("bash -c " * 3 + "x", "holds no command"),
         ("eval eval eval eval eval eval python t.py --a 1", "too deeply"),
         ("\0", "is no text"),
-        ("elif true", "elif without if"),
+        ("elif true", "holds no command"),
         ("", "holds no command"),
-        ("if " * 50_000, "blocks lie in blocks too deeply"),
+        ("if " * 50_000, "line 1 is not bash: if if if"),
         ("! " * 200_000 + "A=1 " * 100_000, "holds no command"),
-        ("( " * 100_000 + "$((" * 1000, "( is not closed"),
+        ("( " * 100_000 + "$((" * 1000, "line 1 is not bash: ( ( ("),
     ],
     ids=lambda value: str(value)[:30],
 )  # fmt: skip
@@ -730,10 +731,183 @@ def test_a_hostile_script_is_refused_in_one_line_and_nothing_of_it_runs(text, sa
 
 
 def test_sums_that_bash_would_not_finish_are_not_computed():
-    for text in ("9**9**9", "1/0", "1 + (" * 30, "a[b[c]]", "9" * 30):
-        launch = script(f"python t.py --a $(({text}))") if text.count("(") == text.count(")") else None
-        assert launch is None or launch.unresolved(launch.words[1])
+    for text in ("9**9**9", "1/0", "a[b[c]]", "9" * 30, "1" + "0" * 17 + " * 1000", "-" * 150 + "1" * 100):
+        launch = script(f"python t.py --a $(({text}))")
+        assert launch.notes or launch.unresolved(launch.words[1]), text
     assert script("N=7; python t.py --a $((-N * 2 / 3 % 3 + ${N}))").words == ("--a", "6")
+
+
+BATCH = """TRAIN="
+cd /x;
+export PYTHONPATH=/x:${PYTHONPATH};
+${PROFILE} python /x/pretrain_gpt.py ${ARGS[@]}"
+mkdir -p logs || {
+    echo "no folder"
+    exit 1
+}
+sbatch <<EOF
+#!/bin/bash
+#SBATCH --nodes=2
+srun --mpi=pmix -l \\
+    bash -x -c "${TRAIN}" 2>&1 | tee logs/\\${SLURM_JOB_ID}.log
+EOF
+"""
+
+
+def test_a_job_in_a_here_document_is_read():
+    """Megatron-LM's script of its FSDP gives the job to sbatch as a text. Quoted, the shell of the job expands it."""
+    known = 'ARGS=(--num-layers 61 "--lr 1e-5")\nPROFILE=""\n'
+    launch = script(known + BATCH)
+    assert launch.program == "/x/pretrain_gpt.py"
+    assert launch.words == ("--num-layers", "61", "--lr", "1e-5")
+    quoted = script("export A=3\nsbatch <<'EOF'\nB=$A\npython t.py --a $B --b \\$A\nEOF\n")
+    assert quoted.words == ("--a", "3", "--b", "$A")
+    assert script("bash <<< 'python t.py --a 1'").words == ("--a", "1")
+
+
+def test_a_ds_config_that_the_script_writes_is_read(tmp_path):
+    """As scripts of SuperOffload and of BLOOM do."""
+    file = tmp_path / "job.sh"
+    file.write_text("""OUT=$(pwd)/run; CONFIG="${OUT}/ds.$SLURM_JOBID.json"; ZERO=2
+cat <<EOT > $CONFIG
+{"train_batch_size": 16, "zero_optimization": {"stage": $ZERO}, "gradient_clipping": $CLIP,
+ "optimizer": {"params": {"lr": 1e-4}}}
+EOT
+deepspeed --num_gpus 2 train.py --deepspeed --deepspeed_config $CONFIG --max_steps 5 --learning_rate 1e-4
+""")
+    found, notes = from_deepspeed.account(from_deepspeed.Arguments(file, model="llama-3m"), [])
+    assert (found.config.optimizer.zero_stage, found.config.train.global_batch_size) == (2, 16)
+    assert left(found) == {"gradient_clipping": "cannot be resolved: $CLIP, set nowhere in the script, line 3"}
+    assert "ds_config: /run/ds..json, which the script writes" in notes
+    file.write_text(file.read_text().replace("> $CONFIG", "> other.json"))
+    with pytest.raises(ConfigError, match="no such file"):
+        from_deepspeed.account(from_deepspeed.Arguments(file), [])
+
+
+ZENFLOW = """CONFIG=./zf.json
+if [ -f "$CONFIG" ]; then
+    CMD="deepspeed train.py --lr 1e-4 \\
+        --max_steps 5"
+else
+    exit 1
+fi
+eval $CMD
+"""
+
+
+def test_a_command_under_a_condition_names_the_line_of_the_condition():
+    """Where the other branch ends the script, the condition held for whatever follows."""
+    launch = script(ZENFLOW)
+    assert launch.words == ("--lr", "1e-4", "--max_steps", "5")
+    assert launch.notes == ('read as the branch that does not end the script: if [ -f "${CONFIG}" ], line 2',)
+    launch = script(ZENFLOW.replace("exit 1", "CMD='deepspeed train.py --lr 2e-4'"))
+    assert launch.program.startswith("train.py")
+    assert [launch.unresolved(word) for word in launch.words[-2:]] == [
+        'CMD is set under a condition that only a run decides: [ -f "${CONFIG}" ], line 2'
+    ] * 2
+    (note,) = script("if [ -f a ]; then\n python t.py --a 1\nfi").notes
+    assert note == "line 2 stands under a condition that only a run decides: [ -f a ], line 1"
+    (note,) = script("A=1\npython ${A{ t.py --a 1").notes
+    assert note == "line 2 is not bash: ${A{"
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("read A\npython t.py --a $A", "A is set by A=, line 1"),
+        ("let A=B+1\npython t.py --a $A", "A is set by A=B+1, line 1"),
+        ("((A=2))\npython t.py --a $A", "A is set by ((A=2)), line 1"),
+        ("for A in 1 2; do\npython t.py --a $A; done", "A of a loop: for A in 1 2, line 1"),
+        ("A[3]=1\npython t.py --a $A", "A is set by A=, line 1"),
+        ("python t.py \\\n --a ${A%x}", "${A%x}, line 2"),
+        ("A=$(date)\npython t.py --a ${A:-b}", "$(date), line 1"),
+        ("f() { python t.py --a $1; }", "argument 1 of the script, line 1"),
+        ("python t.py --a ${!A}", "${!A}, line 1"),
+        ("while read A; do :; done < x\npython t.py --a $A", "A is set by A=, line 1"),
+    ],
+)
+def test_what_only_a_run_knows_is_told_with_its_line(text, why):
+    launch = script(text)
+    assert launch.unresolved(launch.words[1]) == why
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("f() { python t.py --a $1 \"${@}\"; }\nf 3 '4 5'", ("--a", "3", "3", "4 5")),
+        ("set -- 7; python t.py --a $1", ("--a", "7")),
+        ('G=(1 2 3); python t.py --a ${#G[@]} ${G[1]} "${G[*]}"', ("--a", "3", "2", "1 2 3")),
+        (
+            "A=/x B=y\nif [[ $B == y* ]]; then C=1\nelif true; then C=2; fi\npython t.py --a $A/$B.c-$C",
+            ("--a", "/x/y.c-1"),
+        ),
+        ("A=1; (( A > 0 )) && B=--b; python t.py --a $A $B", ("--a", "1", "--b")),
+        ("case x.py in a|*.sh) A=1;; ?.py) A=2;; *) A=3;; esac; python t.py --a $A", ("--a", "2")),
+        ("A=$'a\\tb'; python t.py --a \"$A\" --b \\$A 'it'\"'\"'s'", ("--a", "a\tb", "--b", "$A", "it's")),
+        ("D=<PATH_OF_DATA>\npython t.py --d $D --a 1", ("--d", "<PATH_OF_DATA>", "--a", "1")),
+        ("env A=1 bash run.sh -- bash -c 'python t.py --a 1'", ("--a", "1")),
+    ],
+)
+def test_the_expansion_knows_what_bash_knows(text, words):
+    assert script(text).words == words
+
+
+def test_these_words_are_those_of_bash(tmp_path):
+    """Bash itself, with a program that prints its words, is asked about harmless scripts."""
+    for text in (
+        r"""A="x  y" B=; C=(1 "2 3"); python t.py --a $A "$A" ${B:-d e} "${C[@]}" ${C[*]} $((7 / -2 * 3 % 5)) \$A""",
+        r"""if [ -z "$Z" ] && ! [[ ab == a? && 3 -gt 10 ]]; then L="--l
+            1"; fi; python t.py $L "a\"b\\c" 'd\e' f\ g ${Z:+no} ${L:+yes} {a,b}""".replace(" {a,b}", ""),
+        "P=(--x 1 \\\n  --y 'a b' # c\n)\nP+=(--z)\nbash -c \"python t.py ${P[*]} \\$HOME_OF_NOBODY end\"",
+    ):
+        stub = tmp_path / "python"
+        stub.write_text("#!/bin/sh\nshift\nfor word; do printf '%s\\n' \"$word\" | tr '\\n' '|'; echo; done\n")
+        stub.chmod(0o755)
+        ran = subprocess.run(["bash", "-c", text], env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True)
+        words = script(text.replace("$HOME_OF_NOBODY", "")).words
+        assert [word.rstrip("|") for word in ran.stdout.decode().splitlines()] == [*words], text
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"case {'a' * 60} in {'*a' * 30}*b) X=1;; esac; python t.py --a 1", ""),
+        (f"case {'a' * 2000} in *a*a*a*a*b) X=1;; esac; python t.py --a 1", ""),
+        ("A=" + "x" * 50 + "; python t.py --a " + "$A" * 30_000, "grows beyond"),
+        ("python t.py --a " + "${a:-" * 3000 + "}" * 3000, "expansions lie in expansions too deeply"),
+        ("a=(" * 3000, "line 1 is not bash"),
+        ("cat <<E\n" + "$a " * 60_000 + "\nE\n", "cannot be read as bash within 5 seconds"),
+        ("[ " + "! " * 5000 + " a ]", "tests lie in tests too deeply"),
+        ("".join(f"f{n}() {{ f{n + 1}; f{n + 1}; }}\n" for n in range(20)) + "f0", "runs 300,000 statements"),
+        ("f() { f; }; f", "blocks lie in blocks too deeply"),
+    ],
+    ids=lambda text: text[:20],
+)
+def test_a_hostile_script_ends_soon(text, said):
+    """Each of these ran for minutes once, or ended in a traceback of thousands of lines."""
+    before = time.process_time()
+    if said:
+        with pytest.raises(ConfigError, match=said) as caught:
+            script(text)
+        assert "\n" not in str(caught.value)
+    else:
+        assert script(text).words == ("--a", "1")
+    assert time.process_time() - before < 60  # minutes and more before; the grammar itself has a limit
+
+
+def test_a_recipe_of_megatrons_own_tests_is_read(tmp_path):
+    pytest.importorskip("yaml")
+    flags = LLAMA.replace("\n", " ").split(" --")
+    lines = [f"  --{flag.removeprefix('--').replace(' ', ': ') if ' ' in flag else flag + ': true'}" for flag in flags]
+    file = tmp_path / "model_config.yaml"
+    file.write_text(
+        "ENV_VARS:\n  A: 1\nMODEL_ARGS:\n" + "\n".join(lines) + "\n  --save: ${OUT}\n  --data-path: 1 $X 2 b\n"
+    )
+    found, notes = from_megatron.account(from_megatron.Arguments(file, world_size=2, var=("X=a",)), [])
+    assert left(found) == {"save": "cannot be resolved: $OUT, set nowhere in the script, line 1"}
+    assert found.config.data.train == ("1:a", "2:b")
+    assert found.config.train.steps == 10
+    assert "its MODEL_ARGS are read" in notes
 
 
 def test_a_file_that_is_no_script_is_refused_in_one_line(tmp_path):

@@ -121,7 +121,13 @@ OPTIONAL = (
 )
 
 # Distributions whose import is not their name.
-IMPORTED_AS = {"tensorboard": "torch.utils.tensorboard", "typing-extensions": "typing_extensions", "pyyaml": "yaml"}
+IMPORTED_AS = {
+    "tensorboard": "torch.utils.tensorboard",
+    "typing-extensions": "typing_extensions",
+    "pyyaml": "yaml",
+    "tree-sitter": "tree_sitter",
+    "tree-sitter-bash": "tree_sitter_bash",
+}
 
 # [x] keeps this file from matching itself.
 FORBIDDEN = re.compile(

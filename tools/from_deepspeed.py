@@ -27,6 +27,7 @@ from megapar.migrate.finish import behind_dashes, read_command, settings, show, 
 from megapar.migrate.hugging_face import TRAINING_ARGUMENTS
 from megapar.migrate.job import plain
 from megapar.migrate.scripts import AXOLOTL, OF_ANY_PROGRAM, OWN_LOOPS
+from megapar.migrate.shell import Launch
 
 DEEPSPEED, HUGGING_FACE = "DeepSpeed", "Hugging Face"
 OF_DS_CONFIG = ("zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu")
@@ -54,13 +55,13 @@ class Arguments:
 
 @dataclass(frozen=True)
 class Read:
-    """What a source holds: options of Hugging Face's arguments, a ds_config, ranks if known, notes, and the program."""
+    """What a source holds: options of Hugging Face's arguments, a ds_config, ranks if known, notes, and the launch."""
 
     given: list[Option]
     table: dict[str, Any]
     world: int = 0
     notes: tuple[str, ...] = ()
-    program: str = ""
+    launch: Launch | None = None
 
 
 def arguments_of(args: Arguments, words: list[str]) -> Read:
@@ -69,7 +70,7 @@ def arguments_of(args: Arguments, words: list[str]) -> Read:
     if source is None or source.suffix not in (".json", ".yaml", ".yml", ".conf"):
         launch, world, notes = read_command(source, words, settings(args.var))
         given = sources.options_of_words(launch.words, (HUGGING_FACE, DEEPSPEED), launch)
-        return Read(given, {}, world, tuple(notes), launch.program)
+        return Read(given, {}, world, tuple(notes), launch)
     table = sources.read_table(source)
     if any(key in table for key in OF_DS_CONFIG):
         return Read([], table)
@@ -95,29 +96,31 @@ def as_the_trainer_calls_them(given: list[Option]) -> tuple[list[Option], bool]:
     ], has_trainer or renamed is AXOLOTL
 
 
-def ds_config_of(args: Arguments, given: list[Option]) -> Path | None:
-    """The file of the ds_config, if the job names one that is there."""
+def ds_config_of(args: Arguments, read: Read) -> tuple[dict[str, Any], str]:
+    """Return the table of the ds_config, if the job names one, and its name: a file, or what the script writes."""
     if args.ds_config is not None:
-        return args.ds_config
-    named = [option.words[0] for option in given if option.name in ("deepspeed", "deepspeed_config") and option.words]
-    for name in named:
+        return sources.read_table(args.ds_config), str(args.ds_config)
+    options = [option for option in read.given if option.name in ("deepspeed", "deepspeed_config") and option.words]
+    for name in [option.words[0] for option in options]:
+        text = sources.document_of(read.launch, name) if read.launch else None
+        if text is not None:
+            return sources.read_table(Path(name), text), f"{name}, which the script writes"
         for folder in (Path(), *([args.source.parent] if args.source else [])):
             if (folder / name).is_file():
-                return folder / name
+                return sources.read_table(folder / name), str(folder / name)
         raise ConfigError(f"--deepspeed {name}: no such file; name it with --ds_config")
-    return None
+    return {}, ""
 
 
 def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
     """Carry the job over."""
     read = arguments_of(args, words)
     table, notes = read.table, [*read.notes]
-    file = ds_config_of(args, read.given)
-    if file is not None:
-        table = sources.read_table(file)
-        notes = [*notes, f"ds_config: {file}"]
+    config, file = ds_config_of(args, read)
+    if file:
+        table, notes = config, [*notes, f"ds_config: {file}"]
     given, has_trainer = as_the_trainer_calls_them(read.given)
-    options = [*sources.options_of_table(table, DEEPSPEED), *given]
+    options = [*sources.options_of_table(table, DEEPSPEED, read.launch), *given]
     if not options:
         raise ConfigError(f"{args.source or 'the command'}: has no options")
     world = args.world_size or read.world
@@ -130,7 +133,7 @@ def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
         without_defaults=((DEEPSPEED,) if given else ()) + (() if has_trainer else (HUGGING_FACE,)),
         dashes=lambda framework: "--" if framework == HUGGING_FACE else "",
     )
-    with_objective(moved, read.program)
+    with_objective(moved, read.launch.program if read.launch else "")
     with_model(moved, args.model, "model_name_or_path", "model_name", "base_model")
     return account_of(moved, FOR_OPTIONS, presets(), validate, world), notes
 

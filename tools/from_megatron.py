@@ -10,6 +10,7 @@ arguments are read, and no code in it is run. Three lists say what was carried o
 what has no counterpart. The exit code is 0 if everything was carried over, and 2 otherwise.
 """
 
+import re
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,8 @@ from megapar.migrate.account import Account, account_of
 from megapar.migrate.carry import Option, move
 from megapar.migrate.finish import behind_dashes, read_command, settings, show
 from megapar.migrate.megatron import SAVED_OPPOSITES
+from megapar.migrate.shell import launch_of
+from megapar.migrate.sources import words_of
 
 MEGATRON = "Megatron-LM"
 
@@ -50,9 +53,22 @@ def options_of(args: Arguments, words: list[str]) -> tuple[list[Option], int, li
     if source is not None and (source.is_dir() or source.suffix == ".pt"):
         return saved_options(vars(load_file(file_of(source))["args"]))
     if source is not None and source.suffix in (".json", ".yaml", ".yml"):
-        return saved_options(sources.read_table(source))
+        table = sources.read_table(source)
+        recipe = table.get("MODEL_ARGS")
+        if isinstance(recipe, dict):
+            return recipe_options(recipe, settings(args.var))
+        return saved_options(table)
     launch, world, notes = read_command(source, words, settings(args.var))
     return sources.options_of_words(launch.words, (MEGATRON,), launch), world, notes
+
+
+def recipe_options(recipe: dict[str, object], variables: dict[str, str]) -> tuple[list[Option], int, list[str]]:
+    """Return the options of a recipe of Megatron-LM's own tests: flags as keys, with variables of the shell."""
+    words = [word for name, value in recipe.items() for word in (name, *(() if value is True else words_of(value)))]
+    quoted = (re.sub(r'(["\\`])', r"\\\1", word) for word in words)
+    launch = launch_of("job.py " + " ".join(f'"{word}"' for word in quoted), "MODEL_ARGS", variables)
+    cut = [piece for word in launch.words for piece in word.split()]
+    return sources.options_of_words(cut, (MEGATRON,), launch), 0, ["its MODEL_ARGS are read"]
 
 
 def file_of(source: Path) -> Path:

@@ -68,6 +68,7 @@ def read_command(source: Path | None, words: Sequence[str], variables: dict[str,
     notes = [f"line {launch.line} starts {launch.program.rpartition('/')[2]}"] if source else []
     if shown:
         notes.append(f"the launcher stays as it is: {shown}")
+    notes += [readable(note) for note in launch.notes]
     return launch, world_of(launch.launcher), notes
 
 

@@ -4,12 +4,14 @@ import json
 import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from megapar.base.errors import ConfigError
 from megapar.migrate.carry import Option
+from megapar.migrate.expansion import MARK
 from megapar.migrate.job import OFF, plain
 from megapar.migrate.rows import OtherFlag
 from megapar.migrate.shell import Launch
@@ -21,10 +23,13 @@ _DEEPEST = 20  # tables in tables
 _LARGEST_NUMBER = 1100  # bits, a little more than those of the largest float
 
 
-def read_table(file: Path) -> dict[str, Any]:
-    """A file of arguments by its ending: .toml, .yaml or .yml; anything else is JSON. Raises ConfigError."""
+def read_table(file: Path, text: str | None = None) -> dict[str, Any]:
+    """Return the table in a file of arguments, or in `text` under that file's name. Raises ConfigError.
+
+    The ending decides: .toml, .yaml or .yml; anything else is JSON.
+    """
     try:
-        text = read_regular(file, LARGEST_FILE).decode()
+        text = read_regular(file, LARGEST_FILE).decode() if text is None else text
         if file.suffix == ".toml":
             table = tomllib.loads(text)
         elif file.suffix in (".yaml", ".yml"):
@@ -97,10 +102,28 @@ def set_in(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value is not None}
 
 
-def options_of_table(table: Mapping[str, Any], framework: str) -> list[Option]:
-    """The options of nested tables, with dotted names as deep as the rows of a framework go."""
+def options_of_table(table: Mapping[str, Any], framework: str, launch: Launch | None = None) -> list[Option]:
+    """Return the options of nested tables, with dotted names as deep as the rows of a framework go.
+
+    `launch` is the launch of the script that writes the table: it says what keeps a value from being known.
+    """
     rows = {plain(row.name): row for row in TABLE[framework]}
-    return list(_options(table, framework, rows, ""))
+    found = _options(table, framework, rows, "")
+    return [_told(option, launch) for option in found] if launch else list(found)
+
+
+def _told(option: Option, launch: Launch) -> Option:
+    """Return an option with its values for people, and with what keeps them from being known."""
+    unresolved = next(filter(None, map(launch.unresolved, option.words)), "")
+    return replace(option, words=tuple(map(readable, option.words)), unresolved=unresolved)
+
+
+def document_of(launch: Launch, name: str) -> str | None:
+    """Return the text of a file that a script writes, as JSON where its values are not known. None if there is none."""
+    written = {readable(file).removeprefix("./"): text for file, text in launch.documents.items()}
+    text = written.get(readable(name).removeprefix("./"))
+    # A number that only a run knows stands in no quotes.
+    return text and re.sub(f"([:\\[,]\\s*)({MARK}+)(\\s*[,}}\\]])", r'\1"\2"\3', text)
 
 
 def _options(table: Mapping[str, Any], framework: str, rows: Mapping[str, OtherFlag], prefix: str) -> Iterator[Option]:
@@ -149,7 +172,7 @@ def options_of_words(words: Sequence[str], frameworks: Sequence[str], launch: La
 
 def readable(word: str) -> str:
     """A word without marks: one that is a mark alone is a question mark."""
-    return re.sub("\ue000\\d+\ue001", "", word) or "?"
+    return re.sub(MARK, "", word) or "?"
 
 
 def world_of(launcher: Sequence[str]) -> int:
