@@ -18,7 +18,8 @@ from torch import Tensor
 from megapar.base.errors import CheckpointError, StorageError
 from megapar.base.grid import Grid
 from megapar.checkpoint.format import find_complete, logical_boxes, read_manifest
-from megapar.checkpoint.load import Reader, choose, load, load_weights
+from megapar.checkpoint.load import Reader, load, load_weights
+from megapar.checkpoint.resume import choose
 from megapar.checkpoint.save import save
 from megapar.config.options import CheckpointConfig, Config, flatten
 from megapar.declare import context

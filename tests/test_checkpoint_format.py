@@ -27,7 +27,7 @@ from megapar.checkpoint.format import (
     logical_boxes,
     read_manifest,
 )
-from megapar.checkpoint.load import choose
+from megapar.checkpoint.resume import choose
 from megapar.checkpoint.save import owned_boxes
 from megapar.checkpoint.values import content, sum_of_contents
 from megapar.declare import context

@@ -13,7 +13,7 @@ from megapar.checkpoint import lineage as lineages
 from megapar.checkpoint.folder import sweep
 from megapar.checkpoint.format import checkpoint_folders, open_manifest, step_of
 from megapar.checkpoint.lineage import leads_to, lineage_of, set_aside
-from megapar.checkpoint.load import choose
+from megapar.checkpoint.resume import choose
 from megapar.declare import context
 from megapar.observe.metrics import cut_back
 from tests.support import program

@@ -13,7 +13,7 @@ import pytest
 
 from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import find_complete, read_manifest
-from megapar.checkpoint.load import choose
+from megapar.checkpoint.resume import choose
 from megapar.declare import context
 from megapar.train.position import position
 from tests.support import program

@@ -2,11 +2,9 @@
 
 import json
 import math
-import os
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,16 +16,12 @@ from torch import Tensor
 from megapar.base.errors import CheckpointError
 from megapar.checkpoint import vocabulary
 from megapar.checkpoint.format import (
-    MANIFEST,
     WEIGHTS,
-    Check,
-    ForeignCheckpointError,
     Manifest,
     StoredChunk,
     checkpoint_folders,
     dtype_name,
     dtype_of,
-    find_complete,
     is_complete,
     logical_boxes,
     open_manifest,
@@ -47,79 +41,7 @@ from megapar.declare.params import AVERAGE, MAIN, Sizes, spec_of
 Kind = tuple[str, Sizes]  # dtype and shape of a tensor
 
 _MOST_DIFFERENCES = 40  # lines that a message holds
-_MOST_NEARBY = 5  # checkpoints that a message names
 _DOING = "checkpoint not loaded"
-
-
-def choose(
-    resume: str, root: Path, ctx: ParallelContext, check: Check | None = None, faster: Sequence[Path] = ()
-) -> Path | None:
-    """The checkpoint named by `checkpoint.resume`, the same on every rank. A collective over `ctx.world`.
-
-    `resume` is none, auto or the path of a folder. none gives None. auto gives the newest complete checkpoint in `root`
-    or in the folders `faster` that passes `check`, or None if there is no checkpoint, complete or not. Of several of
-    one step it gives the one in the first of `faster`.
-    Raises CheckpointError on every rank in three cases: no folder has a complete checkpoint, but `root` has others; the
-    newest is of a later version; the path is not a checkpoint's.
-    """
-
-    def pick() -> str | None:
-        if not ctx.world.first or resume == "none":
-            return None
-        if resume == "auto":
-            return _newest(root, check, faster)
-        return _named(Path(resume), root)
-
-    # Rank 0 alone looks, so that all ranks go on from the same checkpoint.
-    picked_by_first = on_all_ranks(pick, ctx, CheckpointError, f"--checkpoint.resume {resume}")
-    picked = from_first(picked_by_first, ctx)
-    if picked is None:
-        return None
-    return Path(picked)
-
-
-def _newest(root: Path, check: Check | None, faster: Sequence[Path]) -> str | None:
-    try:
-        found = [path for folder in (*faster, root) for path in islice(find_complete(folder, check), 1)]
-    except ForeignCheckpointError as error:
-        # If it were passed over, this run would replace it by its own checkpoint of the same step.
-        raise CheckpointError(
-            f"{error}; read it with the version that wrote it, or name another checkpoint with --checkpoint.resume: "
-            "later ones are then set aside"
-        ) from None
-    if found:
-        return str(max(found, key=step_of))  # of equal steps the first
-    folders = checkpoint_folders(root)
-    if folders:
-        # A run that lost its state must not start over without being asked to.
-        raise CheckpointError(
-            f"{root}: none of {counted(len(folders), 'checkpoint')} is complete; --checkpoint.resume none starts afresh"
-        )
-    return None
-
-
-def _named(path: Path, root: Path) -> str:
-    """The path if it looks like a checkpoint's folder.
-
-    Raises CheckpointError otherwise, with the names of checkpoints nearby.
-    """
-    if os.path.lexists(path / MANIFEST):
-        return str(path)
-    # The path may be a folder of checkpoints, a run folder, or a checkpoint's path with a wrong step.
-    nearby: list[Path] = []
-    for folder in (path, path / root.name, path.parent, root):
-        nearby = _complete(folder)
-        if nearby:
-            break
-    names = f"{root} holds none either"
-    if nearby:
-        names = f"checkpoints: {', '.join(map(str, nearby[:_MOST_NEARBY]))}"
-    raise CheckpointError(f"{path}: incomplete or no checkpoint: it has no {MANIFEST}; {names}")
-
-
-def _complete(root: Path) -> list[Path]:
-    """The checkpoints in `root` with all their files, newest first."""
-    return [folder for folder in checkpoint_folders(root) if is_complete(folder)]
 
 
 def going_back(path: Path, option: str) -> str:

@@ -16,10 +16,9 @@ from megapar.base.errors import CheckpointError, CommunicationError, StorageErro
 from megapar.checkpoint import by_host, tiers
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Ownership, check, exclusive, remove
-from megapar.checkpoint.format import Manifest, folder_name, open_manifest, step_of
+from megapar.checkpoint.format import Manifest, open_manifest, step_of
 from megapar.checkpoint.lineage import Lineage, new_id, set_aside
 from megapar.checkpoint.load import (
-    choose,
     has_average,
     holds,
     load,
@@ -28,6 +27,7 @@ from megapar.checkpoint.load import (
     verified_manifest,
     weights_of,
 )
+from megapar.checkpoint.resume import choose
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
 from megapar.checkpoint.tiers import FOLDER, Tier
 from megapar.checkpoint.values import rounding_problem
@@ -212,19 +212,12 @@ def find(
             raise CheckpointError(f"step {manifest.step} is too close to a spike")
         return position(manifest)
 
-    whole = [tier.root for tier in faster if not tier.disks]
     try:
-        path = choose(resume, run_dir / FOLDER, ctx, check=check, faster=whole)
+        return choose(resume, run_dir / FOLDER, ctx, check, faster)
     except CheckpointError:
         if rewind is None:
             raise
         return find(config, run_dir, ctx, faster, again=True)  # none is old enough: the newest has to do
-    for tier in faster:
-        if tier.disks and resume == "auto":
-            found = by_host.newest(tier.root, ctx, tier.disks, check)
-            if found and (path is None or found[0] > step_of(path)):
-                path = tier.root / folder_name(found[0])
-    return path
 
 
 def draws(config: Config, path: Path | None) -> Draws:
