@@ -42,7 +42,7 @@ setup(
         "megapar_programs.tools",  # without tools/benchmarks, which measure a checkout
     ],
     package_data={
-        "megapar": ["py.typed", "plan/machines/*.toml", "dashboard/*.*"],
+        "megapar": ["py.typed", "migrate/flags/*.toml", "plan/machines/*.toml", "dashboard/*.*"],
         "megapar_programs.pretrain_scripts": ["configs/*.toml"],
         "": ["presets/*.toml"],
     },

@@ -4,6 +4,7 @@ import ast
 import importlib.util
 import json
 import re
+from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from megapar_models.registry import FAMILIES, FOR_OPTIONS
 
 from megapar.base.errors import ConfigError
 from megapar.config.options import option_types
-from megapar.migrate import hugging_face
+from megapar.migrate.flag_files import read_flags
+from megapar.migrate.rows import row_of
 from megapar.migrate.table import SOURCES, TABLE
 from tests.support.options import load
 from tests.support.source_tree import ROOT
@@ -66,6 +68,24 @@ def test_every_row_names_an_option_of_ours_and_values_that_it_takes():
     assert not unread
 
 
+def test_every_row_has_known_words_and_a_conversion_that_converts():
+    """A misspelled word, note or conversion in a file of rows is an error, not a row without it."""
+    for framework, row in ROWS:
+        assert row.convert is None or [*signature(row.convert).parameters] == ["job", "words"], (
+            f"{framework} {row.name}"
+        )
+        assert "{" not in row.note, f"{framework} {row.name}"
+    for wrong in (
+        {"same": "run_dir", "convert": "no_such_conversion"},
+        {"same": "run_dir", "convert": ["times", "run_dir"]},
+        {"same": "run_dir", "note": "{NO_SUCH_NOTE}"},
+        {"same": "run_dir", "defualt": "1"},
+        {"smae": "run_dir"},
+    ):
+        with pytest.raises((KeyError, TypeError, StopIteration)):
+            row_of("x", {**wrong}, {})
+
+
 def words(option: str, value: str) -> list[str]:
     """An option with a value, as on a command line."""
     if FOR_OPTIONS.types()[option] is not bool:
@@ -109,13 +129,13 @@ def test_fields_of_training_arguments_are_those_of_the_pinned_release():
     tree = ast.parse((package / "training_args.py").read_text())
     fields = next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "TrainingArguments")
     names = {line.target.id for line in fields.body if isinstance(line, ast.AnnAssign)}
-    assert not {row.name for row in hugging_face.TRAINING_ARGUMENTS} - names
+    assert not read_flags("hugging_face")["rows"]["training_arguments"].keys() - names
     pinned = SOURCES["Hugging Face"].state.removeprefix("v")
     assert f"transformers=={pinned}\n" in (ROOT / "constraints.txt").read_text()
 
 
 def test_the_table_has_every_model_type_with_its_family():
-    (row,) = (row for row in hugging_face.CONFIG_JSON if row.name == "model_type")
+    (row,) = (row for row in TABLE["Hugging Face"] if row.name == "model_type")
     expected = {
         model_type: name
         for name, family in FAMILIES.items()

@@ -1,4 +1,4 @@
-"""Write the tables of other frameworks' flags into docs/comparison.md, from megapar/config/other_frameworks."""
+"""Write the tables of other frameworks' flags into docs/comparison.md, from megapar/migrate/flags."""
 
 import sys
 from pathlib import Path

@@ -24,9 +24,8 @@ from megapar.migrate import sources
 from megapar.migrate.account import Account, account_of
 from megapar.migrate.carry import Option, move
 from megapar.migrate.finish import behind_dashes, read_command, settings, show, with_model, with_objective
-from megapar.migrate.hugging_face import TRAINING_ARGUMENTS
+from megapar.migrate.flag_files import read_flags
 from megapar.migrate.job import plain
-from megapar.migrate.scripts import AXOLOTL, OF_ANY_PROGRAM, OWN_LOOPS
 from megapar.migrate.shell import Launch
 
 DEEPSPEED, HUGGING_FACE = "DeepSpeed", "Hugging Face"
@@ -83,17 +82,19 @@ def arguments_of(args: Arguments, words: list[str]) -> Read:
 
 def as_the_trainer_calls_them(given: list[Option]) -> tuple[list[Option], bool]:
     """The options by names of the table, and whether they are those of a Trainer, whose defaults then hold."""
+    known = read_flags("hugging_face")
     names = {plain(option.name) for option in given}
-    renamed = AXOLOTL if names & {"base_model", "num_epochs", "sequence_len"} else OWN_LOOPS
+    is_axolotl = bool(names & {"base_model", "num_epochs", "sequence_len"})
+    renamed = known["axolotl" if is_axolotl else "own_loops"]
     # A name that the Trainer has too stays what it is, such as --batch_size beside per_device_train_batch_size.
-    every = {**renamed, **OF_ANY_PROGRAM}
+    every = {**renamed, **known["of_any_program"]}
     other = {name: theirs for name, theirs in every.items() if name in names and theirs not in names}
-    ours = {row.name for row in TRAINING_ARGUMENTS}
-    has_trainer = bool(names & ours) and not (renamed is OWN_LOOPS and other.keys() & OWN_LOOPS.keys())
+    has_trainer = bool(names & known["rows"]["training_arguments"].keys())
+    has_trainer = has_trainer and (is_axolotl or not other.keys() & renamed.keys())
     return [
         replace(option, name=other[plain(option.name)], spelled=option.name) if plain(option.name) in other else option
         for option in given
-    ], has_trainer or renamed is AXOLOTL
+    ], has_trainer or is_axolotl
 
 
 def ds_config_of(args: Arguments, read: Read) -> tuple[dict[str, Any], str]:

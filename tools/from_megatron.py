@@ -26,7 +26,7 @@ from megapar.migrate import neox, sources
 from megapar.migrate.account import Account, account_of
 from megapar.migrate.carry import Option, move
 from megapar.migrate.finish import behind_dashes, read_command, settings, show
-from megapar.migrate.megatron import SAVED_OPPOSITES
+from megapar.migrate.flag_files import read_flags
 from megapar.migrate.shell import launch_of
 from megapar.migrate.sources import words_of
 
@@ -82,7 +82,7 @@ def saved_options(saved: dict[str, object]) -> tuple[list[Option], int, list[str
     """Options of saved arguments."""
     saved = saved.get("args", saved) if isinstance(saved.get("args"), dict) else saved  # type: ignore[assignment]
     world = saved.get("world_size")
-    found, unset = sources.options_of_saved(saved, MEGATRON, SAVED_OPPOSITES)
+    found, unset = sources.options_of_saved(saved, MEGATRON, read_flags("megatron")["saved_opposites"])
     return found, world if isinstance(world, int) else 0, [f"{unset} saved arguments are unset, off or nobody's choice"]
 
 

@@ -20,8 +20,8 @@ from megapar.launch.reporting import open_streams, reported
 from megapar.migrate import sources
 from megapar.migrate.account import Account, account_of
 from megapar.migrate.carry import Option, move
-from megapar.migrate.earlier import RENAMED
 from megapar.migrate.finish import behind_dashes, read_command, show, with_model
+from megapar.migrate.flag_files import read_flags
 from megapar.migrate.job import plain
 
 TORCHTITAN = "torchtitan"
@@ -68,7 +68,7 @@ def switched(option: Option) -> Option:
 
 def renamed(option: Option) -> Option:
     """An option by its later name."""
-    return replace(option, name=RENAMED.get(option.name, option.name))
+    return replace(option, name=read_flags("torchtitan")["renamed"].get(option.name, option.name))
 
 
 def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:

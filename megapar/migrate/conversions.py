@@ -19,6 +19,11 @@ def nothing(job: Job, words: Words) -> Ours:
     return {}
 
 
+def as_given(option: str) -> Callable[[Job, Words], Ours]:
+    """Return a conversion to the same value."""
+    return lambda job, words: {option: words}
+
+
 def times(option: str, factor: float) -> Callable[[Job, Words], Ours]:
     """The value times a constant."""
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable
 
 from megapar.migrate.conversions import split_elements
+from megapar.migrate.flag_files import read_flags
 from megapar.migrate.job import Job, NoCounterpart, Ours, Words, number, shown, whole
 
 # DeepSpeed and Hugging Face
@@ -509,3 +510,16 @@ def titan_tokenizer(job: Job, words: Words) -> Ours:
         return {"data.tokenizer": (f"tiktoken:{words[0]}",)}
     path = words[0] if words[0].endswith(".json") else f"{words[0].rstrip('/')}/tokenizer.json"
     return {"data.tokenizer": (f"hf:{path}",)}
+
+
+def flavor(job: Job, words: Words) -> Ours:
+    """model.name and model.flavor: a preset has the sizes of the published model."""
+    name = job.text("model.name")
+    known = read_flags("flavors")
+    options = known.get(name, {}).get(job.text("model.flavor"))
+    if options is None:
+        raise NoCounterpart("no preset is known to be this model; give one with --model")
+    # DeepSeek's yarn begins where samples are longer than those of its first training.
+    if name == "deepseek_v3" and job.whole("training.seq_len", 2048) <= 4096:
+        options |= known["plain_rope"]
+    return {option: (value,) for option, value in options.items()}

@@ -1,29 +1,14 @@
 """Hints about unknown flags and keys: the counterpart of another framework's, or a near name."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args, get_origin
 
 from megapar.config.options import Length
 from megapar.config.unknown import UnknownOption, joined, nearest, words_of
+from megapar.migrate.flag_files import read_flags
 from megapar.migrate.job import plain
-from megapar.migrate.rows import EPOCHS, NO_FP8, NO_NOISE, NO_TOKEN_IS_DROPPED, OFFLOADS, OtherFlag
-from megapar.migrate.table import TABLE
-
-# What is said of names with all these words, if the table does not have them.
-TOPICS: Mapping[tuple[str, ...], str] = {
-    ("capacity",): NO_TOKEN_IS_DROPPED,
-    ("token", "drop"): NO_TOKEN_IS_DROPPED,
-    ("jitter",): NO_NOISE,
-    ("wandb",): "log.wandb PROJECT sends the numbers to Weights & Biases",
-    ("mlflow",): "log.mlflow URI sends the numbers to an MLflow server",
-    ("fp8",): f"megapar has no fp8: {NO_FP8}",
-    ("fp4",): f"megapar has no fp4: {NO_FP8}",
-    ("offload",): OFFLOADS,
-    ("offloading",): OFFLOADS,
-    ("epochs",): f"megapar has no epochs: {EPOCHS}",
-    ("lora",): "adapters (LoRA) are the options adapter.rank, adapter.alpha and adapter.targets",
-}
+from megapar.migrate.rows import OtherFlag
 
 # Of names with parts, as `training.steps`: only these two have sections, whose keys need no row each.
 HAVE_SECTIONS = ("torchtitan", "DeepSpeed")
@@ -43,9 +28,10 @@ def hint(unknown: UnknownOption) -> str:
     if rows:
         return f"; {_counterparts(unknown, rows)}"
     words = words_of(name)
-    for topic, note in TOPICS.items():
-        if words.issuperset(topic):
-            return f"; {note}"
+    known = read_flags("notes")
+    for topic, note in known["topics"].items():
+        if words.issuperset(topic.split()):
+            return f"; {note.format_map(known['notes'])}"
     return nearest(unknown)
 
 
@@ -54,9 +40,17 @@ def hint(unknown: UnknownOption) -> str:
 Rows = list[tuple[str, OtherFlag]]  # a framework, and a row of it
 
 
+def _every_row() -> Rows:
+    """Return the whole table."""
+    # Each start of a run imports this file, and only a mistyped flag needs the table: reading it takes 0.1 s.
+    from megapar.migrate.table import TABLE
+
+    return [(framework, row) for framework, rows in TABLE.items() for row in rows]
+
+
 def _rows(name: str) -> Rows:
     """The rows of this name, or else the rows of the sections around it."""
-    every_row = [(framework, row) for framework, rows in TABLE.items() for row in rows]
+    every_row = _every_row()
     exact = [(framework, row) for framework, row in every_row if plain(row.name) == name]
     if exact:
         return exact
@@ -77,8 +71,7 @@ def _rows_of_a_part(name: str) -> Rows:
         return []
     found = [
         (framework, row)
-        for framework, rows in TABLE.items()
-        for row in rows
+        for framework, row in _every_row()
         # One of the two names must be the part alone. Two sections that differ mean different things.
         if last == (plain(row.name) if "." in name else plain(row.name).rpartition(".")[2])
     ]

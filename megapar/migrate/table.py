@@ -3,16 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megapar.migrate import deepspeed, earlier, hugging_face, megatron, scripts, torchrun, torchtitan
-from megapar.migrate.rows import OtherFlag
+from megapar.migrate.flag_files import read_flags
+from megapar.migrate.rows import OtherFlag, read_rows
 
-TABLE: Mapping[str, tuple[OtherFlag, ...]] = {
-    "Megatron-LM": (*megatron.FLAGS, *earlier.MEGATRON),
-    "torchtitan": (*torchtitan.FLAGS, *earlier.TORCHTITAN),
-    "DeepSpeed": deepspeed.FLAGS,
-    "Hugging Face": (*hugging_face.FLAGS, *scripts.FLAGS),
-    "torchrun": torchrun.FLAGS,
+FILES = {
+    "Megatron-LM": "megatron",
+    "torchtitan": "torchtitan",
+    "DeepSpeed": "deepspeed",
+    "Hugging Face": "hugging_face",
+    "torchrun": "torchrun",
 }
+TABLE: Mapping[str, tuple[OtherFlag, ...]] = {framework: read_rows(file) for framework, file in FILES.items()}
 
 
 @dataclass(frozen=True)
@@ -24,16 +25,4 @@ class Source:
     date: str
 
 
-SOURCES: Mapping[str, Source] = {
-    "Megatron-LM": Source(
-        "https://github.com/NVIDIA/Megatron-LM", "d98e8a64ddf34856e74b24714e3bedb2f5a39553", "2026-08-22"
-    ),
-    "torchtitan": Source(
-        "https://github.com/pytorch/torchtitan", "b5bcd76c66d0acb1a08b176d9639425bc55e0b2a", "2026-08-21"
-    ),
-    "DeepSpeed": Source(
-        "https://github.com/deepspeedai/DeepSpeed", "edaa7221267243c7be7fb49c5d5f5c4fb97b4641", "2026-08-22"
-    ),
-    "Hugging Face": Source("https://github.com/huggingface/transformers", "v5.23.0", ""),
-    "torchrun": Source("https://github.com/pytorch/pytorch", "v2.13.0", ""),
-}
+SOURCES: Mapping[str, Source] = {framework: Source(**read_flags(file)["source"]) for framework, file in FILES.items()}
