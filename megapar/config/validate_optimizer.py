@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 from megapar.base.errors import ConfigError
-from megapar.config import validate_state
 from megapar.config.groups import Group
 from megapar.config.lengths import Lengths, in_samples
 from megapar.config.messages import counted, divisors, listed, problem, shown
@@ -55,8 +54,30 @@ def problems(config: Config) -> Iterator[str]:
             yield problem(config, "optimizer.qk_clip adapter.rank", use)
         elif config.train.trainable:
             yield problem(config, "optimizer.qk_clip train.trainable", use)
-    yield from validate_state.problems(config)
+    yield from _state(config)
     yield from _rates(config)
+
+
+def _state(config: Config) -> Iterator[str]:
+    """Yield the problems of state in 16 bits."""
+    optimizer = config.optimizer
+    if optimizer.main_weights == "remainder":
+        if config.train.precision != "bf16":
+            text = (
+                "only bf16 weights are the upper halves of fp32 ones; use precision bf16, or leave main_weights at fp32"
+            )
+            yield problem(config, "optimizer.main_weights train.precision", text)
+        if optimizer.offload:
+            text = "the parameters are halves of the main weights, and stay on the device; use one of the two"
+            yield problem(config, "optimizer.main_weights optimizer.offload", text)
+        if optimizer.ema:
+            text = "the average is that of whole fp32 weights; use one of the two"
+            yield problem(config, "optimizer.main_weights optimizer.ema", text)
+    if config.kernels.backend == "apex":
+        for name in ("moments", "main_weights"):
+            if getattr(optimizer, name) != "fp32":
+                text = f"apex's AdamW keeps fp32 state alone; use backend auto, or leave {name} at fp32"
+                yield problem(config, f"optimizer.{name} kernels.backend", text)
 
 
 def _zero_stages(config: Config) -> list[int]:
