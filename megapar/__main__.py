@@ -43,6 +43,7 @@ COMMANDS = {
         "tools.inspect_gradients", "Show the gradients of replicas before and after their sum."
     ),
     "convert": Command("tools.convert_checkpoint", "Convert from and to Hugging Face, from Megatron-LM, to torch."),
+    "migrate": Command("tools.migrate", "Turn a job of another framework into a configuration of megapar."),
     "from_megatron": Command("tools.from_megatron", "Turn a job of Megatron-LM into a configuration of megapar."),
     "from_deepspeed": Command("tools.from_deepspeed", "Turn a job of Hugging Face's Trainer or DeepSpeed into one."),
     "from_torchtitan": Command("tools.from_torchtitan", "Turn a job of torchtitan into a configuration of megapar."),

@@ -28,7 +28,7 @@ from megapar.optimizer.schedule import learning_rate
 from tests.support.megatron_folders import args_of
 from tests.support.options import load
 from tests.support.sweeps import one_of_each, slow_but
-from tools import coming_over, from_deepspeed, from_megatron, from_torchtitan
+from tools import coming_over, from_deepspeed, from_megatron, from_torchtitan, migrate
 
 JOBS = {job["name"]: job for job in coming_over.jobs()}
 JOB_IDS = {"argvalues": JOBS.values(), "ids": list(JOBS)}
@@ -1180,6 +1180,19 @@ def test_a_program_writes_toml_and_the_exit_code_says_whether_all_was_carried_ov
         tool.main()
     assert ended.value.code == ConfigError.exit_code
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", migrate.JOBS)
+def test_the_one_program_does_what_the_program_of_a_framework_does(name, tmp_path, monkeypatch, capsys):
+    tool = {"megatron": from_megatron, "deepspeed": from_deepspeed, "torchtitan": from_torchtitan}[name]
+    flags = {"megatron": LLAMA, "deepspeed": "--max_steps 5 --quux 1", "torchtitan": "--training.steps 500"}[name]
+    said = []
+    for program, command in ((tool, []), (migrate, [name])):
+        monkeypatch.setattr(sys, "argv", ["x", *command, "--world_size", "2", "--", *flags.split()])
+        code = program.main()
+        said.append((code, *capsys.readouterr()))
+    assert said[0] == said[1]
+    assert "carried over:" in said[0][2]
 
 
 def test_values_and_names_of_a_job_cannot_break_the_toml_or_the_account():

@@ -8,111 +8,39 @@
 YAML of GPT-NeoX is read too. A launch script is read, not run. Of a checkpoint (--ckpt-format torch) the saved
 arguments are read, and no code in it is run. Three lists say what was carried over, which defaults differ here, and
 what has no counterpart. The exit code is 0 if everything was carried over, and 2 otherwise.
+
+tools/migrate.py megatron is the same program.
 """
 
-import re
 import sys
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
-import tyro
 from megapar_models.convert.megatron import FILE, find, load_file
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
-from megapar.base.errors import ConfigError
 from megapar.launch.reporting import open_streams, reported
-from megapar.migrate import neox, sources
-from megapar.migrate.account import Account, account_of
-from megapar.migrate.carry import Option, move
-from megapar.migrate.finish import behind_dashes, read_command, settings, show
-from megapar.migrate.flag_files import read_flags
-from megapar.migrate.shell import launch_of
-from megapar.migrate.sources import words_of
-
-MEGATRON = "Megatron-LM"
+from megapar.migrate import megatron_job
+from megapar.migrate.account import Project
+from megapar.migrate.finish import run
+from megapar.migrate.megatron_job import MegatronJob as Arguments
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """Turn a job of Megatron-LM into a TOML file for --config. A command may follow behind --."""
-
-    source: Annotated[Path | None, tyro.conf.Positional] = None
-    """A launch script; .json or .yaml with arguments by name; or a checkpoint's folder or model_optim_rng.pt."""
-    output: Path | None = None
-    """The TOML file to write. Without it the TOML goes to standard output, and the lists to standard error."""
-    world_size: int = 0
-    """Ranks of the job; 0: those that its launcher starts."""
-    var: tuple[str, ...] = field(default=())
-    """NAME=VALUE of variables that the script does not set; 1=VALUE is its first argument."""
+def load_saved(source: Path) -> dict[str, Any]:
+    """Return the arguments in model_optim_rng.pt, or in that of the first rank in a checkpoint's folder."""
+    if source.is_dir():
+        source = next(iter(sorted(find(source).glob(f"mp_rank_*/{FILE}"))), source)
+    return vars(load_file(source)["args"])
 
 
-def options_of(args: Arguments, words: list[str]) -> tuple[list[Option], int, list[str]]:
-    """The job's options, its number of ranks if it is known, and notes."""
-    source = args.source
-    if source is not None and (source.is_dir() or source.suffix == ".pt"):
-        return saved_options(vars(load_file(file_of(source))["args"]))
-    if source is not None and source.suffix in (".json", ".yaml", ".yml"):
-        table = sources.read_table(source)
-        recipe = table.get("MODEL_ARGS")
-        if isinstance(recipe, dict):
-            return recipe_options(recipe, settings(args.var))
-        return saved_options(table)
-    launch, world, notes = read_command(source, words, settings(args.var))
-    return sources.options_of_words(launch.words, (MEGATRON,), launch), world, notes
-
-
-def recipe_options(recipe: dict[str, object], variables: dict[str, str]) -> tuple[list[Option], int, list[str]]:
-    """Return the options of a recipe of Megatron-LM's own tests: flags as keys, with variables of the shell."""
-    words = [word for name, value in recipe.items() for word in (name, *(() if value is True else words_of(value)))]
-    quoted = (re.sub(r'(["\\`])', r"\\\1", word) for word in words)
-    launch = launch_of("job.py " + " ".join(f'"{word}"' for word in quoted), "MODEL_ARGS", variables)
-    cut = [piece for word in launch.words for piece in word.split()]
-    return sources.options_of_words(cut, (MEGATRON,), launch), 0, ["its MODEL_ARGS are read"]
-
-
-def file_of(source: Path) -> Path:
-    """The file of the first rank in a checkpoint."""
-    if not source.is_dir():
-        return source
-    return next(iter(sorted(find(source).glob(f"mp_rank_*/{FILE}"))), source)
-
-
-def saved_options(saved: dict[str, object]) -> tuple[list[Option], int, list[str]]:
-    """Options of saved arguments."""
-    saved = saved.get("args", saved) if isinstance(saved.get("args"), dict) else saved  # type: ignore[assignment]
-    world = saved.get("world_size")
-    found, unset = sources.options_of_saved(saved, MEGATRON, read_flags("megatron")["saved_opposites"])
-    return found, world if isinstance(world, int) else 0, [f"{unset} saved arguments are unset, off or nobody's choice"]
-
-
-def of_neox(table: dict[str, object], world: int) -> Account:
-    """Carry a job of GPT-NeoX over."""
-    moved = move(neox.options_of(table, world), FOR_OPTIONS, world=world, without_defaults=(neox.DEEPSPEED,))
-    neox.settle_neox(moved, table)
-    return account_of(moved, FOR_OPTIONS, presets(), validate, world)
-
-
-def account(args: Arguments, words: list[str]) -> tuple[Account, list[str]]:
-    """Carry the job over."""
-    if args.source is not None and args.source.suffix in (".yml", ".yaml"):
-        table = sources.read_table(args.source)
-        if neox.is_neox(table):
-            return of_neox(table, args.world_size), ["its keys are GPT-NeoX's"]
-    options, world, notes = options_of(args, words)
-    if not options:
-        raise ConfigError(f"{args.source or 'the command'}: has no flags")
-    world = args.world_size or world
-    moved = move(options, FOR_OPTIONS, world=world, dashes=lambda framework: "--")
-    return account_of(moved, FOR_OPTIONS, presets(), validate, world), notes
+account = partial(megatron_job.account, Project(FOR_OPTIONS, presets, validate), load_saved)
 
 
 def main() -> int:
     open_streams()
     with reported():
-        flags, words = behind_dashes(sys.argv[1:])
-        args = tyro.cli(Arguments, args=flags, description=__doc__, use_underscores=True)
-        return show(*account(args, words), args.output)
+        return run({"megatron": (Arguments, account)}, __doc__)
     return 0
 
 

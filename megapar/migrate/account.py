@@ -36,6 +36,19 @@ class Account:
         return 100 * (self.moved.options - left) / max(self.moved.options, 1)
 
 
+@dataclass(frozen=True)
+class Project:
+    """What a program hands to this room: families, presets by name, and the check of a configuration."""
+
+    families: Families
+    presets: Callable[[], Mapping[str, Path]]
+    validate: Callable[[Config, int], Config]
+
+    def account(self, moved: Moved, world: int) -> Account:
+        """Return the account of a job that was carried over to `world` ranks."""
+        return account_of(moved, self.families, self.presets(), self.validate, world)
+
+
 def account_of(
     moved: Moved,
     families: Families,

@@ -3,9 +3,12 @@
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
+
+import tyro
 
 from megapar.base.errors import ConfigError, storing
 from megapar.migrate.account import Account, report
@@ -13,6 +16,9 @@ from megapar.migrate.carry import BASE, Line, Moved
 from megapar.migrate.shell import Launch, launch_of, read_launch
 from megapar.migrate.sources import readable, world_of
 from megapar.system.atomic_files import replacing
+
+Read = Callable[[Any, list[str]], tuple[Account, list[str]]]
+"""Returns the account of a job and notes, of a program's arguments and the words behind --."""
 
 
 def behind_dashes(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -42,6 +48,18 @@ def _one_var(words: Sequence[str]) -> list[str]:
             kept.append(word)
             is_var = False
     return [*kept, *(["--var", *values] if values else [])]
+
+
+def run(jobs: Mapping[str, tuple[type[Any], Read]], description: str | None) -> int:
+    """Run a program that carries a job over; returns its exit code. Several frameworks are sub-commands."""
+    flags, words = behind_dashes(sys.argv[1:])
+    if len(jobs) == 1:
+        args = tyro.cli(next(iter(jobs.values()))[0], args=flags, description=description, use_underscores=True)
+    else:
+        named: dict[str, Callable[..., Any]] = {name: job for name, (job, _) in jobs.items()}
+        args = tyro.extras.subcommand_cli_from_dict(named, args=flags, description=description, use_underscores=True)
+    account = next(read for job, read in jobs.values() if isinstance(args, job))
+    return show(*account(args, words), args.output)
 
 
 def settings(texts: Sequence[str]) -> dict[str, str]:

@@ -1,0 +1,50 @@
+"""Turns a job of another framework into a configuration of megapar, and says what became of each of its options.
+
+    python tools/migrate.py megatron train.sh --output job.toml
+    python tools/migrate.py deepspeed finetune.sh --ds_config ds_config.json --model llama3-8b
+    python tools/migrate.py torchtitan llama3_8b.toml --world_size 64 -- --training.steps 5000
+
+megatron reads GPT-NeoX's YAML too, and deepspeed Hugging Face's arguments and axolotl's. A launch script is read, not
+run. Three lists say what was carried over, which defaults differ here, and what has no counterpart. The exit code is 0
+if everything was carried over, and 2 otherwise.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from megapar_models.convert.megatron import FILE, find, load_file
+from megapar_models.registry import FOR_OPTIONS, presets, validate
+
+from megapar.launch.reporting import open_streams, reported
+from megapar.migrate import deepspeed_job, megatron_job, torchtitan_job
+from megapar.migrate.account import Project
+from megapar.migrate.finish import run
+
+PROJECT = Project(FOR_OPTIONS, presets, validate)
+
+
+def load_saved(source: Path) -> dict[str, Any]:
+    """Return the arguments in model_optim_rng.pt, or in that of the first rank in a checkpoint's folder."""
+    if source.is_dir():
+        source = next(iter(sorted(find(source).glob(f"mp_rank_*/{FILE}"))), source)
+    return vars(load_file(source)["args"])
+
+
+JOBS = {
+    "megatron": (megatron_job.MegatronJob, partial(megatron_job.account, PROJECT, load_saved)),
+    "deepspeed": (deepspeed_job.DeepSpeedJob, partial(deepspeed_job.account, PROJECT)),
+    "torchtitan": (torchtitan_job.TorchtitanJob, partial(torchtitan_job.account, PROJECT)),
+}
+
+
+def main() -> int:
+    open_streams()
+    with reported():
+        return run(JOBS, __doc__)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
