@@ -184,7 +184,8 @@ def test_a_run_says_what_it_left_out(tmp_path: Path, words: list[str], passed: s
     for name in ("docs_site", "survey", "grid"):
         (tmp_path / f"test_{name}.py").write_text("def test_it(): pass")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.conftest", "-p", "no:cacheprovider", *words]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     lines = run.stdout.splitlines()
     assert [line for line in lines if line in SAID] == said, run.stdout + run.stderr
     assert passed in lines[-1], run.stdout + run.stderr
