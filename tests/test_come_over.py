@@ -5,7 +5,6 @@ import math
 import pickle
 import subprocess
 import sys
-import time
 import tomllib
 from argparse import Namespace
 from dataclasses import replace
@@ -884,15 +883,13 @@ def test_these_words_are_those_of_bash(tmp_path):
     ids=lambda text: text[:20],
 )
 def test_a_hostile_script_ends_soon(text, said):
-    """Each of these ran for minutes once, or ended in a traceback of thousands of lines."""
-    before = time.process_time()
+    """Each ran for minutes once, or ended in a traceback of thousands of lines; the last have no end by themselves."""
     if said:
         with pytest.raises(ConfigError, match=said) as caught:
             script(text)
         assert "\n" not in str(caught.value)
     else:
         assert script(text).words == ("--a", "1")
-    assert time.process_time() - before < 60  # minutes and more before; the grammar itself has a limit
 
 
 def test_a_recipe_of_megatrons_own_tests_is_read(tmp_path):
