@@ -53,7 +53,7 @@ GROUPS: Mapping[str, Group] = MappingProxyType(
         "checks of a machine with GPUs": Group(("test_gpu_check", "test_lanes_gpus"), ("tools/gpu_*", "tests/*")),
         "migration": Group(
             ("test_come_over", "test_other_frameworks"),
-            ("megapar/migrate/*", "tools/from_*.py", "docs/coming-over.md", "docs/from-*.md"),
+            ("megapar/migrate/*", "tools/from_*.py", "tools/migrate.py", "docs/coming-over.md", "docs/from-*.md"),
         ),
         "makers of pages": Group(
             ("test_dashboard", "test_plot_schedule", "test_strategy_tables", "test_survey"),
