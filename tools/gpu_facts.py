@@ -20,6 +20,8 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
+# Packages of install_requires that read launch scripts of other frameworks, which no check on a GPU does.
+NOT_NEEDED = ("tree-sitter", "tree-sitter-bash")
 # Modules that setup.py's install_requires does not name. tyro's own requirements are among them, because on a machine
 # without an index packages are installed one by one.
 ALSO_NEEDED = ("docstring_parser", "typeguard", "typing_extensions", "pytest", "hypothesis")
@@ -29,11 +31,11 @@ REPETITIONS = 20
 
 
 def missing_packages() -> list[str]:
-    """Modules of setup.py's install_requires missing from this Python."""
+    """Return the modules of setup.py's install_requires missing from this Python."""
     tree = ast.parse((ROOT / "setup.py").read_text())
     call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup")
     lines = next(ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg == "install_requires")
-    required = [line.partition(">")[0].strip() for line in lines]
+    required = [name for name in (line.partition(">")[0].strip() for line in lines) if name not in NOT_NEEDED]
     return [name for name in (*required, *ALSO_NEEDED) if importlib.util.find_spec(name) is None]
 
 
