@@ -14,10 +14,8 @@ tools/migrate.py megatron is the same program.
 
 import sys
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from megapar_models.convert.megatron import FILE, find, load_file
+from megapar_models.convert.megatron import load_arguments
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
 from megapar.launch.reporting import open_streams, reported
@@ -26,15 +24,7 @@ from megapar.migrate.account import Project
 from megapar.migrate.finish import run
 from megapar.migrate.megatron_job import MegatronJob as Arguments
 
-
-def load_saved(source: Path) -> dict[str, Any]:
-    """Return the arguments in model_optim_rng.pt, or in that of the first rank in a checkpoint's folder."""
-    if source.is_dir():
-        source = next(iter(sorted(find(source).glob(f"mp_rank_*/{FILE}"))), source)
-    return vars(load_file(source)["args"])
-
-
-account = partial(megatron_job.account, Project(FOR_OPTIONS, presets, validate), load_saved)
+account = partial(megatron_job.account, Project(FOR_OPTIONS, presets, validate), load_arguments)
 
 
 def main() -> int:

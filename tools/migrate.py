@@ -11,10 +11,8 @@ if everything was carried over, and 2 otherwise.
 
 import sys
 from functools import partial
-from pathlib import Path
-from typing import Any
 
-from megapar_models.convert.megatron import FILE, find, load_file
+from megapar_models.convert.megatron import load_arguments
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 
 from megapar.launch.reporting import open_streams, reported
@@ -25,15 +23,8 @@ from megapar.migrate.finish import run
 PROJECT = Project(FOR_OPTIONS, presets, validate)
 
 
-def load_saved(source: Path) -> dict[str, Any]:
-    """Return the arguments in model_optim_rng.pt, or in that of the first rank in a checkpoint's folder."""
-    if source.is_dir():
-        source = next(iter(sorted(find(source).glob(f"mp_rank_*/{FILE}"))), source)
-    return vars(load_file(source)["args"])
-
-
 JOBS = {
-    "megatron": (megatron_job.MegatronJob, partial(megatron_job.account, PROJECT, load_saved)),
+    "megatron": (megatron_job.MegatronJob, partial(megatron_job.account, PROJECT, load_arguments)),
     "deepspeed": (deepspeed_job.DeepSpeedJob, partial(deepspeed_job.account, PROJECT)),
     "torchtitan": (torchtitan_job.TorchtitanJob, partial(torchtitan_job.account, PROJECT)),
 }

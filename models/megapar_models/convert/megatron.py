@@ -329,6 +329,13 @@ def load_file(path: Path) -> dict[str, Any]:
     return state
 
 
+def load_arguments(source: Path) -> dict[str, Any]:
+    """Return the arguments in model_optim_rng.pt, or in that of the first rank in a checkpoint's folder."""
+    if source.is_dir():
+        source = next(iter(sorted(find(source).glob(f"mp_rank_*/{FILE}"))), source)
+    return vars(load_file(source)["args"])
+
+
 def model_of(args: Mapping[str, Any], vocab_size: int, folder: Path, accepted: Collection[str] = ()) -> ModelConfig:
     """The model of Megatron's `args`.
 
