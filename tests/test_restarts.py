@@ -252,12 +252,13 @@ def moved_away(name: str, first: int, last: int, rank: int) -> Callable[[], None
             return made
 
         def away(_: Any) -> None:
-            found[name].rename(found[name].with_name("away"))
+            found[name].rename(found[name].with_name(f"away-{found[name].name}"))
             found[name].touch()
 
         def back(_: Any) -> None:
-            found[name].unlink()
-            found[name].with_name("away").rename(found[name])
+            if found[name].is_file():  # a start that repeats the step finds the folder
+                found[name].unlink()
+                found[name].with_name(f"away-{found[name].name}").rename(found[name])
 
         tiers.all_of = all_of
         faults.on_rank(rank, first - 1, away)()
@@ -293,8 +294,9 @@ def test_a_faster_tier_that_fails_costs_its_snapshots_alone(
     (line,) = (line for line in ended.out.splitlines() if line.startswith("tier_lost: "))
     assert "checkpoint of step 3 not saved (rank " in line
     assert 4 in [saved["step"] for saved in told(scene, "saved") if saved["tier"] == "shared"]
-    # The start after the fault is from the tier that works again; a snapshot that was being written may be lost.
-    assert told(scene, "start")[-1]["tier"] == name
+    # The start after the fault is from the tier that works again. A snapshot that was being written may be lost, and in
+    # the background the only one.
+    assert told(scene, "start")[-1]["tier"] in ([name, "shared"] if mode == "async" else [name])
     check_same(scene, undisturbed["zero3"])
     left = [path.name for path in tmp_path.rglob(".tmp-step_*")]
     assert (left, left_snapshots()) == ([], [])
