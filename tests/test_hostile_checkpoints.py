@@ -4,9 +4,11 @@ Each test plants a field in a manifest with a right SHA-256: whoever writes a ch
 """
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +17,11 @@ from megapar_models.convert.saved import is_kept, load_model, saved_config
 
 from megapar.base.errors import CheckpointError, MegaparError
 from megapar.checkpoint.format import BASE, read_manifest
+from tests.support import program
 from tests.support.checkpoints import edit_manifest
 from tests.support.exports import make_checkpoint
 from tests.support.program import Ended, Program
+from tests.support.sweeps import slow_but
 
 ROOT = Path(__file__).parents[1]
 EVIL = "evil_module:FAMILY"
@@ -168,3 +172,20 @@ def test_options_of_wrong_types_and_sizes_are_one_line(option: str, value: Any, 
         load_model(path)
     assert said in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+NAMING = ("optimizer.schedule", "optimizer.name", "parallel.schedule", "train.objective")
+
+
+@pytest.mark.parametrize("option", slow_but([0], NAMING))
+def test_a_resumed_run_imports_nothing_that_its_checkpoint_names(option: str, tmp_path: Path) -> None:
+    """Fault names-out-of-files: the run says what has changed, or refuses the checkpoint."""
+    write_module(tmp_path)
+    assert program.run("--train.steps", "2", cwd=tmp_path).code == 0
+    plant(tmp_path / "run/checkpoints/step_00000002", {option: EVIL})
+    here = partial(sys.path.insert, 0, str(tmp_path))
+    ended = program.run("--train.steps", "4", cwd=tmp_path, plant=here)
+    assert not (tmp_path / "ran").exists()
+    assert "Traceback" not in ended.err
+    assert ended.code in (0, CheckpointError.exit_code), ended.err
+    assert re.search(rf"{option}\b.*{EVIL}", ended.out + ended.err)

@@ -7,8 +7,9 @@ import math
 
 from megapar.base.errors import ConfigError
 from megapar.config.lengths import Lengths
+from megapar.config.messages import shown
 from megapar.config.options import Config, OptimizerConfig, TrainConfig
-from megapar.config.rate_schedules import RatePoint, find_rate_schedule
+from megapar.config.rate_schedules import RATE_SCHEDULES, RatePoint, find_rate_schedule
 
 
 def learning_rate(step: int, consumed_samples: int, config: OptimizerConfig, train: TrainConfig) -> float:
@@ -40,8 +41,13 @@ def learning_rate(step: int, consumed_samples: int, config: OptimizerConfig, tra
 def change_of_rate(step: int, consumed_samples: int, then: Config, now: Config) -> str:
     """A line for the user if a run continued after `step` has another learning rate than its options gave before.
 
-    `then` has its options until now. Returns "" if the rate is the same.
+    `then` has its options until now, out of a checkpoint. Returns "" if the rate is the same.
     """
+    if then.optimizer.schedule not in (now.optimizer.schedule, *RATE_SCHEDULES):
+        # A schedule that only the file names is not imported: its module would run.
+        rate = learning_rate(step, consumed_samples, now.optimizer, now.train)
+        before = f"optimizer.schedule {shown(then.optimizer.schedule)}"
+        return f"the learning rate goes on at {rate:.3g}; what {before} would have given is not known"
     planned = learning_rate(step, consumed_samples, then.optimizer, then.train)
     rate = learning_rate(step, consumed_samples, now.optimizer, now.train)
     if math.isclose(planned, rate, rel_tol=1e-9):
