@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from megapar_models.registry import find
+from megapar_models.registry import find, find_objective
 
 from megapar.base.errors import CommunicationError, ConfigError
 from megapar.base.grid import Grid
@@ -24,7 +24,8 @@ from megapar.comm import collectives, rendezvous
 from megapar.comm.rendezvous import RankInfo, differences, hashes_of_files, in_runs, meet
 from megapar.comm.store import StoreUser, connect, part_of, quiet_log
 from megapar.config.model_options import ModelConfig
-from megapar.config.options import Config, LaunchConfig, ParallelConfig, TrainConfig
+from megapar.config.options import Config, LaunchConfig, OptimizerConfig, ParallelConfig, TrainConfig
+from megapar.config.rate_schedules import find_rate_schedule
 from megapar.declare import context
 from megapar.declare.context import single
 from megapar.launch.rank_process import leave, what_ranks_share
@@ -202,7 +203,7 @@ def test_ranks_share_options_and_code_but_not_how_they_start() -> None:
     assert "code megapar.comm.rendezvous" in hashes_of_files()
 
 
-def test_ranks_share_the_code_of_a_family_and_a_schedule_outside_the_tree(
+def test_ranks_share_the_code_that_options_name_outside_the_tree(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of a module imported by the named one from its own package; what the package does not import is no part."""
@@ -211,16 +212,22 @@ def test_ranks_share_the_code_of_a_family_and_a_schedule_outside_the_tree(
     (tmp_path / "lab/unused.py").write_text("")
     (tmp_path / "lab/family.py").write_text("import lab.layers\nfrom tests.toy_family import FAMILY\n")
     (tmp_path / "orders.py").write_text("from tests.support.schedules import BACK_AND_FORTH\n")
+    (tmp_path / "updates.py").write_text("from megapar.optimizer.lion import Lion\n")
+    (tmp_path / "rates.py").write_text("from tests.toy_rates import WARM_RESTARTS\n")
+    (tmp_path / "losses.py").write_text("from megapar_models.objectives import CROSS_ENTROPY\n")
     monkeypatch.syspath_prepend(str(tmp_path))
-    config = Config(ModelConfig(family="lab.family:FAMILY"), ParallelConfig(schedule="orders:BACK_AND_FORTH"))
+    optimizer = OptimizerConfig(name="updates:Lion", schedule="rates:WARM_RESTARTS")
+    model, orders = ModelConfig(family="lab.family:FAMILY"), ParallelConfig(schedule="orders:BACK_AND_FORTH")
+    config = Config(model, orders, TrainConfig(objective="losses:CROSS_ENTROPY"), optimizer)
     find(config.model.family)
+    find_objective(config.train.objective)
     schedules.find(config.parallel.schedule)
+    find_rate_schedule(config.optimizer.schedule)
     before = what_ranks_share(config, "cpu")
-    assert {name for name in before if name.startswith(("code lab", "code orders"))} == {
-        *("code lab.family", "code lab.layers", "code orders")
-    }
-    assert not [name for name in what_ranks_share(Config(), "cpu") if name.startswith(("code lab", "code orders"))]
-    for file, name in (("lab/layers.py", "code lab.layers"), ("orders.py", "code orders")):
+    outside = {"code lab.family", "code lab.layers", "code orders", "code updates", "code rates", "code losses"}
+    assert {name for name in before if name.startswith("code ") and "megapar" not in name} == outside
+    assert not outside & what_ranks_share(Config(), "cpu").keys()
+    for file, name in (("lab/layers.py", "code lab.layers"), ("orders.py", "code orders"), ("rates.py", "code rates")):
         (tmp_path / file).write_text((tmp_path / file).read_text() + "# of another version\n")
         after = what_ranks_share(config, "cpu")
         (said,) = differences(cpus("a", "b"), [before, after])

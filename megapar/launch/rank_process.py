@@ -35,6 +35,7 @@ from megapar.launch.grid import grid_of
 from megapar.launch.monitor import Monitor
 from megapar.launch.reporting import exits_refused, reported
 from megapar.launch.signals import Signals
+from megapar.optimizer.table import find as find_optimizer
 from megapar.pipeline import schedule_files
 from megapar.pipeline.actions import show
 from megapar.system import device, environment, numa
@@ -317,9 +318,11 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
     local = ("launch.nproc", "launch.device", "launch.threads")
     options = {path: value for path, value in flatten(config).items() if path not in local}
     versions = {"torch's version": torch.__version__}
-    # The modules that these options name were imported when the options were checked. A module that they import from
-    # their own package counts as well: it may hold the layers of a family.
-    named = (config.model.family, config.parallel.schedule, *config.log.observers)
+    # The modules that these options name were imported when the options were checked, but for the optimizer's. A module
+    # that they import from their own package counts as well: it may hold the layers of a family.
+    find_optimizer(config.optimizer.name)
+    named = {config.model.family, config.parallel.schedule, config.train.objective, *config.log.observers}
+    named |= {config.optimizer.name, config.optimizer.schedule}
     outside = {package for name in named if (package := plugins.package_of(name))}
     files = {}
     if schedule_files.is_file(config.parallel.schedule):
