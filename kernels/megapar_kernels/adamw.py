@@ -374,6 +374,6 @@ def _torch_square_sum(parts: list[Tensor]) -> Tensor:
 
 
 def _square_sum_in_few_launches(parts: list[Tensor]) -> Tensor:
-    """The same with one launch for every 320 pieces of 65,536 elements: torch's multi-tensor apply."""
+    """Return the sum of squares by torch's multi-tensor apply: a launch for every 320 pieces of 65,536 elements."""
     norms = torch._foreach_norm(parts, 2, torch.float64)
     return torch.stack(norms).square().sum()

@@ -34,7 +34,7 @@ class Kernels:
 
     @property
     def activation_of_experts(self) -> Implementation:
-        """That of rows for experts. They vary in number, and torch.compile would compile for each number."""
+        """Return the implementation for rows of experts. torch.compile would compile for each number of rows."""
         return "torch" if self.activation == "inductor" else self.activation
 
     def __str__(self) -> str:

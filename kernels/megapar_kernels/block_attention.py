@@ -292,7 +292,7 @@ def in_blocks_of_rows(q: Tensor) -> bool:
 def _blocks_of_rows(
     q: Tensor, window: int, documents_bs: Tensor | None
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Of each block of queries: their positions, those of their keys, and what is added to their scores."""
+    """Yield the query positions and key positions of each block of queries, and what is added to its scores."""
     length = q.shape[2]
     window = min(window or length, length)
     # A compiled graph has a copy of each turn of the loop: fewer turns there.

@@ -168,7 +168,7 @@ def next_power_of_2(n: int) -> int:
 
 
 def capability(device: torch.device) -> tuple[int, int]:
-    """Of the GPU; that of Hopper where kernels are interpreted."""
+    """Return the compute capability of the GPU, or Hopper's where kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 

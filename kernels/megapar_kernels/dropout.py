@@ -91,7 +91,7 @@ class RowDropout:
         return keep_mask(self.keys, self.columns, self.p)
 
     def of(self, queries: slice, keys: slice) -> "RowDropout":
-        """That of some rows and columns."""
+        """Return the dropout of some rows and columns of the scores."""
         return replace(self, keys=self.keys[:, :, queries], columns=self.columns[keys])
 
 

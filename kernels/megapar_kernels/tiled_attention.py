@@ -142,7 +142,9 @@ def keys_values_config(width: int, v_width: int, window: int, capability: tuple[
 
 
 def keys_values_passes(width: int, v_width: int) -> tuple[tuple[bool, bool], ...]:
-    """Of which gradients each launch is: keys, values. For heads of 256 the registers hold one of the two at a time.
+    """Return for each launch whether it computes the gradients of keys, and of values.
+
+    For heads of 256 the registers hold one of the two gradients at a time.
 
     Scores are then computed twice, and still a quarter of the time is saved.
     """

@@ -183,13 +183,7 @@ class _Saved:
 class _Execution:
     """One run of a plan: arrived tensors, tensors to send, and what forwards have saved for backward."""
 
-    def __init__(
-        self,
-        runtime: PipelineRuntime,
-        plan: Sequence[Item],
-        batches: Sequence[MicroBatch],
-        scale: Tensor,
-    ):
+    def __init__(self, runtime: PipelineRuntime, plan: Sequence[Item], batches: Sequence[MicroBatch], scale: Tensor):
         self._runtime = runtime
         self._takers = _takers(plan)
         self._batches = batches

@@ -52,7 +52,7 @@ class MemoryChoice(NamedTuple):
         return replace(config, train=train, optimizer=replace(config.optimizer, offload=self.optimizer))
 
     def in_words(self) -> str:
-        """As options."""
+        """Return the choice as options."""
         every = f" every {self.recompute_every} layers" if self.recompute_every > 1 else ""
         if self.layers:
             every = f" of layers {' '.join(self.layers)}"
@@ -177,7 +177,7 @@ class _Budget:
         raise ConfigError(problem(self.config, "train.memory_gb", text))
 
     def fastest_by_layer(self, seconds: float, alike: MemoryChoice) -> tuple[float, MemoryChoice]:
-        """The same, of `alike` and of those that recompute on each pipeline rank as few layers as fit there.
+        """Return seconds and choice of the fastest: `alike`, or recomputing on each pipeline rank as few layers as fit.
 
         Early stages keep activations of more micro-batches, so they recompute more.
         """
@@ -224,7 +224,7 @@ class _Budget:
         return found
 
     def fits(self, config: Config, ranks: set[int]) -> set[int]:
-        """Those of the pipeline `ranks` that need no more than the limit, on their hosts neither."""
+        """Return which of the pipeline `ranks` stay within train.memory_gb, and within the memory of their host."""
         over = {
             report.pp
             for report in reports(config, self.parts)
@@ -233,7 +233,7 @@ class _Budget:
         return ranks - over
 
     def timed(self) -> list[tuple[float, MemoryChoice]]:
-        """The choices with their predicted seconds of a step."""
+        """Return each choice with its predicted seconds of a step."""
         # What the host's update adds does not depend on activations. So not every pair has to be planned.
         tried = list(choices(self.config))
         first = tried[0]
@@ -248,7 +248,7 @@ class _Budget:
         return [(of_activations[choice.activations] + of_optimizer[choice.optimizer], choice) for choice in tried]
 
     def seconds(self, choice: MemoryChoice) -> float:
-        """Those of a step."""
+        """Return the predicted seconds of a step with this choice."""
         return step_time(with_planned_kernels(uncut(choice.of(self.config))), self.parts, self.machine).seconds
 
     def with_schedule(self, config: Config, report: RankReport) -> tuple[Config, str]:

@@ -51,7 +51,7 @@ class Duration:
     exposed: Seconds = field(default_factory=dict)
 
     def times(self, factor: float) -> "Duration":
-        """That of `factor` such actions."""
+        """Return the duration of `factor` such actions, one after the other."""
         return Duration(
             self.seconds * factor,
             self.host * factor,

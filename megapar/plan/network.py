@@ -91,7 +91,7 @@ class Network:
         return self._latency(max(span.ranks - 1 - span.nodes, 0), span.nodes)
 
     def _tree_latency(self, span: AxisReach) -> float:
-        """Of one direction. For all-reduces of few bytes NCCL has trees beside rings."""
+        """Return the latency in seconds of half an all-reduce of few bytes, where NCCL has trees beside rings."""
         tree = self._latency(math.log2(max(span.in_node, 1)), math.log2(span.nodes))
         return min(tree, self._ring_latency(span))
 
@@ -99,7 +99,10 @@ class Network:
         return (inside * self.hardware.node.latency_us + between * self.hardware.network.latency_us) * 1e-6
 
     def _all_to_all(self, span: AxisReach, nbytes: float) -> float:
-        """`nbytes` are those of all rows of a rank, evenly spread over the ranks. Both kinds of links work at once."""
+        """Return the seconds of an all-to-all of `nbytes` bytes of rows a rank, spread evenly over the ranks.
+
+        The links within nodes and between nodes work at once.
+        """
         hardware = self.hardware
         inside = nbytes * (span.in_node - 1) / span.ranks / (hardware.node.gb_per_second * 1e9)
         outside = nbytes * (span.ranks - span.in_node) / span.ranks / (hardware.network.gb_per_second * 1e9)
@@ -121,7 +124,7 @@ class Network:
 
     @cached_property
     def _samples(self) -> list[int]:
-        """Their groups stand for all: the first and the last of the first nodes, and the last rank."""
+        """Return ranks whose groups stand for all: first and last of the first four nodes, and the world's last."""
         world = self.grid.world_size
         size = self.hardware.gpus_per_node
         ends = [rank for node in range(4) for rank in (node * size, (node + 1) * size - 1)]

@@ -147,24 +147,24 @@ class Recording:
 
     @property
     def forward(self) -> Operations:
-        """What its F does."""
+        """Return the operations of the forward pass (F)."""
         return self._forward[0]
 
     @property
     def kept(self) -> Kept:
-        """What it keeps from F to B or I."""
+        """Return what the part keeps between its forward pass (F) and its backward pass (B or I)."""
         return self._forward[1]
 
     @cached_property
     def backward(self) -> Operations:
-        """What its B does."""
+        """Return the operations of the whole backward pass (B)."""
         graph = self._take_graph()
         _, operations = collect(self._tape, lambda: _run_backward(graph.output, torch.empty_like(graph.output)))
         return operations
 
     @cached_property
     def _halves(self) -> tuple[Operations, Operations, Kept]:
-        """What its I and its W do, and what it keeps from I to W."""
+        """Return the operations of I and W, the halves of a backward pass, and what the part keeps between them."""
         graph = self._take_graph()
         grad = torch.empty_like(graph.output)
         graph.identities.add(grad, GRAD_OUTPUT)
@@ -187,24 +187,24 @@ class Recording:
 
     @property
     def inputs(self) -> Operations:
-        """What its I does."""
+        """Return the operations of the gradients of inputs (I)."""
         return self._halves[0]
 
     @property
     def weights(self) -> Operations:
-        """What its W does."""
+        """Return the operations of the gradients of weights (W)."""
         return self._halves[1]
 
     @property
     def deferred(self) -> Kept:
-        """What it keeps from I to W."""
+        """Return what the part keeps between the gradients of inputs (I) and of weights (W)."""
         return self._halves[2]
 
     # What the stage declares
 
     @cached_property
     def boundary(self) -> Given | None:
-        """What it is given if it is the first part of its stage. None if it is the first of the model."""
+        """Return what the stage before sends to a part that begins its stage. None for the model's first part."""
         specs = self._stage.boundary(self._batch)
         if not specs:
             return None
@@ -212,13 +212,13 @@ class Recording:
 
     @cached_property
     def boundary_bytes(self) -> int:
-        """Bytes of a message from the stage before."""
+        """Return the bytes of a message from the stage before."""
         specs = self._stage.boundary(self._batch)
         return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
 
     @cached_property
     def elements(self) -> Mapping[str, int]:
-        """The elements of its trained parameters on this rank, by the axis of their gradients' sum."""
+        """Return the elements of the part's trained parameters on this rank, by the axis of their gradients' sum."""
         found: Counter[str] = Counter()
         for param in self._stage.parameters():
             if param.requires_grad:
@@ -238,7 +238,7 @@ class Recording:
 
     @cached_property
     def embedding_elements(self) -> int:
-        """Those of the embedding's matrix."""
+        """Return the elements of the embedding's trained matrix on this rank."""
         return sum(
             param.numel()
             for param in self._stage.parameters()

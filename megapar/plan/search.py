@@ -49,10 +49,10 @@ class Planner(Protocol):
         """The memory of the fullest rank. Raises ConfigError if the schedule cannot be made."""
 
     def time(self, config: Config) -> StepTime:
-        """The time of a step, soon and up to a tenth off."""
+        """Return the estimated time of a step, quickly and up to a tenth off."""
 
     def simulated(self, config: Config) -> StepTime:
-        """The same more exactly, and more slowly."""
+        """Return the simulated time of a step, more exactly than `time` and more slowly."""
 
 
 @dataclass(frozen=True)
@@ -72,12 +72,12 @@ class Row:
 
     @property
     def memory_bytes(self) -> int:
-        """Those of the fullest rank."""
+        """Return the bytes of memory of the fullest rank."""
         return self.report.total
 
     @property
     def seconds(self) -> float:
-        """Those of a step. Raises ValueError if no time was planned."""
+        """Return the predicted seconds of a step. Raises ValueError if no time was planned."""
         if self.time is None:
             raise ValueError("the time of a layout that does not fit is not planned")
         return self.time.seconds

@@ -184,7 +184,7 @@ class Space:
         return list(candidates)
 
     def _with_given(self, name: str, candidates: Iterable[Any]) -> list[Any]:
-        """The same with the value of the given config, which may be none of `candidates`."""
+        """Return `_values` with the value of the given config, which may be none of `candidates`."""
         return sorted(self._values(name, {*candidates, getattr(self._given, name)}))
 
     def _grids(self) -> Iterator[Candidate]:

@@ -181,7 +181,10 @@ def sum_of_losses(main_losses: Sequence[Tensor], ctx: ParallelContext) -> Tensor
 
 
 def judge_step(state: TrainState, sums: StepSums) -> Tensor:
-    """Return whether the step must not update weights, a 0-d bool on the device. The host waits for nothing."""
+    """Return whether the step must not update weights, a 0-d bool on the device. The host waits for nothing.
+
+    Without a dynamic loss scale `state.failed` is set by a step that is not finite (`TrainState`).
+    """
     finite = sums.loss.isfinite() & sums.grad_norm.isfinite()
     if state.loss_scale.dynamic:
         # It may be an overflow, after which training goes on. The host knows it before it queues the next step, because

@@ -53,7 +53,7 @@ class Lora(nn.Module):
 
     @classmethod
     def of_rows(cls, rule: LoraRule, name: str, shape: Sizes, sharding: Sharding) -> "Lora":
-        """Of a matrix cut by its inputs: A is cut alike. Each rank has a part of A x, and so of B's gradient."""
+        """Make the adapter of a matrix cut by its inputs. A is cut too: ranks have parts of A x and of B's gradient."""
         out_features, in_features = shape
         a = make_piece(f"{name}.lora_a", (rule.rank, in_features), {1: cut(in_features, sharding.tp)})
         b = shared_piece(f"{name}.lora_b", (out_features, rule.rank), sharding.tp, partial=True)
@@ -62,7 +62,7 @@ class Lora(nn.Module):
 
     @classmethod
     def of_whole(cls, rule: LoraRule, name: str, shape: Sizes, sharding: Sharding) -> "Lora":
-        """Of a matrix that is whole on every rank. Under sequence parallelism each rank has tokens of its own."""
+        """Make the adapter of a matrix that every rank has whole. Under sequence parallelism their tokens differ."""
         out_features, in_features = shape
         partial = sharding.sequence_parallel
         a = shared_piece(f"{name}.lora_a", (rule.rank, in_features), sharding.tp, partial=partial)

@@ -45,7 +45,7 @@ class ForwardContext:
         return largest
 
     def tokens_of_rank(self, sharding: Sharding) -> Tokens:
-        """Those of this rank between layers: all, or [s/tp, b] under sequence parallelism."""
+        """Return the tokens of this rank between layers: all, or [s/tp, b] under sequence parallelism."""
         return replace(self.tokens, positions_s=rows_of_rank(self.batch.positions_s, sharding))
 
 

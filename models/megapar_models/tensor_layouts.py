@@ -35,11 +35,11 @@ class Pairs:
     size: int
 
     def ours(self, rows: Tensor) -> Tensor:
-        """Their rows in our order."""
+        """Return rows of Hugging Face's order in the order of megapar."""
         return self._turned(rows, (self.size // 2, 2))
 
     def theirs(self, rows: Tensor) -> Tensor:
-        """Our rows in their order."""
+        """Return rows of megapar's order in the order of Hugging Face."""
         return self._turned(rows, (2, self.size // 2))
 
     def _turned(self, rows: Tensor, sizes: tuple[int, int]) -> Tensor:

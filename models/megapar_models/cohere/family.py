@@ -32,7 +32,7 @@ _MODEL_TYPES = {
 
 
 def _pairs(model: CohereModel) -> dict[str, Pairs]:
-    """Their rotary pairs are neighbors."""
+    """Return the tensors of q and k, whose rotary pairs are neighbors in Hugging Face's files."""
     return dict.fromkeys(_ROTATED, Pairs(model.head_dim, 0, model.head_dim))
 
 

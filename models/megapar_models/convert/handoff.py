@@ -94,11 +94,11 @@ class SentBucket:
 
     @property
     def names(self) -> set[str]:
-        """The logical names of ours in the bucket."""
+        """Return the logical names of the bucket's tensors."""
         return {part.name for theirs in self.tensors for part in theirs.recipe.parts}
 
     def names_of(self, dtype: torch.dtype) -> set[str]:
-        """Those of `names` that are handed over in `dtype`."""
+        """Return the logical names of the bucket's tensors that are handed over in `dtype`."""
         return {part.name for theirs in self.tensors if theirs.info.dtype == dtype for part in theirs.recipe.parts}
 
 
