@@ -14,6 +14,7 @@ import pytest
 from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
 
+from megapar.activations.recompute import Mode
 from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import (
@@ -29,7 +30,7 @@ from megapar.config.options import (
 from megapar.declare.batch import PipelineStage
 from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
-from megapar.plan.levers import ALL_LAYERS, LEVERS, changes_of_options
+from megapar.plan.levers import ALL_LAYERS, LEVERS, MODES, advise, changes_of_options
 from megapar.plan.memory import fullest_rank, report_rank, reports
 from megapar.plan.moments import WINDOW, without_repeats
 from megapar.plan.parts import Parts
@@ -301,6 +302,26 @@ def test_levers_that_exclude_each_other_are_not_named_together() -> None:
     assert "main_weights" not in verdict.text
 
 
+@pytest.mark.parametrize("recompute", MODES)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_what_is_advised_without_a_plan_runs_by_itself(device: str, recompute: Mode) -> None:
+    """With everything else at its strongest, so that the dearer levers come to be named."""
+    config = Config(
+        model=ModelConfig(hidden_size=64, num_hidden_layers=8, num_attention_heads=4, vocab_size=512),
+        train=TrainConfig(recompute=recompute, micro_batch_size=1, precision="bf16"),
+        kernels=KernelsConfig(loss_chunk=1024),
+        launch=LaunchConfig(device=device),
+    )
+    said = advise(config)
+    named = re.findall(r"([a-z_]+\.[a-z_]+) ([\w.]+)(?: or ([\w.]+))? \(now", said.replace("larger parallel", ""))
+    values = {(option, value) for option, *values in named for value in values if value}
+    types = {option: type(value) for option, value in flatten(config).items()}
+    assert values, said
+    for option, value in values:
+        own = flatten(config) | {option: types[option](value)}
+        validate(unflatten(own, type(config.model)), 1)
+
+
 def changed(config: Config, values: dict[str, Any], without: str) -> Config:
     """The config with these values, by dotted path."""
     taken = {path: value for path, value in values.items() if path != without}
@@ -324,7 +345,7 @@ def test_where_some_layers_are_recomputed_all_may_be(some: dict[str, Any], words
     )
     total = fullest_rank(validate(given, 1), PARTS).total
     verdict = judge(given, lambda config: validate(config, 1), PARTS, Capacity("x", total - 1, 0))
-    assert f"; would fit: train.recompute_{'every' if 'every' in words else 'layers'}" in verdict.text
+    assert f"; would fit: train.{next(iter(some))} " in verdict.text
     assert words in verdict.text
 
 

@@ -5,31 +5,33 @@ Verdicts, the line about memory that has run out, train.memory_gb, the search an
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from typing import get_args
 
 from megapar.activations.recompute import Mode
-from megapar.config.options import Config, flatten
+from megapar.config.messages import shown
+from megapar.config.options import BY_LAYER, Config, flatten
 from megapar.optimizer.table import find
 from megapar.plan.target import planned_device
 
 MODES: tuple[Mode, ...] = get_args(Mode)
-"""Values of train.recompute. Each saves more than the one before."""
+"""Values of train.recompute, from the one that recomputes nothing to the one that recomputes most."""
 EVERY = (8, 6, 4, 3, 2, 1)
 """Values of train.recompute_every. Each saves more than the one before."""
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of the state, or of layers' inputs, in host memory."""
 LOSS_CHUNK = 1024
 """Tokens with logits in memory at one time."""
-ALL_LAYERS = "with no number, which are all"
-"""The words for an empty train.recompute_layers."""
+ALL_LAYERS = "empty (recompute every layer)"
+"""The words for train.recompute_layers without a number."""
 
 
 @dataclass(frozen=True)
 class Lever:
     """An option, by dotted path, with values that save memory.
 
-    `stronger` returns the values that save more than the value of a config, the mildest first, and none where the
-    option does not apply. `costs` says what a user pays.
+    `values` and `costs` say for docs/questions.md which values these are, and what a user pays. `stronger` returns the
+    values that save more than the value of a config, the mildest first, and none where the option does not apply.
     """
 
     option: str
@@ -142,13 +144,20 @@ def describe(change: Change) -> str:
 
 def advise(config: Config) -> str:
     """Name the three cheapest levers that apply to a run, each with the value of the run. Nothing is planned."""
-    present = flatten(config)
-    texts = []
-    for lever in LEVERS:
-        values = [describe((lever.option, value)) for value in lever.stronger(config)]
-        if values:
-            words = values[0] if len(values) == 1 else f"{values[0]} or {values[-1].removeprefix(lever.option + ' ')}"
-            texts.append(f"{words} (now {present[lever.option]})")
-    texts += [f"larger parallel.{axis} (now {getattr(config.parallel, axis)})" for axis in AXES]
-    first, second, third, *_ = texts
+    first, second, third = islice(_advice(config), 3)
     return f"try {first}, {second} or {third}"
+
+
+def _advice(config: Config) -> Iterator[str]:
+    """Yield the levers that apply by themselves, the cheapest first, and then the axes."""
+    present = flatten(config)
+    for lever in LEVERS:
+        if lever.option == "train.offload" and config.train.recompute not in BY_LAYER:
+            continue  # the inputs of recomputed layers alone can be in host memory
+        values = lever.stronger(config)
+        if values:
+            words = describe((lever.option, values[0]))
+            words += f" or {values[-1]}" if len(values) > 1 else ""
+            yield f"{words} (now {shown(present[lever.option])})"
+    for axis in AXES:
+        yield f"larger parallel.{axis} (now {getattr(config.parallel, axis)})"
