@@ -79,7 +79,7 @@ class Muon(SGD):
 
     @classmethod
     def matrix_products(cls, rows: int, columns: int) -> list[tuple[int, int, int]]:
-        """Return those of Newton-Schulz: of each round m x m x n, m x m x m and m x n x m, with m <= n."""
+        """Return the products of Newton-Schulz: in each round m x m x n, m x m x m and m x n x m, with m <= n."""
         m, n = sorted((rows, columns))
         return [(m, m, n), (m, m, m), (m, n, m)] * ROUNDS
 
