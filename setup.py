@@ -1,4 +1,5 @@
-"""One distribution: the import packages megapar (the framework), megapar_models and megapar_kernels, and the programs.
+"""One distribution: the import packages megapar (what trains), megapar_models, megapar_kernels and megapar_tools (what
+people run beside training), and the programs.
 
 The folders of the programs are no packages in a checkout, where a person runs them by their path. An installation has
 them as megapar_programs, beside each other as here, and the command `megapar` starts them.
@@ -31,18 +32,21 @@ setup(
         "megapar": "megapar",
         "megapar_models": "models/megapar_models",
         "megapar_kernels": "kernels/megapar_kernels",
+        "megapar_tools": "tools/megapar_tools",
         "megapar_programs.pretrain_scripts": "pretrain_scripts",
         "megapar_programs.tools": "tools",
     },
     packages=[
         *find_packages(".", include=["megapar", "megapar.*"]),
         *find_packages("models"),
+        *find_packages("tools", include=["megapar_tools", "megapar_tools.*"]),
         "megapar_kernels",
         "megapar_programs.pretrain_scripts",
         "megapar_programs.tools",  # without tools/benchmarks, which measure a checkout
     ],
     package_data={
-        "megapar": ["py.typed", "migrate/flags/*.toml", "plan/machines/*.toml", "dashboard/*.*"],
+        "megapar": ["py.typed"],
+        "megapar_tools": ["migrate/flags/*.toml", "plan/machines/*.toml", "dashboard/*.*"],
         "megapar_programs.pretrain_scripts": ["configs/*.toml"],
         "": ["presets/*.toml"],
     },

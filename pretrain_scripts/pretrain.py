@@ -9,16 +9,16 @@ from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, sam
 
 from megapar.comm.flight import Board
 from megapar.config.files import load
-from megapar.dashboard.page import ReportAtEnd
 from megapar.launch.rank_process import job
 from megapar.launch.reporting import begin_program, exits_refused, reported
 from megapar.launch.restarts import read_job, run_job
-from megapar.migrate.hints import hint
 from megapar.observe.report import write_run_header
-from megapar.plan.run_plan import RunPlan
 from megapar.system.environment import Environment
 from megapar.train.checkpoints import lock_run_dir
 from megapar.train.data import go_on, identity, open_loaders
+from megapar.train.doors import hint
+from megapar.train.report_at_end import ReportAtEnd
+from megapar.train.run_plan import RunPlan
 from megapar.train.trainer import TrainingRun, initializes_by_unit, start, train
 
 

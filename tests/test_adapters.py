@@ -9,6 +9,7 @@ import torch
 from megapar_models.build import build_stages
 from megapar_models.convert import adapters as files
 from megapar_models.deepseek.model import DeepseekExperts
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.base.errors import CheckpointError, ConfigError
@@ -28,7 +29,6 @@ from megapar.tensor_parallel.layers import ColumnParallelLinear
 from megapar.tensor_parallel.lora import lora_of_columns
 from megapar.train.checkpoints import Saver
 from megapar.train.trainer import start
-from megapar.verify import logical
 from tests.support import adapters, tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.grid import (

@@ -10,11 +10,11 @@ from megapar_models.build import StageBuilder, stage_layers
 from megapar_models.counts import WholeModel
 from megapar_models.qwen3_moe.model import Qwen3MoeExperts, Qwen3MoeModel
 from megapar_models.registry import validate
+from megapar_tools.plan import measure
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
-from megapar.plan import measure
 from tests.support import program
 
 SIZES = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}

@@ -10,9 +10,9 @@ sys.path.append(str(Path(__file__).parents[1] / "tools"))
 
 import calibrate
 from benchmarks.ranks import run_ranks
+from megapar_tools.plan.hardware import Hardware, Link, load, write
 
 from megapar.base.errors import ConfigError
-from megapar.plan.hardware import Hardware, Link, load, write
 
 
 def test_a_fit_of_products_recovers_the_rate_and_the_half_sizes() -> None:

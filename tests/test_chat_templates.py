@@ -7,11 +7,11 @@ from typing import Any
 
 import jinja2
 import pytest
+from megapar_tools.prepare.chat_data import example_of, marked
 
 from megapar.base.errors import ConfigError, DataError
 from megapar.data import template_process
 from megapar.data.chat import ChatTemplate, load_template
-from megapar.data.chat_data import example_of, marked
 from megapar.data.chat_masks import Rendered, rendered
 from megapar.data.conversations import ConversationContext, conversation_of
 from megapar.data.row_keys import Keys

@@ -14,15 +14,15 @@ import pytest
 import torch
 from megapar_models.llama.model import LlamaModel
 from megapar_models.registry import FOR_OPTIONS, named_configs, presets, validate
+from megapar_tools.migrate import carry, sources
+from megapar_tools.migrate.account import Account, account_of, report
+from megapar_tools.migrate.carry import Option, move
+from megapar_tools.migrate.job import plain
+from megapar_tools.migrate.shell import Launch, launch_of, read_launch
+from megapar_tools.migrate.table import TABLE
 
 from megapar.base.errors import CheckpointError, ConfigError
 from megapar.config.options import flatten
-from megapar.migrate import carry, sources
-from megapar.migrate.account import Account, account_of, report
-from megapar.migrate.carry import Option, move
-from megapar.migrate.job import plain
-from megapar.migrate.shell import Launch, launch_of, read_launch
-from megapar.migrate.table import TABLE
 from megapar.optimizer.schedule import learning_rate
 from tests.support.megatron_folders import args_of
 from tests.support.options import load

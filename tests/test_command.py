@@ -101,7 +101,7 @@ def test_the_wheel_has_every_module_program_preset_and_config(wheel: Path) -> No
     files = contents(wheel)
     programs = [*(ROOT / "tools").glob("*.py"), *(ROOT / "pretrain_scripts").glob("**/*.py"), *CONFIGS.glob("*.toml")]
     needed = {relative(path) for path in (*LIBRARY, *(ROOT / "models").rglob("*.toml"))}
-    needed = {name.removeprefix("models/").removeprefix("kernels/") for name in needed}
+    needed = {name.removeprefix("models/").removeprefix("kernels/").removeprefix("tools/") for name in needed}
     needed |= {f"megapar_programs/{relative(path)}" for path in programs}
     assert needed - {*files} == set()
     assert "megapar/py.typed" in files

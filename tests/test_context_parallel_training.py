@@ -12,6 +12,8 @@ from megapar_models.layer_kind import LayerKind
 from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
 from megapar_models.llama.model import LlamaStage
 from megapar_models.registry import validate
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_gradients, held_weights
 from torch import Tensor, nn
 
 from megapar.base.errors import ConfigError, DataError
@@ -29,8 +31,6 @@ from megapar.declare.sharding import Sharding
 from megapar.declare.stage_set import AddedLoss, Declared
 from megapar.observe.metrics import attention_load
 from megapar.step.step import train_step
-from megapar.verify import logical
-from megapar.verify.logical import held_gradients, held_weights
 from tests.support import close
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, Layout, bitwise, make_state, micro_batches
@@ -179,7 +179,7 @@ def test_masks_are_those_of_whole_samples() -> None:
 @pytest.mark.parametrize("model", [FOUR_KV_HEADS, GPT_WITHOUT_DROPOUT], ids=["llama", "gpt"])
 def test_activations_are_divided_by_cp(model: Any, form: Any) -> None:
     """Fault cp-option-ignored: by the plan, and its bytes equal those of real ranks (tests/test_dry_run.py)."""
-    from megapar.plan.memory import reports
+    from megapar_tools.plan.memory import reports
 
     kept = {}
     for cp in (1, 2, 4):

@@ -7,14 +7,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_gradients
 
 from megapar.config.options import Config, DataConfig
 from megapar.context_parallel import deal
 from megapar.step.evaluation import evaluate
 from megapar.step.step import train_step
 from megapar.train.data import open_loaders
-from megapar.verify import logical
-from megapar.verify.logical import held_gradients
 from tests.support import close
 from tests.support.conversations import write_pair
 from tests.support.distributed import run_ranks

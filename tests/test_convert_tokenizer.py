@@ -13,10 +13,10 @@ import sentencepiece
 import tokenizers
 from megapar_models.convert.tokenizer_files import TEXTS, check_texts, differences, sentencepiece_json
 from megapar_models.convert.word_pattern import InexpressibleError
+from megapar_tools.prepare.preprocess import PreprocessOptions, preprocess
 
 from megapar.base.errors import CheckpointError, DataError
 from megapar.config.options import CheckpointConfig, DataConfig
-from megapar.data.preprocess import PreprocessOptions, preprocess
 from megapar.data.tokenizer import SentencePieceTokenizer, load_tokenizer, train_sentencepiece
 from tests.support.exports import make_checkpoint, make_run, report
 from tests.support.sweeps import slow_but

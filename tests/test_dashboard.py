@@ -19,14 +19,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megapar_tools.dashboard import server
+from megapar_tools.dashboard.curves import Curve, Curves
+from megapar_tools.dashboard.page import write_report
+from megapar_tools.dashboard.record import RunFolder
+from megapar_tools.dashboard.server import Dashboard
 
 from megapar.base.errors import ConfigError, DataError
-from megapar.dashboard import server
-from megapar.dashboard.curves import Curve, Curves
-from megapar.dashboard.page import ReportAtEnd, write_report
-from megapar.dashboard.record import RunFolder
-from megapar.dashboard.server import Dashboard
 from megapar.system.atomic_files import as_json
+from megapar.train.report_at_end import ReportAtEnd
 from tests.support import program
 from tools import report as report_tool
 from tools import status
@@ -161,8 +162,8 @@ def test_a_huge_folder_takes_bounded_memory_and_its_end_is_shown(tmp_path: Path)
     append(tmp_path / "metrics.jsonl", {"step": 8, "loss": 3.0, "step_seconds": 1.0})
     append(tmp_path / "events.jsonl", {"time": NOW, "event": "start", "step": 0})
     program = (
-        "import pathlib, resource, sys; from megapar.dashboard.page import write_report;"
-        "from megapar.dashboard import curves; curves._MOST_BYTES = 1 << 26;"
+        "import pathlib, resource, sys; from megapar_tools.dashboard.page import write_report;"
+        "from megapar_tools.dashboard import curves; curves._MOST_BYTES = 1 << 26;"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss;"
         "print(write_report(pathlib.Path(sys.argv[1])));"
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

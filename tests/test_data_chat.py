@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megapar_tools.prepare.chat_data import ChatCounts, Example, end_token, example_of, examples, marked
 from numpy.typing import NDArray
 
 from megapar.base.errors import ConfigError, DataError
 from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
-from megapar.data.chat_data import ChatCounts, Example, end_token, example_of, examples, marked
 from megapar.data.chat_masks import rendered
 from megapar.data.conversations import Conversation, conversation_of, read_conversations
 from megapar.data.indexed import IndexedDataset

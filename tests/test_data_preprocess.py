@@ -21,15 +21,22 @@ import numpy as np
 import pytest
 import tokenizers
 import zstandard
+from megapar_tools.prepare import preprocess as preprocessing
+from megapar_tools.prepare.preprocess import (
+    PartSpans,
+    PreprocessOptions,
+    TextCounts,
+    encode,
+    preprocess,
+    read_documents,
+)
 from numpy.typing import NDArray
 
 from megapar.base.errors import ConfigError, DataError
 from megapar.data import corpus, prepared
-from megapar.data import preprocess as preprocessing
 from megapar.data.corpus import DocumentPlace, FileRange, Reading, cut, find_files
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.prepared import first_occurrences, merge_prepared, read_sidecar, split, verify
-from megapar.data.preprocess import PartSpans, PreprocessOptions, TextCounts, encode, preprocess, read_documents
 from megapar.data.tokenizer import ByteTokenizer, train_sentencepiece
 from megapar.data.workers import run, worker_pool
 from tests.support.faults import gone
@@ -344,8 +351,8 @@ def test_the_number_of_workers_changes_no_byte(tmp_path: Path, small_shards: Non
 KILLED_RUN = """
 import multiprocessing, os, signal
 from pathlib import Path
-from megapar.data import preprocess as preprocessing
-from megapar.data.preprocess import PreprocessOptions, preprocess
+from megapar_tools.prepare import preprocess as preprocessing
+from megapar_tools.prepare.preprocess import PreprocessOptions, preprocess
 
 def stop(counts):
     if len([path for path in Path("out.parts").glob("*.json") if "draft" not in path.name]) >= 5:

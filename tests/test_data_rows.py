@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megapar_tools.prepare.chat_data import ChatCounts
+from megapar_tools.prepare.preferences import members, pair_of
 
 from megapar.data.chat import ChatTemplate
-from megapar.data.chat_data import ChatCounts
 from megapar.data.chat_masks import rendered
 from megapar.data.conversations import Conversation, conversation_of, rows
-from megapar.data.preferences import members, pair_of
 from megapar.data.prepared import read_sidecar
 from megapar.data.row_keys import Keys
 from megapar.data.template_process import TemplateProcess

@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megapar_tools.prepare.preprocess import PreprocessOptions, preprocess
 
 from megapar.base.errors import ConfigError, DataError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, TrainConfig
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import write_sidecar
-from megapar.data.preprocess import PreprocessOptions, preprocess
 from megapar.data.tokenizer import load_tokenizer, made_by, train_sentencepiece
 from megapar.train import data as train_data
 from tests.support.tokenizers import byte_pairs, hugging_face

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from markdown.extensions.toc import slugify, unique
 from megapar_models.registry import FOR_OPTIONS
+from megapar_tools.migrate.table import TABLE
 
 from megapar.base import errors
-from megapar.migrate.table import TABLE
 from tests.support.documents import DOCUMENTS
 from tests.support.source_tree import ROOT, imports, setup_argument
 from tools import docs_hooks
@@ -109,6 +109,14 @@ def linked_files(text: str) -> list[str]:
     return re.findall(r"\]\(\.\./([^)]+\.py)\)", text)
 
 
+FOLDERS_OF_PACKAGES = {
+    "megapar": ROOT,
+    "megapar_models": ROOT / "models",
+    "megapar_kernels": ROOT / "kernels",
+    "megapar_tools": ROOT / "tools",
+}
+
+
 def files_to_read(text: str) -> list[str]:
     """All files in the numbered rows of docs/reading.md."""
     return linked_files("\n".join(re.findall(r"^\| \d+ \|.*$", text, re.MULTILINE)))
@@ -119,7 +127,7 @@ def files_imported(name: str) -> set[str]:
     found = set()
     for module in imports(ROOT / name):
         parts = module.split(".")
-        folder = {"megapar": ROOT, "megapar_models": ROOT / "models", "megapar_kernels": ROOT / "kernels"}.get(parts[0])
+        folder = FOLDERS_OF_PACKAGES.get(parts[0])
         while folder and parts and not (path := folder.joinpath(*parts).with_suffix(".py")).is_file():
             parts.pop()
         if folder and parts:

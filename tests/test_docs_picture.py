@@ -70,7 +70,7 @@ def with_rooms_to_come() -> str:
     """The picture of a larger table than ours: a package more on two floors, and modules with long names."""
     may_import, modules = draw_architecture.rooms_and_modules()
     added = {
-        "megapar.plan": {"megapar.base", "megapar.pipeline"},
+        "megapar_tools.plan": {"megapar.base", "megapar.pipeline"},
         "megapar.launching_of_ranks": {"megapar.base"},
     }
     may_import = {**may_import, **added, "main": may_import["main"] | {*added}}

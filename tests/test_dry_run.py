@@ -12,6 +12,7 @@ import pytest
 import torch
 from megapar_models.counts import WholeModel
 from megapar_models.registry import presets, validate
+from megapar_tools.plan.memory import RankReport, report_rank, reports
 from torch import Tensor
 
 from megapar.config.derive import smallest_world
@@ -19,7 +20,6 @@ from megapar.config.messages import counted
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.plan.memory import RankReport, report_rank, reports
 from megapar.step.state import TrainState
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import (

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from megapar_kernels.activations import clamped_swiglu, swiglu
 from megapar_kernels.grouped import RowGroups
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.activations import recompute
@@ -33,7 +34,6 @@ from megapar.expert_parallel.route import RouterRule
 from megapar.expert_parallel.row_counts import experts_of
 from megapar.linear.low_rank import LoraRule
 from megapar.linear.products import MatrixProducts
-from megapar.verify import logical
 from tests.support.distributed import run_ranks
 from tests.support.flat import flatten
 from tests.support.kernel_checks import DEVICE, needs_triton

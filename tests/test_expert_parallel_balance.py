@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.base.grid import Grid
@@ -18,7 +19,6 @@ from megapar.declare.tally import end_step
 from megapar.expert_parallel import balance, route
 from megapar.expert_parallel.balance import BalanceRule, Router
 from megapar.expert_parallel.route import RouterRule
-from megapar.verify import logical
 from tests.support import close
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 from megapar_kernels import backend, dispatch
 from megapar_models.registry import presets, validate
+from megapar_tools.plan.durations import BACKWARD_ATTENTION, FORWARD_ATTENTION, PRODUCTS
+from megapar_tools.plan.durations import KERNELS as OTHER_KERNELS
+from megapar_tools.plan.hardware import load as load_machine
+from megapar_tools.plan.memory import reports
+from megapar_tools.plan.step_time import OPTIMIZER, step_time
 
 from megapar.config.options import Config, KernelsConfig, ParallelConfig, TrainConfig
-from megapar.plan.durations import BACKWARD_ATTENTION, FORWARD_ATTENTION, PRODUCTS
-from megapar.plan.durations import KERNELS as OTHER_KERNELS
-from megapar.plan.hardware import load as load_machine
-from megapar.plan.memory import reports
-from megapar.plan.step_time import OPTIMIZER, step_time
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 from tests.support.options import load
 from tests.support.plans import PARTS

@@ -5,14 +5,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_weights
+from megapar_tools.verify.run import see_gradients
 from torch import Tensor
 
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.step.step import train_step
-from megapar.verify import logical
-from megapar.verify.logical import held_weights
-from megapar.verify.run import see_gradients
 from tests.support import close
 from tests.support.distributed import run_ranks
 from tests.support.grid import (

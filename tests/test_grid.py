@@ -14,13 +14,13 @@ import pytest
 import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_gradients
 
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.step.step import train_step
-from megapar.verify import logical
-from megapar.verify.logical import held_gradients
 from tests.support import close, cover
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.factors import COVER, SPACE, layout_of

@@ -10,12 +10,12 @@ from functools import cache
 
 import pytest
 import torch
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_weights
+from megapar_tools.verify.run import see_gradients
 from torch import Tensor
 
 from megapar.step.step import train_step
-from megapar.verify import logical
-from megapar.verify.logical import held_weights
-from megapar.verify.run import see_gradients
 from tests.support.distributed import apart, run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, SAMPLES, Layout, make_state, micro_batches, name
 from tests.support.sweeps import slow_but

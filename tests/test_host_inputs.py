@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_tools.plan.memory import host_bytes_of_inputs, report_rank
 from torch import Tensor
 
 from megapar.activations import recompute
@@ -17,7 +18,6 @@ from megapar.base.errors import ConfigError, NumericError
 from megapar.config.options import Config
 from megapar.observe import memory_report
 from megapar.observe.kept import KeptBytes
-from megapar.plan.memory import host_bytes_of_inputs, report_rank
 from megapar.step.evaluation import evaluate
 from megapar.step.step import train_step
 from megapar.system.side_stream import SideStream

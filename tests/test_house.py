@@ -18,7 +18,8 @@ from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, imp
 
 # Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
-KERNELS, MODELS = "megapar_kernels", "megapar_models"
+KERNELS, MODELS, TOOLS = "megapar_kernels", "megapar_models", "megapar_tools"
+DOORS = "megapar.train.doors"
 CONVERT, JUDGING = f"{MODELS}.convert", f"{MODELS}.judging"
 PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchmarks is imported as benchmarks
 BASE, SYSTEM, COMM, CONFIG = (f"megapar.{name}" for name in ("base", "system", "comm", "config"))
@@ -26,6 +27,7 @@ BASE, SYSTEM, COMM, CONFIG = (f"megapar.{name}" for name in ("base", "system", "
 GROUND = {BASE, SYSTEM, COMM, CONFIG, *(f"megapar.{name}" for name in ("linear", "declare", "activations"))}
 ENGINES = {f"megapar.{name}" for name in ("pipeline", "data_parallel", "optimizer", "data", "checkpoint")}
 LAYERS = {f"megapar.{name}" for name in ("tensor_parallel", "context_parallel", "expert_parallel")}
+RUN = {f"megapar.{name}" for name in ("launch", "step", "observe")}
 MAY_IMPORT: dict[str, set[str]] = {
     KERNELS: set(),
     BASE: {KERNELS},
@@ -45,42 +47,23 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megapar.checkpoint": GROUND,
     MODELS: {*GROUND, *LAYERS, KERNELS},
     CONVERT: {*GROUND, "megapar.checkpoint", "megapar.data", MODELS},  # only programs import it, and judging
-    "megapar.migrate": {BASE, SYSTEM, CONFIG},  # commands of other frameworks, read for programs
     # Only programs import it.
-    JUDGING: {*GROUND, *LAYERS, *ENGINES, "megapar.migrate", "megapar.step", "megapar.train", MODELS, CONVERT},
+    JUDGING: {*GROUND, *LAYERS, *ENGINES, "megapar.step", "megapar.train", MODELS, CONVERT},
     # The schedule and the optimizers decide which ranks are connected (grid.py).
     "megapar.launch": {*GROUND, "megapar.pipeline", "megapar.data_parallel", "megapar.optimizer"},
     "megapar.step": {*GROUND, *ENGINES},
-    "megapar.trace": {*GROUND, "megapar.launch", "megapar.pipeline"},
     "megapar.observe": {*GROUND, "megapar.step", "megapar.context_parallel", *ENGINES},
-    "megapar.train": {
-        *GROUND,
-        "megapar.context_parallel",
-        "megapar.launch",
-        "megapar.step",
-        "megapar.observe",
-        *ENGINES,
-    },
-    "megapar.plan": {
-        *GROUND,
-        *("megapar.launch", "megapar.step", "megapar.observe", "megapar.train", "megapar.trace"),
-        *ENGINES,
-    },
-    # Reads the folders of runs, and shows them.
-    "megapar.dashboard": {*GROUND, "megapar.step", "megapar.observe", "megapar.trace", "megapar.launch", *ENGINES},
-    # It runs all of them, and compares: programs and tests import it, and no other room.
-    "megapar.verify": {
-        *GROUND,
-        *LAYERS,
-        *ENGINES,
-        *("megapar.launch", "megapar.step", "megapar.observe", "megapar.train"),
-    },
+    "megapar.train": {*GROUND, "megapar.context_parallel", *RUN, *ENGINES},
+    # Next door: what people run beside training. Training imports none of it but through DOORS.
+    f"{TOOLS}.migrate": {BASE, SYSTEM, CONFIG},  # commands of other frameworks, read for programs
+    f"{TOOLS}.prepare": {BASE, SYSTEM, CONFIG, "megapar.data"},  # texts and conversations as tokens
+    f"{TOOLS}.trace": {*GROUND, "megapar.launch", "megapar.pipeline"},
+    f"{TOOLS}.plan": {*GROUND, *RUN, "megapar.train", f"{TOOLS}.trace", *ENGINES},
+    f"{TOOLS}.dashboard": {*GROUND, *RUN, f"{TOOLS}.trace", *ENGINES},  # reads the folders of runs, and shows them
+    f"{TOOLS}.verify": {*GROUND, *LAYERS, *ENGINES, *RUN, "megapar.train"},  # runs all of them, and compares
     "main": {
-        *(*GROUND, KERNELS, MODELS, CONVERT, JUDGING, *LAYERS, *ENGINES, "megapar.launch"),
-        *(
-            f"megapar.{name}"
-            for name in ("step", "observe", "train", "trace", "migrate", "plan", "verify", "dashboard")
-        ),
+        *(*GROUND, KERNELS, MODELS, CONVERT, JUDGING, *LAYERS, *ENGINES, *RUN, "megapar.train"),
+        *(f"{TOOLS}.{name}" for name in ("migrate", "prepare", "trace", "plan", "dashboard", "verify")),
     },
 }
 # Single modules that reach further: how many stages there are, which layers each holds and where it lives is the
@@ -89,6 +72,12 @@ ALSO = {
     ("megapar_models.build", "megapar.pipeline.partition"),
     ("megapar_models.build", "megapar.pipeline.schedules"),
     ("megapar_models.registry", "megapar.pipeline.schedules"),
+    # The doors, which a run opens for an option, an unknown flag or an error.
+    *((DOORS, f"{TOOLS}.{module}") for module in ("migrate.hints", "dashboard.page", "dashboard.status", "plan")),
+    *(
+        (DOORS, f"{TOOLS}.plan.{module}")
+        for module in ("parts", "choose_memory", "choose_schedule", "measure", "memory", "predicted", "verdict")
+    ),
 }
 
 ONLY_CALLERS_OF_DISTRIBUTED = {
@@ -138,7 +127,7 @@ FORBIDDEN = re.compile(
 def module_name(path: Path) -> str:
     """megapar.data.loader, megapar_models.build, tools.plot: as an import, or for a program as its path, spells it."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    if len(parts) > 2 and parts[1] in (MODELS, KERNELS):
+    if len(parts) > 2 and parts[1] in (MODELS, KERNELS, TOOLS):
         parts = parts[1:]
     return ".".join(part for part in parts if part != "__init__")
 
@@ -165,7 +154,7 @@ def room(module: str) -> str:
 
 
 def ours(name: str) -> bool:
-    return within(name, "megapar", MODELS, KERNELS, *PROGRAMS)
+    return within(name, "megapar", MODELS, KERNELS, TOOLS, *PROGRAMS)
 
 
 # Who may import whom
@@ -300,22 +289,25 @@ def test_functions_files_and_project_stay_small() -> None:
 
 
 def closure(*modules: str) -> set[Path]:
-    """Files of ours imported by these modules, directly or not."""
+    """Files of ours imported by these modules, directly or not, while no door to megapar_tools is opened."""
     by_name = {module_name(path): path for path in SOURCES}
     waiting, seen = [by_name[module] for module in modules], set()
     while waiting:
         path = waiting.pop()
         seen.add(path)
         names = {part for name in imports(path) for part in (name, name.rpartition(".")[0])}
+        if module_name(path) == DOORS:
+            names = {name for name in names if not within(name, TOOLS)}
         waiting += [by_name[name] for name in names if name in by_name and by_name[name] not in seen]
     return seen
 
 
-def test_a_training_imports_no_preparation_conversion_or_benchmark() -> None:
+def test_a_training_imports_nothing_that_people_run_beside_it() -> None:
+    """tests/test_doors.py looks into a rank that trains."""
     files = closure("pretrain_scripts.pretrain")
     names = {relative(path) for path in files}
     assert "megapar/step/step.py" in names
-    others = ("tools/", "megapar/data/preprocess.py", "models/megapar_models/convert/")
+    others = ("tools/", "models/megapar_models/convert/")
     assert not [name for name in names if name.startswith(others)]
 
 
@@ -447,7 +439,7 @@ def test_an_installation_has_every_module_and_preset(tmp_path: Path) -> None:
     subprocess.run([*command, str(tmp_path)], cwd=ROOT, capture_output=True, check=True)
     built = {path.relative_to(tmp_path / "lib").as_posix() for path in (tmp_path / "lib").rglob("*") if path.is_file()}
     needed = {relative(path) for path in (*LIBRARY, *(ROOT / "models").rglob("*.toml"))}
-    missing = {name.removeprefix("models/").removeprefix("kernels/") for name in needed} - built
+    missing = {name.removeprefix("models/").removeprefix("kernels/").removeprefix("tools/") for name in needed} - built
     assert not missing, f"setup.py leaves out {sorted(missing)}"
     assert sum(name.endswith(".toml") for name in built) > 14
 

@@ -94,7 +94,15 @@ def test_one_command_runs_the_lanes(tmp_path: Path, words: tuple[str, ...], pass
 def test_groups_name_files_that_are_there() -> None:
     there = [
         path.relative_to(ROOT).as_posix()
-        for folder in ("", "docs/", "megapar/migrate/", "pretrain_scripts/", "tools/", "tools/benchmarks/", "tests/")
+        for folder in (
+            "",
+            "docs/",
+            "tools/megapar_tools/migrate/",
+            "pretrain_scripts/",
+            "tools/",
+            "tools/benchmarks/",
+            "tests/",
+        )
         for path in ROOT.glob(f"{folder}*.*")
     ]
     for name, group in lanes.GROUPS.items():
@@ -118,7 +126,7 @@ GPUS, PICTURE = "checks of a machine with GPUs", "the architecture's picture"
         (["tests/test_grid.py"], [GPUS]),
         (["docs/data.md"], ["documents"]),
         (["tools/benchmarks/kernels/ops.py"], ["benchmarks", PICTURE]),
-        (["megapar/migrate/table.py"], ["migration", PICTURE]),  # a pattern
+        (["tools/megapar_tools/migrate/table.py"], ["migration", PICTURE]),  # a pattern
         (["megapar/config/options.py"], ["migration", PICTURE]),  # test_come_over imports it
         (["tests/test_survey.py"], [GPUS, "makers of pages"]),
         (None, [*lanes.GROUPS]),  # nobody knows

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models.registry import presets, validate
+from megapar_tools.plan import choose_memory, hardware
+from megapar_tools.plan.choose_memory import check_memory, choices, in_ranges, with_choices_of
+from megapar_tools.plan.memory import fullest_rank
+from megapar_tools.plan.step_time import step_time
+from megapar_tools.plan.target import with_planned_kernels
+from megapar_tools.plan.verdict import Capacity, for_uneven_experts, judge
 
 from megapar.base.errors import ConfigError
 from megapar.config.derive import recomputed_layers
 from megapar.config.options import Config
-from megapar.plan import choose_memory, hardware
-from megapar.plan.choose_memory import check_memory, choices, in_ranges, with_choices_of
-from megapar.plan.memory import fullest_rank
-from megapar.plan.step_time import step_time
-from megapar.plan.target import with_planned_kernels
-from megapar.plan.verdict import Capacity, for_uneven_experts, judge
 from tests.support import program
 from tests.support.options import load
 from tests.support.plans import PARTS

@@ -16,13 +16,13 @@ from megapar_models.counts import WholeModel
 from megapar_models.qwen3_moe.model import Qwen3MoeExperts
 from megapar_models.registry import FAMILIES, presets, validate
 from megapar_models.rotary_options import RopeScaling
+from megapar_tools.verify import logical
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config
 from megapar.declare import context
 from megapar.declare.batch import MicroBatch
-from megapar.verify import logical
 from tests.support import close, reference_models, tiny_models
 from tests.support.flat import flatten
 from tests.support.options import load

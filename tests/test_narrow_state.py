@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from megapar_models.registry import validate
+from megapar_tools.plan.memory import report_rank
 from torch import Tensor
 
 from megapar.base.errors import ConfigError
@@ -26,7 +27,6 @@ from megapar.declare.params import MAIN, Box, Init
 from megapar.declare.random import initial_values
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.logical_rows import lines, name_key
-from megapar.plan.memory import report_rank
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver, find, resume

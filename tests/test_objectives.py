@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from megapar_models.objectives import Losses, Objective, Scored
 from megapar_models.registry import validate
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.base.errors import ConfigError
@@ -18,7 +19,6 @@ from megapar.declare.batch import MicroBatch
 from megapar.step.evaluation import evaluate
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
-from megapar.verify import logical
 from tests.support import reference_models
 from tests.support.grid import (
     DENSE_BETWEEN,

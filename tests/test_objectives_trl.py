@@ -8,6 +8,7 @@ import pytest
 import torch
 from megapar_models.build import build_stages
 from megapar_models.registry import validate
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.config.options import Config, DataConfig, OptimizerConfig, TrainConfig
@@ -15,7 +16,6 @@ from megapar.declare import context
 from megapar.declare.batch import MicroBatch
 from megapar.step.step import train_step
 from megapar.train.trainer import assemble
-from megapar.verify import logical
 from tests.support import close
 from tests.support.model_types import TYPES
 from tests.support.published import VOCABULARY, converted, logits_of, random_model, weights_of

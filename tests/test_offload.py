@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_tools.plan.memory import report_rank
 from torch import Tensor
 
 from megapar.base.errors import ConfigError, NumericError
@@ -15,7 +16,6 @@ from megapar.config.options import Config
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import split_by_place
 from megapar.optimizer.table import check
-from megapar.plan.memory import report_rank
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.system.host_memory import available_bytes

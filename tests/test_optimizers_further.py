@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_gradients, held_weights
 from torch import Tensor
 
 from megapar.base.errors import CheckpointError, ConfigError
@@ -24,8 +26,6 @@ from megapar.optimizer.muon import Muon, orthogonalized
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver, find, resume
-from megapar.verify import logical
-from megapar.verify.logical import held_gradients, held_weights
 from tests.support import program
 from tests.support.cover import Case, Rule, Space, cover
 from tests.support.distributed import run_ranks

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from megapar_models.registry import FAMILIES, FOR_OPTIONS
+from megapar_tools.migrate.flag_files import read_flags
+from megapar_tools.migrate.rows import row_of
+from megapar_tools.migrate.table import SOURCES, TABLE
 
 from megapar.base.errors import ConfigError
 from megapar.config.options import option_types
-from megapar.migrate.flag_files import read_flags
-from megapar.migrate.rows import row_of
-from megapar.migrate.table import SOURCES, TABLE
 from tests.support.options import load
 from tests.support.source_tree import ROOT
 from tools import compare_flags

@@ -15,16 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
+from megapar_tools.plan import verdict
+from megapar_tools.plan.memory import report_rank, reports
 
 from megapar.base.errors import OutOfMemoryError
 from megapar.base.grid import Grid
 from megapar.declare import context
-from megapar.plan import out_of_memory
-from megapar.plan.memory import report_rank, reports
-from megapar.plan.out_of_memory import Explanation
 from megapar.system import device
 from megapar.train import trainer
+from megapar.train.doors import LazyPlanner
+from megapar.train.out_of_memory import Explanation
 from tests.support import program
 from tests.support.options import load
 from tests.support.plans import PARTS
@@ -67,7 +69,7 @@ def test_a_plan_that_cannot_be_made_hides_nothing(stage: str, tmp_path: Path) ->
         def fail(*_: Any) -> Any:
             raise SystemError
 
-        out_of_memory.report_rank = fail if stage == "import" else lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        verdict.report_rank = fail if stage == "import" else lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
     ended = program.run("--launch.nproc", "2", "--launch.max_restarts", "2", cwd=tmp_path, plant=plant)
     assert ended.code == 8
@@ -171,7 +173,9 @@ def test_other_errors_stay_what_they_are(error: Exception, said: str) -> None:
     assert said in device.out_of_memory(error)
     assert bool(device.out_of_memory(error)) == bool(said)
     given = load(list(program.TINY)).config
-    explanation = Explanation(validate(given, 1), given, partial(validate, world_size=1), PARTS, 0)
+    explanation = Explanation(
+        validate(given, 1), given, partial(validate, world_size=1), LazyPlanner(StageBuilder()), 0
+    )
     with pytest.raises(OutOfMemoryError if said else type(error)), explanation.around():
         raise error
 

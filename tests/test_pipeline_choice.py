@@ -9,6 +9,10 @@ import pytest
 import torch
 from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
+from megapar_tools.plan import measure
+from megapar_tools.plan.choice import FAMILY, ScheduleChoice, StageTimes, choose
+from megapar_tools.plan.choose_schedule import with_chosen_schedule
+from megapar_tools.plan.memory import memory_limit
 from torch.utils.flop_counter import FlopCounterMode
 
 from megapar.base.errors import ConfigError
@@ -19,10 +23,6 @@ from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.declare import context
 from megapar.pipeline.schedules import SCHEDULES
 from megapar.pipeline.zero_bubble import ScheduleMemory
-from megapar.plan import measure
-from megapar.plan.choice import FAMILY, ScheduleChoice, StageTimes, choose
-from megapar.plan.choose_schedule import with_chosen_schedule
-from megapar.plan.memory import memory_limit
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.plans import PARTS

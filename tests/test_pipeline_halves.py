@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_tools.plan.memory import report_rank
+from megapar_tools.verify import logical
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +27,6 @@ from megapar.declare.random import initialize
 from megapar.declare.sharding import Sharding
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, Schedule, interleaved, one_f_one_b, placement
-from megapar.plan.memory import report_rank
 from megapar.step.step import train_step
 from megapar.system.device import DeviceClock
 from megapar.system.recorder import Recorder
@@ -37,7 +38,6 @@ from megapar.tensor_parallel.layers import (
     shared_vector,
 )
 from megapar.train.data import open_loaders
-from megapar.verify import logical
 from tests.support import close
 from tests.support.distributed import run_ranks
 from tests.support.flat import flatten

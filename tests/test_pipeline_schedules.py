@@ -7,13 +7,13 @@ import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
+from megapar_tools.trace import timeline
 
 from megapar.base.errors import ConfigError
 from megapar.pipeline.lowering import MessageBatch, lower, lower_one, producer
 from megapar.pipeline.partition import explicit, partition
 from megapar.pipeline.schedules import Action, Schedule, make, show
 from megapar.pipeline.simulation import simulate
-from megapar.trace import timeline
 
 GRID = [
     (name, pp, vpp, m)

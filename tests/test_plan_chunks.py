@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 from megapar_models.registry import presets, validate
+from megapar_tools.plan import hardware
+from megapar_tools.plan.choose_chunks import Option, check_chunks, possible, with_chunks
+from megapar_tools.plan.estimate import Estimator
+from megapar_tools.plan.space import layout_of
+from megapar_tools.plan.step_time import step_time
+from megapar_tools.plan.work import Started
 
 from megapar.base.errors import ConfigError
 from megapar.config.options import Config, ParallelConfig
-from megapar.plan import hardware
-from megapar.plan.choose_chunks import Option, check_chunks, possible, with_chunks
-from megapar.plan.estimate import Estimator
-from megapar.plan.space import layout_of
-from megapar.plan.step_time import step_time
-from megapar.plan.work import Started
 from tests.support.options import load
 from tests.support.plans import PARTS
 

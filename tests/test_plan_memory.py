@@ -13,6 +13,10 @@ from typing import Any
 import pytest
 from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
+from megapar_tools.plan.memory import fullest_rank, report_rank, reports
+from megapar_tools.plan.moments import WINDOW, without_repeats
+from megapar_tools.plan.parts import Parts
+from megapar_tools.plan.verdict import Capacity, judge
 
 from megapar.activations.recompute import Mode
 from megapar.base.errors import ConfigError
@@ -30,11 +34,7 @@ from megapar.config.options import (
 from megapar.declare.batch import PipelineStage
 from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
-from megapar.plan.levers import ALL_LAYERS, LEVERS, MODES, advise, changes_of_options
-from megapar.plan.memory import fullest_rank, report_rank, reports
-from megapar.plan.moments import WINDOW, without_repeats
-from megapar.plan.parts import Parts
-from megapar.plan.verdict import Capacity, judge
+from megapar.train.levers import ALL_LAYERS, LEVERS, MODES, advise, changes_of_options
 from tests.support.built_plan import built_report
 from tests.support.grid import (
     DENSE_BETWEEN,

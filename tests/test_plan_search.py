@@ -12,19 +12,19 @@ from typing import get_args
 import matplotlib.image
 import pytest
 from megapar_models.registry import presets, validate, validate_layout
+from megapar_tools.plan import hardware
+from megapar_tools.plan.estimate import Estimator
+from megapar_tools.plan.hardware import Hardware, Link
+from megapar_tools.plan.memory import reports
+from megapar_tools.plan.plan_report import rejections
+from megapar_tools.plan.search import Found, nearest, search
+from megapar_tools.plan.space import Candidate, Space, layout_of, searchable
+from megapar_tools.plan.step_time import StepTime
+from megapar_tools.plan.verdict import for_uneven_experts
 
 from megapar.base.errors import ConfigError
 from megapar.config.messages import divisors
 from megapar.config.options import BY_LAYER, Config, option_types
-from megapar.plan import hardware
-from megapar.plan.estimate import Estimator
-from megapar.plan.hardware import Hardware, Link
-from megapar.plan.memory import reports
-from megapar.plan.plan_report import rejections
-from megapar.plan.search import Found, nearest, search
-from megapar.plan.space import Candidate, Space, layout_of, searchable
-from megapar.plan.step_time import StepTime
-from megapar.plan.verdict import for_uneven_experts
 from tests.support.built_plan import built_report
 from tests.support.options import load
 from tests.support.plans import PARTS
@@ -178,7 +178,7 @@ def test_order_of_enumeration_and_estimates_change_no_row(monkeypatch: pytest.Mo
     assert rows == sorted(rows, key=lambda row: (row[1], row[0]))
     assert first_rows(found(config_of(), 2, H100, *few, reverse=True)) == rows
     # As in a large space, where only layouts with short estimated steps are planned.
-    monkeypatch.setattr("megapar.plan.search._ALL", 0)
+    monkeypatch.setattr("megapar_tools.plan.search._ALL", 0)
     estimated = first_rows(found(config_of(), 2, H100, *few))
     assert first_rows(found(config_of(), 2, H100, *few, reverse=True)) == estimated
     assert estimated[0] == rows[0]

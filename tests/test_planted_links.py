@@ -12,13 +12,13 @@ from unittest import mock
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
+from megapar_tools.plan import hardware
+from megapar_tools.prepare import preprocess as preprocessing
 
 from megapar.base.errors import StorageError
-from megapar.data import preprocess as preprocessing
 from megapar.data.indexed import IndexedWriter
 from megapar.data.prepared import weights_path, write_weights
 from megapar.observe import metrics
-from megapar.plan import hardware
 from megapar.system import atomic_files, events
 from tests.support import program
 from tests.support.faults import error

@@ -8,13 +8,13 @@ import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
+from megapar_tools.trace import timeline
 
 from megapar.pipeline.actions import Event, show
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.pipeline.simulation import simulate
 from megapar.pipeline.zero_bubble import Durations
-from megapar.trace import timeline
 from tests.support.profiles import write_profile
 from tools import plot_schedule
 

@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models.registry import validate
+from megapar_tools.plan import hardware, memory, predicted, target
+from megapar_tools.plan.hardware import write
 
 from megapar.base.errors import ConfigError
 from megapar.config.options import Config
 from megapar.declare import context
-from megapar.plan import hardware, memory, predicted, target
-from megapar.plan.hardware import write
 from tests.support.options import load
 from tests.support.plans import PARTS
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_tools.trace import profile, profile_report
+from megapar_tools.trace.profile import RankAxis, RankRecord
 
 from megapar.base.errors import DataError
 from megapar.base.grid import Grid
@@ -31,8 +33,6 @@ from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import _Execution
 from megapar.system.device import DeviceClock
 from megapar.system.recorder import Recorder
-from megapar.trace import profile, profile_report
-from megapar.trace.profile import RankAxis, RankRecord
 from megapar.train import trainer
 from tests.support import program
 from tests.support.distributed import run_ranks

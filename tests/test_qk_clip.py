@@ -11,6 +11,8 @@ import pytest
 import torch
 from megapar_kernels import block_attention
 from megapar_kernels.block_attention import ScoreRule, largest_scores
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_weights
 from torch import Tensor
 
 from megapar.base.errors import ConfigError
@@ -19,8 +21,6 @@ from megapar.config.options import OptimizerConfig
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver, find, resume
-from megapar.verify import logical
-from megapar.verify.logical import held_weights
 from tests.support import program, tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.grid import (

@@ -15,6 +15,7 @@ from megapar_kernels.dropout import RowDropout, keep_mask
 from megapar_models.attention import Attention
 from megapar_models.build import build_stages
 from megapar_models.gpt import model as gpt
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.base.grid import Grid
@@ -25,7 +26,6 @@ from megapar.declare import context
 from megapar.declare.batch import MicroBatch
 from megapar.declare.params import Box, Init, ParamSpec, Piece, Sizes, parameter
 from megapar.declare.random import fill, initial_values, initialize, row_keys
-from megapar.verify import logical
 from tests.support import tiny_models
 from tests.support.distributed import ON_GPUS, rank_device, run_ranks
 from tests.support.flat import flatten

@@ -15,6 +15,7 @@ from megapar_models.convert.adapters import Merge, NativeToPeft, merge, native_t
 from megapar_models.convert.exported import hf_recipes
 from megapar_models.convert.recipes import places
 from megapar_models.convert.saved import saved_config
+from megapar_tools.verify import logical
 
 from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import read_manifest
@@ -23,7 +24,6 @@ from megapar.config.model_options import ModelConfig
 from megapar.declare.params import MAIN
 from megapar.step.state import StepResult
 from megapar.step.step import train_step
-from megapar.verify import logical
 from tests.support import program
 from tests.support.grid import Layout, make_state, micro_batches
 from tests.support.hugging_face import Case, assert_parity, assert_same_tensors, refused, save_rewards

@@ -13,10 +13,10 @@ from megapar_models.llama.model import LlamaStage
 from megapar_models.norms import NormRule
 from megapar_models.reference import Tensors, heads, linear
 from megapar_models.rotary import Rotary
+from megapar_tools.verify.batches import four_documents
 from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
-from megapar.verify.batches import four_documents
 from tests.support.grid import LLAMA
 from tests.support.rules import check_against_plain
 from tests.support.sweeps import slow_but

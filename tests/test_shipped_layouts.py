@@ -7,15 +7,15 @@ from typing import Any
 import pytest
 from megapar_kernels import backend, dispatch
 from megapar_models.registry import presets, validate, validate_layout
+from megapar_tools.plan import hardware
+from megapar_tools.plan.estimate import Estimator
+from megapar_tools.plan.network import Network
+from megapar_tools.plan.search import search
+from megapar_tools.plan.space import Space, layout_of, searchable
+from megapar_tools.plan.verdict import for_uneven_experts
 
 from megapar.config.options import Config
 from megapar.launch.grid import grid_of
-from megapar.plan import hardware
-from megapar.plan.estimate import Estimator
-from megapar.plan.network import Network
-from megapar.plan.search import search
-from megapar.plan.space import Space, layout_of, searchable
-from megapar.plan.verdict import for_uneven_experts
 from tests.support.options import load
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but

@@ -12,6 +12,9 @@ import torch
 from megapar_models.build import build_stages
 from megapar_models.counts import size_and_flops
 from megapar_models.registry import presets, validate
+from megapar_tools.plan.expert_loads import logged
+from megapar_tools.plan.memory import report_rank
+from megapar_tools.plan.simulate import Simulation, simulate
 from torch import Tensor, nn
 
 from megapar.base.expert_load import EVEN, ExpertLoad
@@ -30,9 +33,6 @@ from megapar.pipeline.lowering import lower
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import make, placement
 from megapar.pipeline.simulation import simulate as simulate_schedule
-from megapar.plan.expert_loads import logged
-from megapar.plan.memory import report_rank
-from megapar.plan.simulate import Simulation, simulate
 from megapar.step.step import train_step
 from tests.support import program
 from tests.support.distributed import ON_GPUS, run_ranks

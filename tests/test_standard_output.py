@@ -74,7 +74,7 @@ def test_another_broken_connection_is_still_a_bug() -> None:
     assert "BrokenPipeError" in err
 
 
-READERS = ("megapar/config/files.py", "megapar/migrate/finish.py")
+READERS = ("megapar/config/files.py", "tools/megapar_tools/migrate/finish.py")
 
 
 def test_every_program_reads_its_command_line_where_errors_are_reported() -> None:

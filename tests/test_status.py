@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megapar_tools.dashboard.status import look
 
 from megapar.base.errors import DataError
-from megapar.dashboard.status import look
 from tests.support import program
 from tools import status
 

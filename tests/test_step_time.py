@@ -15,6 +15,17 @@ from hypothesis import strategies as st
 from megapar_kernels import backend, dispatch
 from megapar_kernels.attention import masked_causal_attention
 from megapar_models.registry import presets, validate
+from megapar_tools.plan import hardware
+from megapar_tools.plan.durations import duration, kernel_seconds
+from megapar_tools.plan.estimate import Estimator
+from megapar_tools.plan.hardware import Hardware, Link
+from megapar_tools.plan.network import Network
+from megapar_tools.plan.parts import Parts, meta_batch
+from megapar_tools.plan.recorded import Recording
+from megapar_tools.plan.space import layout_of
+from megapar_tools.plan.step_time import OPTIMIZER, step_time
+from megapar_tools.plan.work import META, AttentionWork, Kernel, Operations, Product, Started, Tape, Waited
+from megapar_tools.plan.work import recording as recording_of
 
 from megapar.activations import recompute
 from megapar.base.errors import ConfigError
@@ -28,17 +39,6 @@ from megapar.pipeline.actions import Action
 from megapar.pipeline.schedules import SCHEDULES, make, show
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
 from megapar.pipeline.simulation import simulate
-from megapar.plan import hardware
-from megapar.plan.durations import duration, kernel_seconds
-from megapar.plan.estimate import Estimator
-from megapar.plan.hardware import Hardware, Link
-from megapar.plan.network import Network
-from megapar.plan.parts import Parts, meta_batch
-from megapar.plan.recorded import Recording
-from megapar.plan.space import layout_of
-from megapar.plan.step_time import OPTIMIZER, step_time
-from megapar.plan.work import META, AttentionWork, Kernel, Operations, Product, Started, Tape, Waited
-from megapar.plan.work import recording as recording_of
 from tests.support.kernel_checks import needs_triton  # which also repairs Triton's interpreter
 from tests.support.options import load
 from tests.support.plans import PARTS

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megapar_models.attention import deal_heads
+from megapar_tools.verify import logical
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -35,7 +36,6 @@ from megapar.tensor_parallel.regions import (
     reduce_from_tp,
     scatter_sum,
 )
-from megapar.verify import logical
 from tests.support import close, reference_models, tiny_models
 from tests.support.distributed import apart, rank_device, run_ranks
 from tests.support.flat import flatten

@@ -11,6 +11,9 @@ import torch
 from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.registry import validate
+from megapar_tools.plan.memory import reports
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_weights
 from torch import Tensor, nn
 
 from megapar.base.errors import CheckpointError, ConfigError
@@ -23,13 +26,10 @@ from megapar.declare import context
 from megapar.declare.batch import MicroBatch, add_loss
 from megapar.declare.params import ZEROS, ParamSpec, cut, make_piece
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.plan.memory import reports
 from megapar.step.step import train_step
 from megapar.step.trainable import freeze, freeze_others
 from megapar.train.checkpoints import Saver
 from megapar.train.trainer import start
-from megapar.verify import logical
-from megapar.verify.logical import held_weights
 from tests.support import close, program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_context, make_state, micro_batches

@@ -17,6 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from megapar_models.build import build_stages
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_gradients
 from torch import Tensor
 
 from megapar.base.errors import NumericError, StorageError
@@ -34,8 +36,6 @@ from megapar.step.step import count_targets, sum_of_losses, train_step
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
 from megapar.train.trainer import TrainingRun, start, train
-from megapar.verify import logical
-from megapar.verify.logical import held_gradients
 from tests.support import close
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.grid import GPT, LENGTH, LLAMA, ONE_KV_HEAD, SAMPLES, Layout, make_state, micro_batches

@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models.registry import named_configs
+from megapar_tools.verify import layout_words
+from megapar_tools.verify.compare import NOISES, ROUNDINGS, compare
+from megapar_tools.verify.logical import Assembled, Held, assembled
+from megapar_tools.verify.run import Shown, VerifiedStep
 
 from megapar.base.errors import ConfigError
 from megapar.config.options import Config, ParallelConfig, flatten
 from megapar.declare.params import Box, Piece
-from megapar.verify import layout_words
-from megapar.verify.compare import NOISES, ROUNDINGS, compare
-from megapar.verify.logical import Assembled, Held, assembled
-from megapar.verify.run import Shown, VerifiedStep
 from tests.support import plants
 from tests.support.options import load
 from tests.support.program import ROOT, TINY, Ended, Program

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models.convert.adapters import Merge, merge
+from megapar_tools.prepare.preprocess import PreprocessOptions, preprocess
 
 from megapar.base.errors import ConfigError, DataError
 from megapar.checkpoint.format import read_manifest
@@ -12,7 +13,6 @@ from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, TrainConfig
 from megapar.data.indexed import IndexedDataset
-from megapar.data.preprocess import PreprocessOptions, preprocess
 from megapar.data.tokenizer import load_tokenizer
 from megapar.train import data as train_data
 from tests.support import program

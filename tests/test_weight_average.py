@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.registry import validate
+from megapar_tools.plan.memory import report_rank
 from torch import Tensor
 
 from megapar.base.errors import CheckpointError, ConfigError
@@ -14,7 +15,6 @@ from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.options import Config
 from megapar.declare.params import AVERAGE, MAIN
-from megapar.plan.memory import report_rank
 from megapar.step.evaluation import averaged, evaluate
 from megapar.step.state import TrainState
 from megapar.step.step import train_step

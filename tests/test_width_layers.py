@@ -20,6 +20,7 @@ from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.norms import NormRule
 from megapar_models.reference import Tensors, attend, heads, linear
 from megapar_models.rotary import Rotary
+from megapar_tools.verify.batches import four_documents
 from torch import Tensor, nn
 
 from megapar.base.errors import ConfigError
@@ -30,7 +31,6 @@ from megapar.declare.params import ZEROS, Init, shared_piece
 from megapar.declare.sharding import Sharding
 from megapar.launch.grid import grid_of
 from megapar.tensor_parallel.layers import Columns
-from megapar.verify.batches import four_documents
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.grid import LENGTH, LLAMA, Layout

@@ -18,6 +18,11 @@ from megapar_models.mixtral.family import MIXTRAL as MIXTRAL_FAMILY
 from megapar_models.mixtral.model import MixtralStage
 from megapar_models.mlp import DenseMLP
 from megapar_models.moe import MixtureOfExperts
+from megapar_tools.plan import hardware
+from megapar_tools.plan.memory import reports
+from megapar_tools.plan.simulate import simulate
+from megapar_tools.plan.step_time import OPTIMIZER, step_time
+from megapar_tools.verify.logical import assemble, held_weights
 from torch import Tensor
 
 from megapar.base.errors import CheckpointError, ConfigError
@@ -31,13 +36,8 @@ from megapar.optimizer.base import Optimizer
 from megapar.optimizer.muon import Muon
 from megapar.optimizer.table import check
 from megapar.optimizer.visits import UpdateArgs, UpdateShard
-from megapar.plan import hardware
-from megapar.plan.memory import reports
-from megapar.plan.simulate import simulate
-from megapar.plan.step_time import OPTIMIZER, step_time
 from megapar.step.step import TrainState, train_step
 from megapar.train.checkpoints import FOLDER, Saver, find, resume
-from megapar.verify.logical import assemble, held_weights
 from tests.support import program
 from tests.support.close import assert_close
 from tests.support.distributed import run_ranks

@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_tools.plan.memory import report_rank
+from megapar_tools.verify import logical
+from megapar_tools.verify.logical import held_weights
+from megapar_tools.verify.run import see_gradients
 from torch import Tensor
 
 from megapar.comm import collectives
@@ -17,12 +21,8 @@ from megapar.data_parallel.units import UnitGradients, UnitWeights
 from megapar.data_parallel.weights import FlatWeights
 from megapar.observe.kept import KeptBytes
 from megapar.pipeline.sharding_plan import UnitAction
-from megapar.plan.memory import report_rank
 from megapar.step.evaluation import evaluate
 from megapar.step.step import train_step
-from megapar.verify import logical
-from megapar.verify.logical import held_weights
-from megapar.verify.run import see_gradients
 from tests.support import close
 from tests.support.distributed import run_ranks
 from tests.support.grid import (

@@ -18,6 +18,7 @@ import torch
 import tyro
 from benchmarks.ranks import run_ranks
 from megapar_kernels.attention import causal_attention
+from megapar_tools.plan.hardware import AttentionRate, Hardware, HostMemory, Link, MatrixRates, in_toml, load
 
 from megapar.base.errors import ConfigError
 from megapar.base.grid import Grid
@@ -27,7 +28,6 @@ from megapar.comm.axis import Axis
 from megapar.config.messages import counted
 from megapar.declare import context
 from megapar.launch.reporting import reported
-from megapar.plan.hardware import AttentionRate, Hardware, HostMemory, Link, MatrixRates, in_toml, load
 from megapar.system import device, environment
 from megapar.system.atomic_files import replacing
 

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from megapar_models.registry import FOR_OPTIONS, presets, validate
-
-from megapar.migrate import sources
-from megapar.migrate.account import Account, account_of
-from megapar.migrate.carry import Option, move
-from megapar.migrate.finish import with_model
+from megapar_tools.migrate import sources
+from megapar_tools.migrate.account import Account, account_of
+from megapar_tools.migrate.carry import Option, move
+from megapar_tools.migrate.finish import with_model
 
 JOBS = Path(__file__).parent / "public_jobs.json"
 PAGE = Path(__file__).parents[1] / "docs/coming-over.md"

@@ -1,10 +1,10 @@
-"""Write the tables of other frameworks' flags into docs/comparison.md, from megapar/migrate/flags."""
+"""Write the tables of other frameworks' flags into docs/comparison.md, from tools/megapar_tools/migrate/flags."""
 
 import sys
 from pathlib import Path
 
-from megapar.migrate.rows import OtherFlag
-from megapar.migrate.table import SOURCES, TABLE
+from megapar_tools.migrate.rows import OtherFlag
+from megapar_tools.migrate.table import SOURCES, TABLE
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/comparison.md"
 BEGIN = "<!-- what follows is written by tools/compare_flags.py -->"

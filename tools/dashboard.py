@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from megapar_tools.dashboard.server import Dashboard
 
 from megapar.base.errors import DataError
-from megapar.dashboard.server import Dashboard
 from megapar.launch.reporting import open_streams, reported
 from megapar.system.say import say
 

@@ -22,7 +22,7 @@ from megapar.config.options import Config, Length, option_types
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
-PACKAGE_FOLDERS = ("megapar", "models/megapar_models", "kernels/megapar_kernels")
+PACKAGE_FOLDERS = ("megapar", "models/megapar_models", "kernels/megapar_kernels", "tools/megapar_tools")
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
 BEHIND = "---\nsearch:\n  boost: 0.5\n---\n\n"  # who searches for an option wants its explanation before its field
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".txt": "text", "": "text"}

@@ -16,12 +16,12 @@ import sys
 from functools import partial
 
 from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_tools.migrate import deepspeed_job
+from megapar_tools.migrate.account import Project
+from megapar_tools.migrate.deepspeed_job import DeepSpeedJob as Arguments
+from megapar_tools.migrate.finish import run
 
 from megapar.launch.reporting import open_streams, reported
-from megapar.migrate import deepspeed_job
-from megapar.migrate.account import Project
-from megapar.migrate.deepspeed_job import DeepSpeedJob as Arguments
-from megapar.migrate.finish import run
 
 account = partial(deepspeed_job.account, Project(FOR_OPTIONS, presets, validate))
 

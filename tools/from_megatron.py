@@ -17,12 +17,12 @@ from functools import partial
 
 from megapar_models.convert.megatron import load_arguments
 from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_tools.migrate import megatron_job
+from megapar_tools.migrate.account import Project
+from megapar_tools.migrate.finish import run
+from megapar_tools.migrate.megatron_job import MegatronJob as Arguments
 
 from megapar.launch.reporting import open_streams, reported
-from megapar.migrate import megatron_job
-from megapar.migrate.account import Project
-from megapar.migrate.finish import run
-from megapar.migrate.megatron_job import MegatronJob as Arguments
 
 account = partial(megatron_job.account, Project(FOR_OPTIONS, presets, validate), load_arguments)
 

@@ -13,12 +13,12 @@ import sys
 from functools import partial
 
 from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_tools.migrate import torchtitan_job
+from megapar_tools.migrate.account import Project
+from megapar_tools.migrate.finish import run
+from megapar_tools.migrate.torchtitan_job import TorchtitanJob as Arguments
 
 from megapar.launch.reporting import open_streams, reported
-from megapar.migrate import torchtitan_job
-from megapar.migrate.account import Project
-from megapar.migrate.finish import run
-from megapar.migrate.torchtitan_job import TorchtitanJob as Arguments
 
 account = partial(torchtitan_job.account, Project(FOR_OPTIONS, presets, validate))
 

@@ -53,7 +53,7 @@ done
 [ -n "$python" ] || fail "no Python from 3.11 with torch from 2.11${reasons:-}"
 
 site=$folder/site
-export PYTHONPATH="$site:$PWD:$PWD/models:$PWD/kernels${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONPATH="$site:$PWD:$PWD/models:$PWD/kernels:$PWD/tools${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 missing=$("$python" tools/gpu_facts.py --missing | tr '\n' ' ')
 if [ -n "${missing// /}" ] && [ -d "${WHEELS:-.whl}" ]; then
     for package in $missing; do

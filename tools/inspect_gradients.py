@@ -17,6 +17,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from megapar_models.build import build_stages
 from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, sample_kind, validate
+from megapar_tools.migrate.hints import hint
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -37,7 +38,6 @@ from megapar.declare.random import initialize
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import job
 from megapar.launch.reporting import reported
-from megapar.migrate.hints import hint
 from megapar.optimizer.schedule import learning_rate
 from megapar.step.state import TrainState
 from megapar.step.step import count_divisors

@@ -23,11 +23,12 @@ from megapar_models.judging.judge import Judge
 from megapar_models.judging.perplexity import perplexity
 from megapar_models.judging.requests import Answer, answer_with, follow, leading
 from megapar_models.judging.scorer import config_of
+from megapar_tools.migrate.hints import hint
+from megapar_tools.prepare.preprocess import Reading, read_documents
 
 from megapar.base.errors import ConfigError, DataError
 from megapar.comm.flight import Board
 from megapar.config.options import Config
-from megapar.data.preprocess import Reading, read_documents
 from megapar.data.texts import TextOptions
 from megapar.declare.context import ParallelContext
 from megapar.launch.local import preload, start_local_ranks
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         check(args)
         env = environment.read()
         config = config_of(
-            args.checkpoint, flags, env, family=args.family, adapters_off=args.adapters_off, longest=True
+            args.checkpoint, flags, env, hint, family=args.family, adapters_off=args.adapters_off, longest=True
         )
         world = config.launch.nproc
         if env.launched or world <= 1:

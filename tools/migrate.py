@@ -14,11 +14,11 @@ from functools import partial
 
 from megapar_models.convert.megatron import load_arguments
 from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_tools.migrate import deepspeed_job, megatron_job, torchtitan_job
+from megapar_tools.migrate.account import Project
+from megapar_tools.migrate.finish import run
 
 from megapar.launch.reporting import open_streams, reported
-from megapar.migrate import deepspeed_job, megatron_job, torchtitan_job
-from megapar.migrate.account import Project
-from megapar.migrate.finish import run
 
 PROJECT = Project(FOR_OPTIONS, presets, validate)
 

@@ -19,6 +19,18 @@ import tyro
 from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
 from megapar_models.registry import FOR_OPTIONS, kinds_of, named_configs, validate, validate_layout
+from megapar_tools.migrate.hints import hint
+from megapar_tools.plan import explain, hardware, memory
+from megapar_tools.plan.choose_chunks import best, uncut, with_chunks
+from megapar_tools.plan.choose_schedule import planned_schedule
+from megapar_tools.plan.estimate import Estimator, Sizes
+from megapar_tools.plan.memory import RankReport, fullest_rank
+from megapar_tools.plan.parts import Parts
+from megapar_tools.plan.plan_report import Budget, as_json, given_options, rejections, shown_rows, table, write
+from megapar_tools.plan.questions import Questions, gib, why_first
+from megapar_tools.plan.search import Found, Row, search
+from megapar_tools.plan.space import Candidate, Space, layout_of, searchable
+from megapar_tools.plan.step_time import StepTime, step_time
 from rich.console import Console
 from rich.progress import track
 
@@ -30,19 +42,8 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, flatten, option_types, unflatten
 from megapar.data.tokenizer import load_tokenizer
 from megapar.launch.reporting import open_streams, reported
-from megapar.migrate.hints import hint
-from megapar.plan import explain, hardware, memory
-from megapar.plan.choose_chunks import best, uncut, with_chunks
-from megapar.plan.choose_schedule import check_schedule
-from megapar.plan.estimate import Estimator, Sizes
-from megapar.plan.memory import RankReport, fullest_rank
-from megapar.plan.parts import Parts
-from megapar.plan.plan_report import Budget, as_json, given_options, rejections, shown_rows, table, write
-from megapar.plan.questions import Questions, gib, why_first
-from megapar.plan.search import Found, Row, search
-from megapar.plan.space import Candidate, Space, layout_of, searchable
-from megapar.plan.step_time import StepTime, step_time
 from megapar.system.atomic_files import write_json, write_text
+from megapar.train.run_plan import check_schedule
 
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
 _OF_A_STEP = ("train.seq_length", "train.global_batch_size", "train.precision")
@@ -201,7 +202,8 @@ def own_layout(config: Config, world_size: int, parts: Parts) -> tuple[tuple[Con
     for candidate in (given, other_dp):
         try:
             derived = validate(candidate, world_size)
-            checked = check_schedule(candidate, derived, parts)
+            check_schedule(derived)
+            checked = planned_schedule(candidate, derived, parts)
             # With the user's own value again, so that the row of an equal layout is seen to be equal.
             return (replace(candidate, dry_run=config.dry_run), replace(checked, dry_run=config.dry_run)), problem
         except ConfigError as error:

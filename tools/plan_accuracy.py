@@ -14,15 +14,15 @@ from typing import Any
 import tyro
 from megapar_models.build import StageBuilder
 from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_tools.plan import hardware
+from megapar_tools.plan.hardware import Hardware
+from megapar_tools.plan.parts import Parts
+from megapar_tools.plan.step_time import step_time
 
 from megapar.base.errors import ConfigError
 from megapar.config.files import load
 from megapar.config.options import Config
 from megapar.launch.reporting import reported
-from megapar.plan import hardware
-from megapar.plan.hardware import Hardware
-from megapar.plan.parts import Parts
-from megapar.plan.step_time import step_time
 
 RUNS = Path(__file__).parent / "published_runs.toml"
 PAGE = Path(__file__).parents[1] / "docs/accuracy.md"

@@ -15,12 +15,12 @@ from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
 from matplotlib.colors import Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
+from megapar_tools.trace import profile
+from megapar_tools.trace.timeline import draw
 
 from megapar.base.errors import DataError
 from megapar.launch.reporting import reported
 from megapar.system.atomic_files import save_figure
-from megapar.trace import profile
-from megapar.trace.timeline import draw
 
 MOST_NAMES = 8  # of layers beside each other that can be read
 

@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import median
 
 import tyro
+from megapar_tools.trace import profile
+from megapar_tools.trace.timeline import draw_over_each_other, write_chrome_trace
 
 from megapar.base.errors import ConfigError, storing
 from megapar.config.messages import counted
@@ -16,8 +18,6 @@ from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import SCHEDULES, find, make
 from megapar.pipeline.simulation import Timeline, simulate
 from megapar.pipeline.zero_bubble import Durations, counted_by_stage
-from megapar.trace import profile
-from megapar.trace.timeline import draw_over_each_other, write_chrome_trace
 
 FORMATS = (".png", ".svg", ".json")
 

@@ -16,7 +16,7 @@ if __name__ == "profile":
     sys.modules["profile"] = _module
     _spec.loader.exec_module(_module)
 else:
-    from megapar.trace.profile_report import main
+    from megapar_tools.trace.profile_report import main
 
     if __name__ == "__main__":
         main()

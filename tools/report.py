@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from megapar_tools.dashboard.page import write_report
 
 from megapar.base.errors import DataError, reason_of
-from megapar.dashboard.page import write_report
 from megapar.launch.reporting import open_streams, reported
 from megapar.system.say import say
 

@@ -25,6 +25,8 @@ import numpy as np
 import tyro
 from megapar_models.convert.saved import texts_of
 from megapar_models.judging.scorer import Tokens, config_of, load_pipeline, rows_of, score_rows
+from megapar_tools.migrate.hints import hint
+from megapar_tools.prepare.preprocess import Reading, read_documents
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -34,7 +36,6 @@ from megapar.checkpoint.format import read_manifest
 from megapar.comm.flight import Board
 from megapar.config.options import Config
 from megapar.data.indexed import IndexedDataset
-from megapar.data.preprocess import Reading, read_documents
 from megapar.data.scores import DTYPE, writing_scores
 from megapar.data.texts import TextOptions
 from megapar.launch.local import preload, start_local_ranks
@@ -143,7 +144,7 @@ def main() -> int:
     with reported():
         args, flags = tyro.cli(Arguments, description=__doc__, use_underscores=True, return_unknown_args=True)
         env = environment.read()
-        config = config_of(args.checkpoint, flags, env, family=args.family, adapters_off=args.adapters_off)
+        config = config_of(args.checkpoint, flags, env, hint, family=args.family, adapters_off=args.adapters_off)
         world = config.launch.nproc
         if env.launched or world <= 1:
             run(args, config, env)

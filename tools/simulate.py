@@ -12,6 +12,18 @@ import tyro
 from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import size_and_flops
 from megapar_models.registry import FOR_OPTIONS, named_configs, validate
+from megapar_tools.migrate.hints import hint
+from megapar_tools.plan.choose_memory import check_choices
+from megapar_tools.plan.choose_schedule import planned_schedule
+from megapar_tools.plan.expert_loads import imbalanced, logged
+from megapar_tools.plan.hardware import load as load_hardware
+from megapar_tools.plan.parts import Parts
+from megapar_tools.plan.simulate import Simulation, simulate
+from megapar_tools.plan.stage_works import stages_of
+from megapar_tools.plan.step_time import StepTime, step_time
+from megapar_tools.plan.target import with_planned_kernels
+from megapar_tools.plan.work import AttentionWork, Kernel, Product, Started
+from megapar_tools.trace.timeline import draw_over_each_other, write_chrome_trace
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -24,20 +36,10 @@ from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
 from megapar.launch.grid import grid_of
 from megapar.launch.reporting import open_streams, reported
-from megapar.migrate.hints import hint
-from megapar.plan.choose_memory import check_choices
-from megapar.plan.choose_schedule import check_schedule
-from megapar.plan.expert_loads import imbalanced, logged
-from megapar.plan.hardware import load as load_hardware
-from megapar.plan.parts import Parts
-from megapar.plan.simulate import Simulation, simulate
-from megapar.plan.stage_works import stages_of
-from megapar.plan.step_time import StepTime, step_time
-from megapar.plan.target import planned_device, with_planned_kernels
-from megapar.plan.work import AttentionWork, Kernel, Product, Started
 from megapar.system.atomic_files import write_json
-from megapar.trace.timeline import draw_over_each_other, write_chrome_trace
 from megapar.train.data import with_vocabulary_of_tokenizer
+from megapar.train.levers import planned_device
+from megapar.train.run_plan import check_schedule
 
 FORMATS = (".png", ".svg", ".json")
 CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
@@ -83,7 +85,8 @@ def checked(args: Arguments, flags: list[str], parts: Parts) -> Config:
     if not 0 <= args.rank < world:
         raise ConfigError(f"--rank {args.rank}: the world of {counted(world, 'rank')} has the ranks 0 to {world - 1}")
     config = with_vocabulary_of_tokenizer(config)
-    return check_choices(replace(check_schedule(given, config, parts), gpu=args.gpu or "auto"), parts)
+    check_schedule(config)
+    return check_choices(replace(planned_schedule(given, config, parts), gpu=args.gpu or "auto"), parts)
 
 
 def load_of(args: Arguments, config: Config) -> ExpertLoad:

@@ -10,9 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import tyro
+from megapar_tools.dashboard.status import HEALTHY, Status, look, shown
 
 from megapar.base.errors import DataError
-from megapar.dashboard.status import HEALTHY, Status, look, shown
 from megapar.launch.reporting import open_streams, reported
 from megapar.system.atomic_files import as_json
 from megapar.system.say import say

@@ -13,19 +13,19 @@ import tyro
 from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_tools.plan import hardware
+from megapar_tools.plan.choose_chunks import best, with_chunks
+from megapar_tools.plan.hardware import Hardware
+from megapar_tools.plan.memory import RankReport, fullest_rank
+from megapar_tools.plan.parts import Parts
+from megapar_tools.plan.questions import axes_across_nodes
+from megapar_tools.plan.simulate import simulate
+from megapar_tools.plan.step_time import StepTime, step_time
 
 from megapar.base.errors import ConfigError
 from megapar.config.files import load
 from megapar.config.options import Config
 from megapar.launch.reporting import reported
-from megapar.plan import hardware
-from megapar.plan.choose_chunks import best, with_chunks
-from megapar.plan.hardware import Hardware
-from megapar.plan.memory import RankReport, fullest_rank
-from megapar.plan.parts import Parts
-from megapar.plan.questions import axes_across_nodes
-from megapar.plan.simulate import simulate
-from megapar.plan.step_time import StepTime, step_time
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs/choosing.md"

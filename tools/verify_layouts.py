@@ -20,6 +20,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import tyro
 from megapar_models.build import build_stages
 from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, validate
+from megapar_tools.migrate.hints import hint
+from megapar_tools.verify import layout_words, small
+from megapar_tools.verify.compare import Difference, compare, rounding
+from megapar_tools.verify.layout_words import NamedLayout
+from megapar_tools.verify.run import Order, RankError, Shown, on_ranks
+from megapar_tools.verify.table import as_table, failures
 from rich.console import Console
 from rich.progress import Progress
 
@@ -30,14 +36,8 @@ from megapar.config.messages import counted
 from megapar.config.options import Config, ParallelConfig, TrainConfig, flatten, unflatten
 from megapar.data.tokenizer import load_tokenizer
 from megapar.launch.reporting import open_streams, reported
-from megapar.migrate.hints import hint
 from megapar.system import limits
 from megapar.system.atomic_files import write_json
-from megapar.verify import layout_words, small
-from megapar.verify.compare import Difference, compare, rounding
-from megapar.verify.layout_words import NamedLayout
-from megapar.verify.run import Order, RankError, Shown, on_ranks
-from megapar.verify.table import as_table, failures
 
 if TYPE_CHECKING:
     from tests.support.plants import Plant

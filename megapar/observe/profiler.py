@@ -1,4 +1,4 @@
-"""Writes what each rank did in the steps of log.profile to run_dir/profile. `megapar.trace.profile` reads it.
+"""Writes what each rank did in the steps of log.profile to run_dir/profile. `megapar_tools.trace.profile` reads it.
 
 Each rank has a file of lines of JSON. The first line of a start describes the rank, and how the clocks of the ranks
 compare. Then comes a line for each step (`megapar.system.recorder.RecordedStep`).

@@ -28,7 +28,7 @@ def optimizer_bytes(config: Config, layout: FlatLayout) -> int:
 def check(config: Config, layout: FlatLayout, ctx: ParallelContext, inputs: int = 0) -> None:
     """Raise ConfigError on every rank if a host has less memory than its ranks take. A collective.
 
-    `inputs` are the bytes that inputs of layers take for this rank (`megapar.plan.memory.host_bytes_of_inputs`).
+    `inputs` are the bytes that inputs of layers take for this rank (`megapar_tools.plan.memory.host_bytes_of_inputs`).
     """
     shares = {"optimizer.offload": config.optimizer.offload, "train.offload": config.train.offload}
     given = {name: share for name, share in shares.items() if share}

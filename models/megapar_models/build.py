@@ -132,7 +132,7 @@ def stage_layers(config: Config, whole: Callable[[Config], WholeModel] = whole_m
 
 
 class StageBuilder:
-    """Builds the parts of models for plans (`megapar.plan.parts.Builder`).
+    """Builds the parts of models for plans (`megapar_tools.plan.parts.Builder`).
 
     What takes long is kept: the whole model of which layers are counted and compared, and the balanced stages.
     """

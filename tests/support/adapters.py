@@ -9,6 +9,7 @@ from megapar_models.build import build_stages
 from megapar_models.llama import reference as plain
 from megapar_models.registry import find, validate
 from megapar_models.stage import Stage
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
@@ -19,7 +20,6 @@ from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.step.trainable import freeze_others
 from megapar.train.trainer import assemble
-from megapar.verify import logical
 from tests.support import close, tiny_models
 
 STEPS = 5

@@ -1,6 +1,6 @@
 """The memory of a rank counted on the rank itself: all its stages are built on the meta device and measured whole.
 
-Plans (`megapar.plan.memory`) put it together from parts, and must find the same.
+Plans (`megapar_tools.plan.memory`) put it together from parts, and must find the same.
 """
 
 import math
@@ -9,6 +9,9 @@ from dataclasses import replace
 
 import torch
 from megapar_models.build import build_stages
+from megapar_tools.plan.memory import RankReport
+from megapar_tools.plan.target import planned_transport
+from megapar_tools.plan.work import META, FusedAttention
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -23,9 +26,6 @@ from megapar.observe import memory_report
 from megapar.observe.kept import DEFERRED, KeptBytes, Key
 from megapar.pipeline.actions import Action
 from megapar.pipeline.sharding_plan import most_live
-from megapar.plan.memory import RankReport
-from megapar.plan.target import planned_transport
-from megapar.plan.work import META, FusedAttention
 from megapar.step.trainable import freeze
 from megapar.train.trainer import assemble
 

@@ -13,6 +13,9 @@ from megapar_models.build import build_stages
 from megapar_models.deepseek.model import DeepseekExperts
 from megapar_models.qwen3_moe.model import Qwen3MoeExperts
 from megapar_models.registry import find_objective, num_targets, validate
+from megapar_tools.verify import batches, logical
+from megapar_tools.verify.logical import held_weights
+from megapar_tools.verify.run import GradientsSeen, see_gradients
 from torch import Tensor, nn
 
 from megapar.config.model_options import ModelConfig, MoEConfig
@@ -37,9 +40,6 @@ from megapar.step.state import StepResult, TrainState
 from megapar.step.step import train_step
 from megapar.step.trainable import freeze_others
 from megapar.train.trainer import assemble
-from megapar.verify import batches, logical
-from megapar.verify.logical import held_weights
-from megapar.verify.run import GradientsSeen, see_gradients
 from tests.support import close, tiny_models
 from tests.support.distributed import apart, rank_device, run_ranks
 

@@ -53,16 +53,29 @@ GROUPS: Mapping[str, Group] = MappingProxyType(
         "checks of a machine with GPUs": Group(("test_gpu_check", "test_lanes_gpus"), ("tools/gpu_*", "tests/*")),
         "migration": Group(
             ("test_come_over", "test_other_frameworks"),
-            ("megapar/migrate/*", "tools/from_*.py", "tools/migrate.py", "docs/coming-over.md", "docs/from-*.md"),
+            (
+                "tools/megapar_tools/migrate/*",
+                "tools/from_*.py",
+                "tools/migrate.py",
+                "docs/coming-over.md",
+                "docs/from-*.md",
+            ),
         ),
         "makers of pages": Group(
             ("test_dashboard", "test_plot_schedule", "test_strategy_tables", "test_survey"),
-            ("megapar/dashboard/*", "docs/choosing.md", "docs/survey.md", "tests/survey_page.py"),
+            ("tools/megapar_tools/dashboard/*", "docs/choosing.md", "docs/survey.md", "tests/survey_page.py"),
         ),
         "the architecture's picture": Group(
             ("test_docs_picture",),
             (
-                *("docs/images/architecture.svg", "tests/test_house.py", "megapar/*", "models/*", "kernels/*"),
+                *(
+                    "docs/images/architecture.svg",
+                    "tests/test_house.py",
+                    "megapar/*",
+                    "models/*",
+                    "kernels/*",
+                    "tools/megapar_tools/*",
+                ),
                 *("tools/*", "pretrain_scripts/*"),
             ),
         ),

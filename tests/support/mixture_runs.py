@@ -5,13 +5,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.base.grid import Grid
 from megapar.declare import context
 from megapar.declare.context import ParallelContext
 from megapar.expert_parallel.route import RouterRule
-from megapar.verify import logical
 from tests.support.distributed import rank_device, run_ranks
 from tests.support.flat import flatten
 from tests.support.mixtures import Case, plain_mixture, small_mixture

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from megapar_kernels.activations import swiglu
 from megapar_kernels.dispatch import Implementation
+from megapar_tools.verify import logical
 from torch import Tensor, nn
 
 from megapar.declare.context import ParallelContext, single
@@ -18,7 +19,6 @@ from megapar.expert_parallel.balance import BalanceRule, Router, Routing
 from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.expert_parallel.row_counts import place_of_expert
-from megapar.verify import logical
 
 HIDDEN = 6
 NAME = "layers.3.mlp"

@@ -3,8 +3,8 @@
 from functools import partial
 
 from megapar_models.registry import FOR_OPTIONS
+from megapar_tools.migrate.hints import hint
 
 from megapar.config import files
-from megapar.migrate.hints import hint
 
 load = partial(files.load, families=FOR_OPTIONS, hint=hint)

@@ -19,6 +19,7 @@ from megapar_models.convert.exported import hf_recipes
 from megapar_models.convert.saved import load_model
 from megapar_models.registry import validate
 from megapar_models.stage import Stage
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.base.errors import ConfigError
@@ -29,7 +30,6 @@ from megapar.declare.batch import MicroBatch
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.train.trainer import assemble
-from megapar.verify import logical
 from tests.support import close
 from tests.support.config_fields import OF_FILES, others
 from tests.support.hugging_face import assert_same_tensors

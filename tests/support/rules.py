@@ -7,12 +7,12 @@ import torch
 import torch.nn.functional as F
 from megapar_models.llama import reference as plain
 from megapar_models.reference import Tensors
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import KernelsConfig
 from megapar.declare import context
-from megapar.verify import logical
 from tests.support import tiny_models
 
 attention_plainly = plain.attention

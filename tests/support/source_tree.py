@@ -9,7 +9,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("megapar", "models", "kernels", "tools", "pretrain_scripts")
 SOURCES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-PACKAGES = ("megapar", "models/megapar_models", "kernels/megapar_kernels")
+PACKAGES = ("megapar", "models/megapar_models", "kernels/megapar_kernels", "tools/megapar_tools")
 LIBRARY = [path for path in SOURCES if path.relative_to(ROOT).as_posix().startswith(PACKAGES)]
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megapar_models.convert.saved import load_model
+from megapar_tools.verify import logical
 
 from megapar.base.errors import CheckpointError, ConfigError
 from megapar.declare import context
-from megapar.verify import logical
 from tests.support import close
 from tests.support.drafts import outcome_of_draft, sketch_of
 from tests.support.published import VOCABULARY, assert_equal_logits, random_batch, transformers_model

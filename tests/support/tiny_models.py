@@ -9,13 +9,13 @@ from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.registry import find, validate
 from megapar_models.stage import Stage
+from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import NO_ADAPTER, AdapterConfig, Config, ParallelConfig, TrainConfig
 from megapar.declare.batch import MicroBatch
 from megapar.declare.context import ParallelContext
-from megapar.verify import logical
 
 LENGTH = 48  # beyond what rope_scaling calls the original context in some tests
 

@@ -28,13 +28,13 @@ from typing import Any
 
 from build_corpus import Arguments as CorpusArguments
 from build_corpus import build
+from megapar_tools.prepare.preprocess import PreprocessOptions, preprocess, read_documents
 from rich.console import Console
 from rich.progress import track
 
 from benchmarks.counting import Cost, cost, with_children
 from benchmarks.report import Report, table
 from megapar.base.errors import ConfigError
-from megapar.data.preprocess import PreprocessOptions, preprocess, read_documents
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from megapar.observe.provenance import provenance
 from megapar.system import device

@@ -10,8 +10,8 @@ their embedding and head weigh more than in the whole model. Experts of Hugging 
 
 MFU is tokens/s * FLOPs of a token / the GPU's dense bf16 peak (megapar.system.device.PEAK_TFLOPS).
 megapar_models.counts has the FLOPs of a token: causal attention counted half, no recomputation. The first steps compile
-and are not counted. The time of megapar stands beside the prediction of megapar.plan.step_time, and its memory beside
-the plan of --dry_run.
+and are not counted. The time of megapar stands beside the prediction of megapar_tools.plan.step_time, and its memory
+beside the plan of --dry_run.
 
 Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile with its one or two minutes a model.
 Each measurement runs alone, in a fresh process, for at most three minutes, and the JSON file is written again after
@@ -35,6 +35,12 @@ import torch
 from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
 from megapar_models.registry import find, presets, validate
+from megapar_tools.plan import hardware
+from megapar_tools.plan.durations import BACKWARD_ATTENTION, EXPERTS, FORWARD_ATTENTION, KERNELS, PRODUCTS
+from megapar_tools.plan.hardware import Hardware
+from megapar_tools.plan.memory import report_rank
+from megapar_tools.plan.parts import Parts
+from megapar_tools.plan.step_time import OPTIMIZER, StepTime, step_time
 from rich.table import Table
 
 from benchmarks.contenders import Megapar
@@ -56,12 +62,6 @@ from megapar.config.derive import num_microbatches
 from megapar.config.model_options import MixtureModel, ModelConfig, MoEConfig
 from megapar.config.options import Config, KernelsConfig, OptimizerConfig, ParallelConfig, TrainConfig
 from megapar.observe.provenance import provenance
-from megapar.plan import hardware
-from megapar.plan.durations import BACKWARD_ATTENTION, EXPERTS, FORWARD_ATTENTION, KERNELS, PRODUCTS
-from megapar.plan.hardware import Hardware
-from megapar.plan.memory import report_rank
-from megapar.plan.parts import Parts
-from megapar.plan.step_time import OPTIMIZER, StepTime, step_time
 from megapar.system import device
 
 OFF = 0.15  # a measured figure that differs from its prediction by more is marked

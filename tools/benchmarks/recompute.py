@@ -12,6 +12,8 @@ from typing import Any, get_args
 import torch
 from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
+from megapar_tools.plan.memory import reports
+from megapar_tools.plan.parts import Parts
 
 from benchmarks.counting import cost, in_turn, ratio
 from benchmarks.ranks import BenchmarkError
@@ -22,8 +24,6 @@ from megapar.config.options import BY_LAYER, Config, KernelsConfig, ParallelConf
 from megapar.declare.batch import MicroBatch
 from megapar.observe.kept import KeptBytes
 from megapar.observe.provenance import provenance
-from megapar.plan.memory import reports
-from megapar.plan.parts import Parts
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
 

@@ -16,12 +16,12 @@ from statistics import mean
 from typing import Any
 
 import torch
+from megapar_tools.plan import hardware
 
 from benchmarks.report import Report, table
 from megapar.base.errors import MegaparError
 from megapar.observe.prediction import STEPS
 from megapar.observe.provenance import provenance
-from megapar.plan import hardware
 
 LAYOUTS = {
     "one process": "",

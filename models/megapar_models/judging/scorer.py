@@ -17,13 +17,13 @@ from megapar.comm import collectives
 from megapar.config.compatible import saved_adapter
 from megapar.config.files import load
 from megapar.config.options import AdapterConfig, Config, flatten, unflatten
+from megapar.config.unknown import Hint
 from megapar.context_parallel.deal import positions
 from megapar.data.order import micro_batch_positions
 from megapar.data.samples import Samples, Treatment, micro_batch
 from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.declare.context import ParallelContext
 from megapar.declare.params import ADAPTER
-from megapar.migrate.hints import hint
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.system.environment import Environment
 from megapar.train import adapter_base
@@ -45,6 +45,7 @@ def config_of(
     checkpoint: Path,
     flags: Sequence[str],
     env: Environment,
+    hint: Hint,
     *,
     family: str = "",
     adapters_off: bool = False,
@@ -52,8 +53,8 @@ def config_of(
 ) -> Config:
     """The configuration of the checkpoint's model in the layout of `flags`. Raises ConfigError for other flags.
 
-    `family` is as in `saved_config`. `longest`: train.seq_length is the model's longest context, unless a flag says
-    otherwise.
+    `hint` says what an unknown flag may mean. `family` is as in `saved_config`. `longest`: train.seq_length is the
+    model's longest context, unless a flag says otherwise.
     """
     resolved = load(flags, {}, FOR_OPTIONS, hint)
     values = flatten(resolved.config)

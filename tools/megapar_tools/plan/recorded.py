@@ -1,0 +1,334 @@
+"""One micro-batch through a part of a model, recorded once: what it keeps for its backward pass, and what it does.
+
+The memory of a plan follows from what is kept (`megapar_tools.plan.memory`), and its time from what is done
+(`megapar_tools.plan.step_time`). The part is a pipeline stage on the meta device, such as the embedding, one layer, or
+norm with head. Its own forward and backward run, so nothing here knows a family of models.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from megapar.activations.host_inputs import NotedInputs, kept_by
+from megapar.data_parallel.accumulate import MainGradView, attach
+from megapar.declare.batch import MicroBatch, PipelineStage
+from megapar.declare.params import Piece, spec_of
+from megapar.linear.main_grad import WeightGradientQueue, main_grads
+from megapar.observe.kept import BETWEEN, ENDS, KeptBytes
+from megapar_tools.plan.work import META, Operations, Tape, collect
+
+# What is kept, by identity
+
+INPUT = "input"
+OUTPUT = "output"
+GRAD_INPUT = "gradient of the input"
+GRAD_OUTPUT = "gradient of the output"
+
+
+@dataclass(frozen=True)
+class Storage:
+    """A storage kept by a part: its bytes, the kind under which it is counted, and its identity beyond the part.
+
+    None: no other part sees it. INPUT, OUTPUT and the gradients are seen by the neighbors. Anything else is the path of
+    a tensor that all layers of a stage are given, such as a rotary table: it is kept once for all of them.
+    """
+
+    nbytes: int
+    kind: str
+    identity: Hashable = None
+
+
+@dataclass(frozen=True)
+class Given:
+    """The tensor that a part gets from the part before it in its stage, and whether it needs a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_grad: bool
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What one micro-batch keeps in a part.
+
+    `storages` are in the order in which they were kept. `passes` are pairs of identities that are one storage here,
+    such as an output that is the input. `output` is what the next part is given. `on_host` are the bytes of inputs that
+    are in host memory meanwhile.
+    """
+
+    storages: Sequence[Storage]
+    passes: Sequence[tuple[str, str]]
+    output: Given
+    adds_gradients_in_i: bool
+    on_host: Sequence[int] = ()
+
+
+def kept_by_stage(parts: Sequence[Kept], *, has_first: bool, has_layers: bool) -> Counter[str]:
+    """The bytes kept by a stage of these parts in order, by kind. `has_first` says whether the first is the embedding.
+
+    Neighbors share the tensors between them, and all layers share what they are given: each counts once, under the kind
+    of the part that kept it first.
+    """
+    found: Counter[str] = Counter()
+    seen: set[Hashable] = set()
+    names: dict[Hashable, Hashable] = {}  # the boundaries that are one storage
+
+    for position, part in enumerate(parts):
+        own = {
+            INPUT: ("x", position),
+            OUTPUT: ("x", position + 1),
+            GRAD_INPUT: ("grad", position),
+            GRAD_OUTPUT: ("grad", position + 1),
+        }
+        for one, other in part.passes:
+            # The boundary after the part is the storage of the boundary before it.
+            names[own[other]] = names.get(own[one], own[one])
+        for storage in part.storages:
+            kind = storage.kind
+            if kind == ENDS and position == 0 and has_first and has_layers:
+                kind = BETWEEN  # a stage counts as its ends what comes after its layers
+            if storage.identity is not None:
+                boundary = own.get(storage.identity) if isinstance(storage.identity, str) else None
+                identity = names.get(boundary, boundary) if boundary else storage.identity
+                if identity in seen:
+                    continue
+                seen.add(identity)
+            found[kind] += storage.nbytes
+    return found
+
+
+# Recording
+
+
+@dataclass
+class _Graph:
+    """A forward pass of which nothing ran backward yet: its input, its output, and the boundaries that are one."""
+
+    x: Tensor | None
+    output: Tensor
+    identities: "_Identities"
+    passes: list[tuple[str, str]]
+    on_host: Sequence[int]
+
+
+class Recording:
+    """One micro-batch through a part on one rank. Each pass runs when it is first asked for, and never again.
+
+    `stage` is on the meta device, and was built with a context of `megapar_tools.plan.work.recording`, of which `tape`
+    is. `given` is what the part before it passes on. None: it gets what the stage gets, which needs a gradient.
+    Parameters get main gradients.
+    """
+
+    def __init__(self, stage: PipelineStage, batch: MicroBatch, tape: Tape, given: Given | None = None):
+        self._stage = stage
+        self._batch = batch
+        self._tape = tape
+        self._given = given
+        self._graph: _Graph | None = None
+        for param in stage.parameters():
+            if param.requires_grad:
+                attach(MainGradView(torch.empty(param.shape, device=META), _nothing), param)
+
+    @cached_property
+    def _forward(self) -> tuple[Operations, Kept]:
+        counted = KeptBytes({0: self._stage})
+        with counted.counting():
+            self._graph, operations = self._run_forward()
+        known = self._graph.identities.found
+        storages = [Storage(nbytes, kind, known.get(x)) for x, ((_, kind), nbytes) in counted.counted.items()]
+        return operations, self._kept(storages, self._graph)
+
+    @property
+    def forward(self) -> Operations:
+        """Return the operations of the forward pass (F)."""
+        return self._forward[0]
+
+    @property
+    def kept(self) -> Kept:
+        """Return what the part keeps between its forward pass (F) and its backward pass (B or I)."""
+        return self._forward[1]
+
+    @cached_property
+    def backward(self) -> Operations:
+        """Return the operations of the whole backward pass (B)."""
+        graph = self._take_graph()
+        _, operations = collect(self._tape, lambda: _run_backward(graph.output, torch.empty_like(graph.output)))
+        return operations
+
+    @cached_property
+    def _halves(self) -> tuple[Operations, Operations, Kept]:
+        """Return the operations of I and W, the halves of a backward pass, and what the part keeps between them."""
+        graph = self._take_graph()
+        grad = torch.empty_like(graph.output)
+        graph.identities.add(grad, GRAD_OUTPUT)
+
+        def look(grad_x: Tensor) -> None:
+            if graph.identities.found.get(grad_x.untyped_storage()._cdata) == GRAD_OUTPUT:
+                graph.passes.append((GRAD_INPUT, GRAD_OUTPUT))
+            graph.identities.add(grad_x, GRAD_INPUT)
+
+        if graph.x is not None and graph.x.requires_grad:
+            graph.x.register_hook(look)
+        queue = WeightGradientQueue()
+        with queue.open(main_grads(self._stage)):
+            _, inputs = collect(self._tape, lambda: _run_backward(graph.output, grad))
+        known = graph.identities.found
+        storages = [Storage(nbytes, "", known.get(x)) for x, nbytes in queue.nbytes_of_storages().items()]
+        kept = self._kept(storages, graph)
+        _, weights = collect(self._tape, queue.run)
+        return inputs, weights, kept
+
+    @property
+    def inputs(self) -> Operations:
+        """Return the operations of the gradients of inputs (I)."""
+        return self._halves[0]
+
+    @property
+    def weights(self) -> Operations:
+        """Return the operations of the gradients of weights (W)."""
+        return self._halves[1]
+
+    @property
+    def deferred(self) -> Kept:
+        """Return what the part keeps between the gradients of inputs (I) and of weights (W)."""
+        return self._halves[2]
+
+    # What the stage declares
+
+    @cached_property
+    def boundary(self) -> Given | None:
+        """Return what the stage before sends to a part that begins its stage. None for the model's first part."""
+        specs = self._stage.boundary(self._batch)
+        if not specs:
+            return None
+        return Given(tuple(specs[0].shape), specs[0].dtype, needs_grad=True)
+
+    @cached_property
+    def boundary_bytes(self) -> int:
+        """Return the bytes of a message from the stage before."""
+        specs = self._stage.boundary(self._batch)
+        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+
+    @cached_property
+    def elements(self) -> Mapping[str, int]:
+        """Return the elements of the part's trained parameters on this rank, by the axis of their gradients' sum."""
+        found: Counter[str] = Counter()
+        for param in self._stage.parameters():
+            if param.requires_grad:
+                found[spec_of(param).grad_axis.name] += param.numel()
+        return found
+
+    @cached_property
+    def matrices(self) -> Mapping[tuple[str, str], Sequence[Piece]]:
+        """Return the trained matrices that this rank has a part of, by two names: of the axis of gradient sums, and of
+        the optimizer that a layer asks for ("" for the run's)."""
+        found: dict[tuple[str, str], list[Piece]] = {}
+        for param in self._stage.parameters():
+            spec = spec_of(param)
+            if param.requires_grad and spec.update != "element":
+                found.setdefault((spec.grad_axis.name, spec.optimizer), []).extend(spec.pieces)
+        return found
+
+    @cached_property
+    def embedding_elements(self) -> int:
+        """Return the elements of the embedding's trained matrix on this rank."""
+        return sum(
+            param.numel()
+            for param in self._stage.parameters()
+            if param.requires_grad and any(piece.name.startswith("embedding.") for piece in spec_of(param).pieces)
+        )
+
+    @cached_property
+    def itemsize(self) -> int:
+        """Bytes of a weight. 0 if it has none."""
+        return max((param.dtype.itemsize for param in self._stage.parameters()), default=0)
+
+    # Passes
+
+    def _take_graph(self) -> _Graph:
+        """The graph of the recorded forward, or if a backward has used it up, of another one."""
+        _ = self._forward
+        graph = self._graph
+        self._graph = None
+        return graph or self._run_forward()[0]
+
+    def _run_forward(self) -> tuple[_Graph, Operations]:
+        identities = _Identities()
+        x = self._input()
+        if x is not None:
+            identities.add(x, INPUT)
+        identities.add_all(self._batch, ("batch",))
+
+        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            identities.add_all(args[1:], ("given",))
+            identities.add_all(kwargs, ("given",))
+
+        layers: Mapping[str, nn.Module] = getattr(self._stage, "layers", {})
+        handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers.values()]
+        output: Tensor
+        noted = NotedInputs()
+        with kept_by(noted):
+            output, operations = collect(self._tape, lambda: self._stage(x, self._batch))
+        for handle in handles:
+            handle.remove()
+        passes = [(INPUT, OUTPUT)] if identities.found.get(output.untyped_storage()._cdata) == INPUT else []
+        identities.add(output, OUTPUT)
+        return _Graph(x, output, identities, passes, noted.sizes), operations
+
+    def _input(self) -> Tensor | None:
+        given = self._given or self.boundary
+        if given is None:
+            return None
+        return torch.empty(given.shape, dtype=given.dtype, device=META, requires_grad=given.needs_grad)
+
+    def _kept(self, storages: Sequence[Storage], graph: _Graph) -> Kept:
+        output = Given(tuple(graph.output.shape), graph.output.dtype, graph.output.requires_grad)
+        return Kept(storages, graph.passes, output, self._stage.adds_gradients_in_i, tuple(graph.on_host))
+
+
+def _run_backward(output: Tensor, grad: Tensor) -> None:
+    if output.requires_grad:
+        # From an edge, not from the tensor: torch takes function modes off within a function of a tensor, and layers
+        # that are recomputed need `FusedAttention` in backward too.
+        torch.autograd.backward(get_gradient_edge(output), grad)
+
+
+def _nothing() -> None:
+    """What a main gradient calls after an addition."""
+
+
+@dataclass
+class _Identities:
+    """The storages of a stage that more than one layer may see, by address (`_cdata`). `alive` keeps the addresses.
+
+    It keeps no tensors: autograd copies a gradient that someone else holds.
+    """
+
+    found: dict[int, Hashable] = field(default_factory=dict)
+    alive: list[torch.UntypedStorage] = field(default_factory=list)
+
+    def add(self, x: Tensor, identity: Hashable) -> None:
+        storage = x.untyped_storage()
+        self.alive.append(storage)
+        self.found.setdefault(storage._cdata, identity)
+
+    def add_all(self, value: object, path: tuple[Hashable, ...]) -> None:
+        """Add every tensor inside `value`: dataclasses, mappings and sequences are looked into."""
+        if isinstance(value, Tensor):
+            self.add(value, path)
+        elif is_dataclass(value) and not isinstance(value, type):
+            for attribute in fields(value):
+                self.add_all(getattr(value, attribute.name), (*path, attribute.name))
+        elif isinstance(value, Mapping):
+            for name, inside in value.items():
+                self.add_all(inside, (*path, name))
+        elif isinstance(value, list | tuple):
+            for position, inside in enumerate(value):
+                self.add_all(inside, (*path, position))
