@@ -4,6 +4,7 @@ It needs transformers, which completes the config.json of each row.
 """
 
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
@@ -77,12 +78,12 @@ def family_table() -> Iterator[str]:
     """A family, its model types, its presets, and the lines of its Python."""
     yield "| family | model types | presets | lines |"
     yield "|---|---|---|---:|"
+    families = {name: tomllib.loads(path.read_text())["model"]["family"] for name, path in presets().items()}
     for family, description in FAMILIES.items():
         names = description.hugging_face
         types = ", ".join(f"`{name}`" for name in names.model_types) if names else ""
-        own = [name for name, path in presets().items() if path.parents[1].name == family]
-        files = sorted((ROOT / "models/megapar_models" / family).glob("*.py"))
-        lines = sum(len(file.read_text().splitlines()) for file in files)
+        own = [name for name in families if families[name] == family]
+        lines = len((ROOT / f"models/megapar_models/families/{family}.py").read_text().splitlines())
         yield f"| `{family}` | {types} | {', '.join(f'`{name}`' for name in own)} | {lines} |"
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megapar_models.build import build_stages
 from megapar_models.convert import adapters as files
-from megapar_models.deepseek.model import DeepseekExperts
+from megapar_models.families.deepseek import DeepseekExperts
 from megapar_tools.verify import logical
 from torch import Tensor
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megapar_models.build import StageBuilder, stage_layers
 from megapar_models.counts import WholeModel
-from megapar_models.qwen3_moe.model import Qwen3MoeExperts, Qwen3MoeModel
+from megapar_models.families.qwen3_moe import Qwen3MoeExperts, Qwen3MoeModel
 from megapar_models.registry import validate
 from megapar_tools.plan import measure
 from torch.utils.flop_counter import FlopCounterMode

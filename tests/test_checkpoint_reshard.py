@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
-from megapar_models.qwen3_moe.model import Qwen3MoeExperts
+from megapar_models.families.qwen3_moe import Qwen3MoeExperts
 from megapar_models.registry import validate, weight_options
 from torch import Tensor
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from megapar_models.llama.model import LlamaModel
+from megapar_models.families.llama import LlamaModel
 from megapar_models.registry import FOR_OPTIONS, named_configs, presets, validate
 from megapar_tools.migrate import carry, sources
 from megapar_tools.migrate.account import Account, account_of, report

@@ -15,9 +15,9 @@ import megapar_models
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from megapar_models.gpt.model import GPTModel
-from megapar_models.llama.model import LlamaModel
-from megapar_models.mixtral.model import MixtralModel
+from megapar_models.families.gpt import GPTModel
+from megapar_models.families.llama import LlamaModel
+from megapar_models.families.mixtral import MixtralModel
 from megapar_models.registry import FAMILIES, FOR_OPTIONS, presets, validate, weight_options
 from megapar_models.rotary_options import RopeScaling
 
@@ -796,7 +796,7 @@ def sentences() -> dict[str, str]:
         Path(megapar.config.options.__file__),
         Path(megapar.config.model_options.__file__),
         *shared,
-        *models.glob("*/model.py"),
+        *models.glob("families/*.py"),
     ]
     for node in chain.from_iterable(ast.parse(file.read_text()).body for file in files):
         if isinstance(node, ast.ClassDef) and "dataclass" in ast.unparse(node.decorator_list[:1]):

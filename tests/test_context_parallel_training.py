@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 from megapar_kernels.dropout import keep_mask
+from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
+from megapar_models.families.llama import LlamaStage
 from megapar_models.forward import ForwardContext, hidden_keys
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
-from megapar_models.llama.model import LlamaStage
 from megapar_models.registry import validate
 from megapar_tools.verify import logical
 from megapar_tools.verify.logical import held_gradients, held_weights

@@ -9,7 +9,7 @@ from megapar_models.convert.config_json import canonical_name
 from megapar_models.convert.huggingface import HFWeights, native_tensor
 from megapar_models.convert.quantized import mxfp4
 from megapar_models.convert.recipes import places, recipes
-from megapar_models.llama.family import LLAMA
+from megapar_models.families.llama import LLAMA
 from megapar_models.tensor_layouts import Packing, Pairs
 from safetensors.torch import save_file
 from torch import Tensor

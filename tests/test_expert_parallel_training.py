@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from matplotlib import pyplot as plt
-from megapar_models.mixtral.model import MixtralModel
+from megapar_models.families.mixtral import MixtralModel
 from torch import Tensor
 
 from megapar.base.grid import coordinates, expert_rank_groups

@@ -395,8 +395,8 @@ def test_heads_that_straddle_ranks_wait_for_nothing() -> None:
     """The index of key/value heads is made with the layer, not in each forward pass."""
     from megapar_models.attention import Attention
     from megapar_models.factory import Factory
+    from megapar_models.families.llama import LlamaStage
     from megapar_models.forward import ForwardContext
-    from megapar_models.llama.model import LlamaStage
 
     from megapar.comm.axis import Axis
     from megapar.declare.params import ONES

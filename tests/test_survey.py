@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from megapar_models.cohere.model import CohereStage
+from megapar_models.families.cohere import CohereStage
 from megapar_models.layer_kind import Ends
 
 from tests import survey_page

@@ -7,10 +7,10 @@ import pytest
 from megapar_kernels.rope import rotate_qk
 from megapar_models.counts import WholeModel
 from megapar_models.factory import Factory
+from megapar_models.families.llama import LlamaStage
 from megapar_models.family import Family
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama.model import LlamaStage
 from torch import Tensor, nn
 
 from megapar.config.model_options import ModelConfig

@@ -11,11 +11,11 @@ import pytest
 import torch
 from megapar_models.build import build_stages
 from megapar_models.factory import Factory
+from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
+from megapar_models.families.llama import LlamaModel, LlamaStage
+from megapar_models.families.mixtral import MIXTRAL as MIXTRAL_FAMILY
+from megapar_models.families.mixtral import MixtralStage
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
-from megapar_models.llama.model import LlamaModel, LlamaStage
-from megapar_models.mixtral.family import MIXTRAL as MIXTRAL_FAMILY
-from megapar_models.mixtral.model import MixtralStage
 from megapar_models.mlp import DenseMLP
 from megapar_models.moe import MixtureOfExperts
 from megapar_tools.plan import hardware

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
+from megapar_models.families.llama import LlamaModel, LlamaStage
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
-from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.registry import FAMILIES, FOR_OPTIONS, validate, weight_options
 from torch import Tensor
 

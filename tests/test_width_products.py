@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.factory import Factory
-from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
+from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from torch import Tensor
 
 from megapar.comm.collectives import Pending

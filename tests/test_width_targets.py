@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from megapar_models.factory import Factory
-from megapar_models.llama.family import LLAMA as LLAMA_FAMILY
-from megapar_models.llama.family import LlamaModel
-from megapar_models.llama.model import LlamaStage
+from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
+from megapar_models.families.llama import LlamaModel, LlamaStage
 from torch import Tensor, nn
 
 from megapar.config.model_options import ModelConfig

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 from megapar_models.attention import Attention
 from megapar_models.factory import Factory
+from megapar_models.families.llama import LlamaModel, LlamaStage
 from megapar_models.family import Family
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama.model import LlamaModel, LlamaStage
 from megapar_models.mlp import DenseMLP
 from torch import Tensor, nn
 

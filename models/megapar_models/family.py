@@ -7,6 +7,8 @@ from typing import Any, get_type_hints
 
 from torch import Tensor
 
+from megapar.base.errors import ConfigError
+from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import ModelRules
 from megapar_models.factory import Factory
 from megapar_models.stage import Stage
@@ -138,6 +140,15 @@ def dropout_warnings(raw: Raw, family: str, *names: str) -> list[str]:
     """A line for each of these dropouts that a config.json has, in a family that trains without."""
     text = f"is not read: family {family} trains without dropout"
     return [f"config.json: {name}={raw[name]} {text}" for name in names if raw.get(name)]
+
+
+def refuse_uneven_heads(model: ModelConfig, model_type: str) -> None:
+    """Raise ConfigError for a width that does not divide by the heads, as transformers does for this model_type."""
+    if model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"model.hidden_size={model.hidden_size}, model.num_attention_heads={model.num_attention_heads}: "
+            f"transformers refuses a {model_type} whose width does not divide by its heads"
+        )
 
 
 def wrong_types(values: Mapping[str, Any], section: type) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 The experts lie on the ranks of ep, and each token goes to a few of them. The rows of tokens travel there and back
 (`megapar.expert_parallel.dispatch`). No token is dropped. Mixtral's page has the names of the weights
-(`megapar_models.mixtral.model`).
+(`megapar_models.families.mixtral`).
 
 Shapes: s sequence (s/tp under sequence parallelism), b micro-batch, h hidden, t tokens routed by this rank, k experts
 of a token.

@@ -59,7 +59,7 @@ NAMES = (
     "gpt_bigcode",
     "falcon",
 )
-"""The families of this package. The folder of each has its `Family` in family.py, under the name in capitals."""
+"""The families of this package. Each is a file in `families`, with its `Family` under the name in capitals."""
 
 
 class _Families(Mapping[str, Family]):
@@ -68,7 +68,7 @@ class _Families(Mapping[str, Family]):
     def __getitem__(self, name: str) -> Family:
         if name not in NAMES:
             raise KeyError(name)
-        family: Family = getattr(import_module(f"megapar_models.{name}.family"), name.upper())
+        family: Family = getattr(import_module(f"megapar_models.families.{name}"), name.upper())
         return family
 
     def __contains__(self, name: object) -> bool:
@@ -102,8 +102,8 @@ FOR_OPTIONS = Families(FAMILIES, find)
 
 
 def presets() -> dict[str, Path]:
-    """Published models by name: TOML files of options of `model`, in the folder `presets` of each family."""
-    return {path.stem: path for path in sorted(Path(__file__).parent.glob("*/presets/*.toml"))}
+    """Published models by name: TOML files of options of `model`, in `families/presets`."""
+    return {path.stem: path for path in sorted(Path(__file__).parent.glob("families/presets/*.toml"))}
 
 
 def named_configs(folder: Path) -> dict[str, Path]:

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from megapar_kernels.backend import Backend
 from megapar_models.build import build_stages
-from megapar_models.deepseek.model import DeepseekExperts
-from megapar_models.qwen3_moe.model import Qwen3MoeExperts
+from megapar_models.families.deepseek import DeepseekExperts
+from megapar_models.families.qwen3_moe import Qwen3MoeExperts
 from megapar_models.registry import find_objective, num_targets, validate
 from megapar_tools.verify import batches, logical
 from megapar_tools.verify.logical import held_weights

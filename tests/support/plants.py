@@ -10,11 +10,11 @@ from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
-from megapar_models.deepseek.model import DeepseekExperts, DeepseekModel
-from megapar_models.gpt.model import GPTModel
-from megapar_models.gpt_oss.model import GptOssModel
-from megapar_models.llama.model import LlamaModel
-from megapar_models.mixtral.model import MixtralModel
+from megapar_models.families.deepseek import DeepseekExperts, DeepseekModel
+from megapar_models.families.gpt import GPTModel
+from megapar_models.families.gpt_oss import GptOssModel
+from megapar_models.families.llama import LlamaModel
+from megapar_models.families.mixtral import MixtralModel
 
 from megapar.base.errors import ConfigError
 from megapar.base.grid import TIED_AXIS

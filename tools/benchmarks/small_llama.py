@@ -2,7 +2,7 @@
 
 import torch
 from megapar_models.build import build_stages
-from megapar_models.llama.family import LlamaModel
+from megapar_models.families.llama import LlamaModel
 
 from megapar.config.options import Config
 from megapar.declare import context

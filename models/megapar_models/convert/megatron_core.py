@@ -27,7 +27,7 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import flatten
 from megapar_models.convert.megatron import MegatronCheckpoint
 from megapar_models.convert.megatron_args import HARMLESS
-from megapar_models.llama.model import LlamaModel
+from megapar_models.families.llama import LlamaModel
 from megapar_models.registry import FAMILIES
 
 PACKAGE = "megatron-core"

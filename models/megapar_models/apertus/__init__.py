@@ -1,1 +1,0 @@
-"""The family of Apertus: its rules, its names at Hugging Face, and presets."""

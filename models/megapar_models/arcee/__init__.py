@@ -1,1 +1,0 @@
-"""The family of Arcee's AFM: its rules, its names at Hugging Face, and presets."""

@@ -1,1 +1,0 @@
-"""Cohere's Command models: their rules, their names at Hugging Face, and presets."""

@@ -1,1 +1,0 @@
-"""The Gemma family: its rules, its names at Hugging Face, and presets."""

@@ -1,1 +1,0 @@
-"""The family of GLM-4.5: its rules, its names at Hugging Face, and presets."""

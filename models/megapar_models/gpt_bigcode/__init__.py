@@ -1,1 +1,0 @@
-"""The family of StarCoder and SantaCoder: its names at Hugging Face, and presets."""

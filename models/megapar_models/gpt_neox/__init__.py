@@ -1,1 +1,0 @@
-"""The family of GPT-NeoX and Pythia: its modules, its rules and names elsewhere, and presets."""

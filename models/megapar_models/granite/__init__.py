@@ -1,1 +1,0 @@
-"""Granite: its rules, its names at Hugging Face, and presets."""

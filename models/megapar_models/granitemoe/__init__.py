@@ -1,1 +1,0 @@
-"""Mixtures of Granite: their rules, their names at Hugging Face, and presets."""

@@ -1,1 +1,0 @@
-"""The family of dense HunYuan: its rules, its names at Hugging Face, and presets."""

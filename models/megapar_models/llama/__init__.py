@@ -1,1 +1,0 @@
-"""The Llama family: its modules, its rules and names elsewhere, a plain version of it, and presets."""

@@ -1,1 +1,0 @@
-"""The family of Ministral 3: its rules, its names at Hugging Face, and presets."""

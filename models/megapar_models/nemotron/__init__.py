@@ -1,1 +1,0 @@
-"""The family of the dense Nemotrons: its rules, its names at Hugging Face, and presets."""

@@ -1,1 +1,0 @@
-"""OLMoE: its rules, its names at Hugging Face, and a preset."""

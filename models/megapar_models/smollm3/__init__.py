@@ -1,1 +1,0 @@
-"""The family of SmolLM3: its modules, its rules and names elsewhere, and presets."""
