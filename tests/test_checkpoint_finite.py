@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from megapar.base.errors import CheckpointError, NumericError
-from megapar.base.precision import model_dtype
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.checkpoint.load import load, load_weights, weight_slices
 from megapar.checkpoint.values import examine
 from megapar.config.options import CheckpointConfig
 from megapar.declare import context
+from megapar.declare.sharding import model_dtype
 from megapar.optimizer.optimizers import Optimizers
 from megapar.train.checkpoints import FOLDER, Saver
 from tests.support import program

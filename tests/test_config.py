@@ -762,7 +762,7 @@ memory_every local_dir local_every mtbf_hours
 log: every view tensorboard wandb mlflow prometheus_port straggler_every
     alert_command profile observers peak_tflops
 guard: check_replicas_every on_spike
-kernels: backend loss_chunk compile
+kernels: backend loss_chunk compile products
 launch: nproc device timeout_seconds time_limit threads cpu_exchange max_restarts min_dp preflight gradient_ctas numa
 adapter: rank alpha targets rslora dropout dora init_from
 top: run_dir dry_run gpu

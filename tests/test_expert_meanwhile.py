@@ -20,7 +20,7 @@ from megapar.expert_parallel.exchange import ArrivingRows
 from megapar.expert_parallel.experts import Experts
 from megapar.linear.main_grad import DeferredWeightGradient
 from megapar.linear.meanwhile import Meanwhile
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.pipeline.actions import Action
 from megapar.pipeline.runtime import _Execution
 from megapar.step.state import TrainState
@@ -107,7 +107,7 @@ def events_of(case: Case, seconds: float) -> list[str]:
     mixture = small_mixture(case, ctx=ctx)
     flat = flatten([mixture], ctx, zero_stage=0, bucket_mb=0.001)
     flat.start_step()
-    all_to_all_async, add = collectives.all_to_all_async, MatrixProducts.add_grouped_weight_gradient
+    all_to_all_async, add = collectives.all_to_all_async, TorchProducts.add_grouped_weight_gradient
     wait = Pending.wait
     rows: list[Pending] = []
 
@@ -121,7 +121,7 @@ def events_of(case: Case, seconds: float) -> list[str]:
         rows.append(pending)
         return out, pending
 
-    def adding(self: MatrixProducts, *args: Any, **options: Any) -> None:
+    def adding(self: TorchProducts, *args: Any, **options: Any) -> None:
         noted.append("weight gradient")
         add(self, *args, **options)
 
@@ -134,7 +134,7 @@ def events_of(case: Case, seconds: float) -> list[str]:
     out = mixture(x)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives, "all_to_all_async", sent)
-        patch.setattr(MatrixProducts, "add_grouped_weight_gradient", adding)
+        patch.setattr(TorchProducts, "add_grouped_weight_gradient", adding)
         patch.setattr(Pending, "wait", waiting)
         out.sum().backward()
     flat.gradients.finish()
@@ -273,7 +273,7 @@ def passes(layout: Layout, *, late_rows: bool) -> str:
     state = make_state(config)
     all_gather_async = collectives.all_gather_async
     numbers: list[Pending] = []
-    run_action, add = _Execution._run_action, MatrixProducts.add_grouped_weight_gradient
+    run_action, add = _Execution._run_action, TorchProducts.add_grouped_weight_gradient
     noted: list[str] = []
     with pytest.MonkeyPatch.context() as patch:
 
@@ -287,13 +287,13 @@ def passes(layout: Layout, *, late_rows: bool) -> str:
             numbers.append(pending)
             return out, pending
 
-        def adding(self: MatrixProducts, *args: Any, **options: Any) -> None:
+        def adding(self: TorchProducts, *args: Any, **options: Any) -> None:
             noted.append("w")
             add(self, *args, **options)
 
         patch.setattr(_Execution, "_run_action", running)
         patch.setattr(collectives, "all_gather_async", gathering)
-        patch.setattr(MatrixProducts, "add_grouped_weight_gradient", adding)
+        patch.setattr(TorchProducts, "add_grouped_weight_gradient", adding)
         state.pipeline.step(micro_batches(config, state.ctx, 0))
     return "".join(noted).strip()
 

@@ -33,7 +33,7 @@ from megapar.expert_parallel.experts import Experts
 from megapar.expert_parallel.route import RouterRule
 from megapar.expert_parallel.row_counts import experts_of
 from megapar.linear.low_rank import LoraRule
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from tests.support.distributed import run_ranks
 from tests.support.flat import flatten
 from tests.support.kernel_checks import DEVICE, needs_triton
@@ -279,7 +279,7 @@ def test_products_of_groups_are_those_of_their_rows(rows: list[int], dtype: torc
     grad = draw(sum(rows), 24, seed=1, dtype=dtype)
     weights = draw(3, 24, 16, seed=2, dtype=dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
-    products = MatrixProducts()
+    products = TorchProducts()
     y = products.grouped_forward(x, weights, RowGroups.of(rows))
     grad_x = products.grouped_input_gradient(grad, weights, RowGroups.of(rows))
     expected = [a @ w.t() for a, w in zip(x.double().split(rows), weights.double(), strict=True)]

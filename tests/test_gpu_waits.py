@@ -29,7 +29,7 @@ from megapar.declare import context
 from megapar.declare.batch import MicroBatch, StepScope
 from megapar.declare.random import initialize
 from megapar.expert_parallel import dispatch, row_counts
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.step.state import TrainState
 from megapar.step.step import queue_step, train_step
 from megapar.system import device
@@ -358,7 +358,7 @@ def test_without_ep_and_with_experts_in_one_launch_nothing_waits(model: Any, mon
     rows = LENGTH * layout.micro_batch_size * model.moe.num_experts_per_tok
     events = []
     for in_one_launch in (False, True):
-        monkeypatch.setattr(MatrixProducts, "in_one_launch", lambda *_, found=in_one_launch: found)
+        monkeypatch.setattr(TorchProducts, "in_one_launch", lambda *_, found=in_one_launch: found)
         monkeypatch.setattr(grouped, "add_weight_gradients", add)
         events.append(events_of_mixture(layout.config(), rows))
     assert events[0].count("copied rows") == events[1].count("copied rows") >= model.num_hidden_layers

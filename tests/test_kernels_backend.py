@@ -19,7 +19,7 @@ from megapar_kernels.norms import add_rms_norm, layer_norm, rms_norm
 from torch import Tensor
 
 from megapar.base.errors import ConfigError
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.system.device import choose_kernels
 from tests.support.kernel_checks import needs_triton, relative_error
 
@@ -137,7 +137,7 @@ def test_apex_norms_and_weight_gradients() -> None:
     assert torch.equal(total, x + residual)
     assert torch.equal(normed, F.rms_norm(total, weight.shape, weight, 1e-5))
     grad, inputs, main = torch.randn(7, 3).bfloat16(), torch.randn(7, 4).bfloat16(), torch.ones(3, 4)
-    MatrixProducts("apex").add_weight_gradient(main, grad, inputs)
+    TorchProducts("apex").add_weight_gradient(main, grad, inputs)
     assert torch.equal(main, 1 + grad.float().t() @ inputs.float())
 
 
@@ -148,8 +148,8 @@ def test_a_stale_weight_gradient_is_overwritten(impl: Literal["torch", "apex"], 
     """Even if it is NaN, and with the bits of an addition to zeros."""
     grad, inputs = torch.randn(7, 3).to(dtype), torch.randn(7, 4).to(dtype)
     stale, zeros = torch.full((3, 4), float("nan")), torch.zeros(3, 4)
-    MatrixProducts(impl).add_weight_gradient(stale, grad, inputs, overwrite=True)
-    MatrixProducts(impl).add_weight_gradient(zeros, grad, inputs)
+    TorchProducts(impl).add_weight_gradient(stale, grad, inputs, overwrite=True)
+    TorchProducts(impl).add_weight_gradient(zeros, grad, inputs)
     assert torch.equal(stale, zeros)
 
 

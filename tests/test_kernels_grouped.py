@@ -19,14 +19,14 @@ from megapar.declare.random import initialize
 from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.experts import Experts, _GroupedBias
 from megapar.linear.low_rank import LoraRule
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from tests.support.flat import flatten
 from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, relative_error, strided
 from tests.support.sweeps import slow_but
 
 pytestmark = [needs_triton, pytest.mark.gpu]
 
-LOOP, ONE_LAUNCH = MatrixProducts(), MatrixProducts(grouped="triton")
+LOOP, ONE_LAUNCH = TorchProducts(), TorchProducts(grouped="triton")
 # Rows of each group: empty ones at both ends and in between, all rows in one, one row, tiles of rows whole and cut.
 SIZES = [(4, 0, 5), (0, 0, 9), (0, 0, 0), (1,), (64, 63, 65, 0), (0, 130, 1)]
 
@@ -140,7 +140,7 @@ class Products(TorchDispatchMode):
         add_weight_gradients(*args, **kwargs)
 
 
-def layer(products: MatrixProducts, experts: int, adapted: Sequence[str] = (), bias: bool = False) -> Experts:
+def layer(products: TorchProducts, experts: int, adapted: Sequence[str] = (), bias: bool = False) -> Experts:
     init = Init("normal", 0.5)
     made = Experts(
         "layers.0.mlp.experts",
@@ -160,7 +160,7 @@ def layer(products: MatrixProducts, experts: int, adapted: Sequence[str] = (), b
     return made
 
 
-def trained(products: MatrixProducts, sizes: Sequence[int], **options: Any) -> tuple[int, list[Tensor]]:
+def trained(products: TorchProducts, sizes: Sequence[int], **options: Any) -> tuple[int, list[Tensor]]:
     """Products of a forward and a backward pass, then results, and gradients of rows, weights and each parameter."""
     experts = layer(products, len(sizes), **options)
     for matrix in experts.lora_b.values():

@@ -6,7 +6,7 @@ from megapar_kernels import onednn
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from tests.support import grid
 from tests.support.kernel_checks import relative_error, strided
 from tests.support.width import in_each_layout, trains_as_one_process
@@ -87,7 +87,7 @@ def test_what_it_takes(chosen: None, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("biased", [False, True])
 def test_products_of_layers(chosen: None, biased: bool) -> None:
     """Forward and input gradient are oneDNN's, whole and in slices with the same bits. Weight gradients are torch's."""
-    products = MatrixProducts()
+    products = TorchProducts()
     x, weight, grad = draw(2, 128, 300), draw(257, 300, seed=1), draw(2, 128, 257, seed=2)
     bias = draw(257, seed=3) if biased else None
     with Calls() as calls:
@@ -113,6 +113,6 @@ def test_products_of_layers(chosen: None, biased: bool) -> None:
 @in_each_layout
 def test_it_trains_as_one_process(chosen_always: None, sizes: dict[str, object]) -> None:
     with Calls() as calls:
-        MatrixProducts().forward(draw(3, 16), draw(8, 16), None)
+        TorchProducts().forward(draw(3, 16), draw(8, 16), None)
     assert calls.number == 1  # so ranks, which are forked, compute by oneDNN too
     trains_as_one_process(grid.LLAMA, sizes)

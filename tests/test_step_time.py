@@ -34,7 +34,7 @@ from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.declare import context
 from megapar.launch.grid import grid_of
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.pipeline.actions import Action
 from megapar.pipeline.schedules import SCHEDULES, make, show
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, insert_unit_actions
@@ -252,7 +252,7 @@ def test_experts_are_multiplied_in_as_many_launches_as_on_the_gpu(
 ) -> None:
     """One for all of them on Hopper, and elsewhere one for each. Their FLOPs are the same."""
     if not in_one_launch:
-        monkeypatch.setattr(MatrixProducts, "in_one_launch", lambda *_: False)
+        monkeypatch.setattr(TorchProducts, "in_one_launch", lambda *_: False)
     of = config(1, "--train.micro_batch_size", "1", preset="qwen3-30b-a3b")
     _, work = layer_work(of)
     flops = 2.0 * 8 * 2048 * 768 * 2048  # of a matrix, with 8 experts a token

@@ -17,7 +17,7 @@ from megapar.comm.pending import Pending
 from megapar.declare import context
 from megapar.declare.context import ParallelContext
 from megapar.declare.sharding import Sharding
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.tensor_parallel.chunks import cut_in_chunks
 from megapar.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from tests.support.distributed import rank_device, run_ranks
@@ -164,10 +164,10 @@ class Recorder:
     def all_gather(self, x: Tensor, axis: Axis) -> tuple[Tensor, Pending]:
         return x.new_zeros(axis.size * x.shape[0], *x.shape[1:]), self.begin("gather")
 
-    def products(self) -> MatrixProducts:
+    def products(self) -> TorchProducts:
         recorder = self
 
-        class Recorded(MatrixProducts):
+        class Recorded(TorchProducts):
             def forward_slices(self, *args: Any) -> None:
                 recorder.events.append(f"product {recorder.number('product')}")
                 super().forward_slices(*args)

@@ -17,11 +17,13 @@ from megapar_models.registry import named_configs
 from megapar_tools.verify import layout_words
 from megapar_tools.verify.compare import NOISES, ROUNDINGS, compare
 from megapar_tools.verify.logical import Assembled, Held, assembled
-from megapar_tools.verify.run import Shown, VerifiedStep
+from megapar_tools.verify.run import Shown, VerifiedStep, products_in_parts
 
 from megapar.base.errors import ConfigError
 from megapar.config.options import Config, ParallelConfig, flatten
 from megapar.declare.params import Box, Piece
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 from tests.support import plants
 from tests.support.options import load
 from tests.support.program import ROOT, TINY, Ended, Program
@@ -294,6 +296,18 @@ def test_the_layouts_of_plants_pass_without_them(name: str, tmp_path: Path) -> N
     model = [word for path, value in flatten(plants.MODELS[name], "model.").items() for word in flags(path, value)]
     ended = run(*model, "--plant", "none", "--layouts", *layouts, folder=tmp_path)
     assert ended.code == 0, ended.out + ended.err
+
+
+@pytest.mark.parametrize("products", [TORCH_PRODUCTS, MatrixProducts()], ids=["torch's", "a format's"])
+def test_noise_is_measured_with_products_in_parts(products: MatrixProducts) -> None:
+    """They round otherwise, so a difference that rounding explains is allowed, and none beyond it."""
+    x, weight = torch.randn(64, 96), torch.randn(32, 96)
+    plain = products.forward(x, weight, None), products.input_gradient(torch.ones(64, 32), weight)
+    with products_in_parts(3):
+        found = products.forward(x, weight, None), products.input_gradient(torch.ones(64, 32), weight)
+    for y, other in zip(plain, found, strict=True):
+        torch.testing.assert_close(y, other)
+    assert not torch.equal(plain[0], found[0])
 
 
 def flags(path: str, value: object) -> list[str]:

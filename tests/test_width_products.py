@@ -4,17 +4,18 @@ Inputs and weights are rounded to e4m3 in blocks of eight columns, each with a p
 MXFP8 (OCP MX specification 1.0).
 """
 
+import re
 import weakref
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import pytest
 import torch
-from megapar_models.factory import Factory
-from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from torch import Tensor
 
+from megapar.base.errors import ConfigError
 from megapar.comm.collectives import Pending
+from megapar.config.model_options import ModelConfig
+from megapar.config.options import AdapterConfig
 from megapar.linear.function import LinearFunction, Local
 from megapar.linear.products import MatrixProducts
 from megapar.step.evaluation import evaluate
@@ -54,25 +55,14 @@ class Rounded(MatrixProducts):
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         return super().forward(unpack(x), weight, bias)
 
-    def forward_slices(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        super().forward_slices(out, unpack(x), weight, bias)
-
     def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
         return super().weight_gradient(grad_2d, unpack(x_2d))
 
-    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, **options: Any) -> None:
-        super().add_weight_gradient(total, grad_2d, unpack(x_2d), **options)
 
-
-class RoundedLayers(Factory):
-    def products_of(self, name: str) -> MatrixProducts:
-        return Rounded() if name.startswith("layers.") else super().products_of(name)
-
-
-FAMILY = replace(LLAMA_FAMILY, name="rounded", factory=RoundedLayers)
+FORMAT = {"products": f"{__name__}:Rounded"}
 # Blocks lie on one rank: tp 2 cuts 32 columns of heads, and 80 of the MLP.
 # With this vocabulary no layout rounds an activation to another number of e4m3 than one process does.
-MODEL = replace(grid.LLAMA, family=f"{__name__}:FAMILY", head_dim=8, intermediate_size=80, vocab_size=129)
+MODEL = replace(grid.LLAMA, head_dim=8, intermediate_size=80, vocab_size=129)
 
 
 # Updated weights differ between layouts in their last bits. One that lies in the middle between two numbers of e4m3 may
@@ -83,7 +73,7 @@ FROM_EQUAL_WEIGHTS = {"follows": True}
 
 @in_each_layout
 def test_it_trains_as_one_process(sizes: dict[str, object]) -> None:
-    trains_as_one_process(MODEL, sizes | FROM_EQUAL_WEIGHTS)
+    trains_as_one_process(MODEL, sizes | FORMAT | FROM_EQUAL_WEIGHTS)
 
 
 SEQUENCE_PARALLEL = {"tp": 2, "sequence_parallel": True}
@@ -96,7 +86,40 @@ FURTHER = {
 
 @pytest.mark.parametrize("sizes", slow_but([0], FURTHER.values()), ids=list(FURTHER))
 def test_converted_inputs_are_gathered_and_deferred(sizes: dict[str, object]) -> None:
-    trains_as_one_process(MODEL, sizes | FROM_EQUAL_WEIGHTS)
+    trains_as_one_process(MODEL, sizes | FORMAT | FROM_EQUAL_WEIGHTS)
+
+
+# The methods that follow from the five: the slices of chunks, groups of rows, sums with and without a main gradient.
+DERIVED = {"products": grid.DERIVED_PRODUCTS}
+OF_DERIVED = {
+    "mixture in chunks": (grid.MIXTRAL, {"tp": 2, "sequence_parallel": True, "tp_overlap_chunks": 2}),
+    "experts apart": (grid.MIXTRAL, {"dp": 2, "ep": 2}),
+    "deferred": (grid.LLAMA, {"pp": 2, "schedule": "zb-h1"}),
+}
+
+
+@pytest.mark.parametrize(("model", "sizes"), slow_but([0], OF_DERIVED.values()), ids=list(OF_DERIVED))
+def test_a_format_of_five_methods_has_the_others(model: ModelConfig, sizes: dict[str, object]) -> None:
+    trains_as_one_process(model, sizes | DERIVED)
+
+
+REFUSED = {
+    "no_such_module:Format": "kernels.products=no_such_module:Format: cannot be imported",
+    "megapar.linear.products:Tensor": "is no subclass of megapar.linear.products.MatrixProducts",
+    "float8": "kernels.products=float8: unknown; there are torch, and MODULE:NAME names one of your own",
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_format_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(REFUSED[name])):
+        grid.Layout(grid.LLAMA, products=name).config()
+
+
+def test_an_adapter_drops_no_converted_input() -> None:
+    adapter = AdapterConfig(rank=2, dropout=0.1)
+    with pytest.raises(ConfigError, match=r"adapter\.dropout=0\.1, kernels\.products=.*use dropout 0\.0"):
+        grid.Layout(MODEL, **FORMAT, adapter=adapter).config()
 
 
 @dataclass(frozen=True)
@@ -138,7 +161,7 @@ def test_a_weight_is_converted_once_for_each_of_its_versions(
         return converted
 
     monkeypatch.setattr(Rounded, "convert_weight", convert)
-    config = grid.Layout(MODEL, recompute="full", zero_stage=zero_stage, micro_batch_size=3).config()
+    config = grid.Layout(MODEL, **FORMAT, recompute="full", zero_stage=zero_stage, micro_batch_size=3).config()
     state = grid.make_state(config)
     batches = grid.micro_batches(config, state.ctx, 0)
     counts = []

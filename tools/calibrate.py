@@ -22,11 +22,11 @@ from megapar_tools.plan.hardware import AttentionRate, Hardware, HostMemory, Lin
 
 from megapar.base.errors import ConfigError
 from megapar.base.grid import Grid
-from megapar.base.precision import model_dtype
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.config.messages import counted
 from megapar.declare import context
+from megapar.declare.sharding import model_dtype
 from megapar.launch.reporting import reported
 from megapar.system import device, environment
 from megapar.system.atomic_files import replacing

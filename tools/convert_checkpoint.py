@@ -48,7 +48,6 @@ from megapar_models.counts import WholeModel
 from megapar_models.registry import validate, weight_options
 
 from megapar.base.errors import CheckpointError, ConfigError, DataError
-from megapar.base.precision import model_dtype
 from megapar.checkpoint.format import BUFFER, MANIFEST, read_manifest
 from megapar.checkpoint.load import differences
 from megapar.config.compatible import decided_by
@@ -61,6 +60,7 @@ from megapar.config.plugins import package_of
 from megapar.data.prepared import CHAT, START, read_sidecar
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.declare.params import MAIN
+from megapar.declare.sharding import model_dtype
 from megapar.launch.reporting import reported
 
 HF_CONFIG = "config.json"

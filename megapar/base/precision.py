@@ -1,19 +1,14 @@
-"""Number formats of weights and activations, and the loss scale of fp16.
+"""The names of number formats of weights and activations, and the loss scale of fp16.
 
-Gradients, main weights, moments and losses are fp32 in every format.
+Gradients, main weights, moments and losses are fp32 in every format. `megapar.declare.sharding.model_dtype` has the
+dtypes: options name a format, and are read without torch.
 """
 
 from dataclasses import dataclass
-from typing import Literal
-
-import torch
+from typing import Literal, get_args
 
 Precision = Literal["fp32", "bf16", "fp16"]
-
-
-def model_dtype(precision: Precision) -> torch.dtype:
-    """The dtype of weights, activations and pipeline transfers, and of optimizer.grad_reduce_dtype."""
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+PRECISIONS: tuple[Precision, ...] = get_args(Precision)
 
 
 @dataclass

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, get_type_hints
 
+from megapar.base.precision import Precision
 from megapar.config.model_options import ModelConfig
 
 
@@ -95,7 +96,7 @@ class TrainConfig:
     """Tokens of a sample: the length of a sequence."""
     seed: int = 1234
     """Decides initial weights, dropout and sample order; no layout changes them."""
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Precision = "fp32"
     """Dtype of weights and activations. Gradients and main weights are fp32 in any case. fp16 has a dynamic loss
     scale."""
     recompute: Literal["none", "selective", "light", "all_but_attention", "full"] = "none"
@@ -440,6 +441,9 @@ class KernelsConfig:
     compile: bool = False
     """Let torch.compile make one pass of each norm, activation and rotation of torch's ops, forward and backward. It is
     done before the first step. The activation of experts stays torch's: their rows vary in number."""
+    products: str = "torch"
+    """The number format in which linear layers multiply. torch: that of train.precision. MODULE:NAME of a class of your
+    own: see `megapar.linear.products.MatrixProducts`."""
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,16 @@ import torch
 from torch import nn
 
 from megapar.base.expert_load import EVEN, ExpertLoad
+from megapar.base.precision import Precision
 from megapar.comm.axis import Axis
 from megapar.declare.context import ParallelContext
 from megapar.declare.params import Init, ParamSpec, Piece, parameter
 from megapar.linear.meanwhile import Meanwhile
+
+
+def model_dtype(precision: Precision) -> torch.dtype:
+    """Return the dtype of weights, activations and pipeline transfers, and of optimizer.grad_reduce_dtype."""
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
 
 
 @dataclass(frozen=True)

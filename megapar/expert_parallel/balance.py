@@ -40,7 +40,7 @@ from megapar.declare.tally import Tally
 from megapar.expert_parallel import route
 from megapar.expert_parallel.route import RouterRule
 from megapar.linear.function import LOCAL, LinearFunction
-from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS, TorchProducts
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Float32Products(MatrixProducts):
+class Float32Products(TorchProducts):
     """Products in fp32 of inputs of any dtype. Backward keeps the inputs in their own dtype, not the fp32 copies.
 
     y is fp32. Gradients have the dtypes of x and of the weight.

@@ -39,7 +39,8 @@ from megapar.linear.converted_weight import ConvertedWeight
 from megapar.linear.low_rank import LoraRule
 from megapar.linear.main_grad import DeferredWeightGradient
 from megapar.linear.meanwhile import Meanwhile
-from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 
 ALL = slice(None)
 """All experts of a rank."""

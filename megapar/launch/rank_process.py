@@ -322,7 +322,7 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
     # that they import from their own package counts as well: it may hold the layers of a family.
     find_optimizer(config.optimizer.name)
     named = {config.model.family, config.parallel.schedule, config.train.objective, *config.log.observers}
-    named |= {config.optimizer.name, config.optimizer.schedule}
+    named |= {config.optimizer.name, config.optimizer.schedule, config.kernels.products}
     outside = {package for name in named if (package := plugins.package_of(name))}
     files = {}
     if schedule_files.is_file(config.parallel.schedule):

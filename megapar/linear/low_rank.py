@@ -23,7 +23,8 @@ from torch.autograd.function import once_differentiable
 
 from megapar.linear.function import InputRegion, KeptWeight, keep_for_backward, linear_backward
 from megapar.linear.main_grad import DeferredWeightGradient
-from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 
 NORM_BLOCK = 1 << 24
 """Elements of a matrix in fp32 that are in memory while norms of rows are computed; 64 MiB."""

@@ -1,39 +1,33 @@
 """The matrix products of linear layers in one number format: forward, input gradient and weight gradient.
 
-For another number format, write a subclass of `MatrixProducts`, and give it to the layers meant to compute in it.
+For another number format, write a subclass of `MatrixProducts`, and name it by `kernels.products`.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megapar_kernels import apex, grouped, onednn
-from megapar_kernels.dispatch import Implementation
 from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
 
-@dataclass(frozen=True)
 class MatrixProducts:
-    """The three products of y = x W^T, in the dtype of the inputs.
+    """The three products of y = x W^T, by torch's ops in the dtype of the inputs.
 
-    They get x and the weight as `convert_input` and `convert_weight` returned them. Here those are x and the weight.
+    Another number format is a subclass that overrides the first five methods, or some of these; `kernels.products`
+    names it. The methods behind them follow from the five, one product after the other. `megapar.linear.torch_products`
+    computes the latter faster: in place, or several in one launch.
 
-    The methods ending in `_into` serve the output head in chunks (`megapar.tensor_parallel.linear_cross_entropy`).
-
-    `impl` selects whether torch or apex adds the weight gradient of 16-bit inputs to the fp32 main gradient.
-
-    The methods with `grouped` in their names serve experts. They loop over the groups. If `grouped` is triton, one
-    launch serves all groups: torch's grouped_mm, and for weight gradients our kernel. Both take bf16 in rows of a
-    multiple of 16 bytes. The loop serves all else.
+    Products get x and the weight as `convert_input` and `convert_weight` returned them.
     """
 
-    impl: Implementation = "torch"
-    grouped: Implementation = "torch"
+    @classmethod
+    def serves(cls, name: str) -> bool:
+        """Return whether the matrix of module `name`, such as layers.3.mlp.down or head, is computed in this format."""
+        return name.startswith("layers.")
 
     def convert_input(self, x: Tensor) -> Tensor:
-        """The input x [..., in] of a layer as it is sent, multiplied and kept for backward: [..., any number].
+        """Return the input x [..., in] of a layer as it is sent, multiplied and kept for backward: [..., any number].
 
         Another format overrides this to quantize x before ranks gather it. The result is one tensor of any dtype, so
         one message carries all of it: a row of uint8 may have the bytes of the values, and behind them those of their
@@ -46,88 +40,73 @@ class MatrixProducts:
         return x
 
     def convert_weight(self, weight: Tensor) -> Any:
-        """The weight [out, in], or [groups, out, in] of experts, as products get it. Here that is the weight itself.
+        """Return the weight [out, in], or [groups, out, in] of experts, as products get it.
 
-        Another format's result is kept beside the parameter until its values change (see `ConvertedWeight`). A dry run
-        does not count those bytes.
+        The result of experts gives the matrix of group g at index g. What is no view of the weight is kept beside the
+        parameter until its values change (see `ConvertedWeight`). A dry run does not count those bytes.
         """
         return weight
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """y: [..., out], from x [..., in] and weight [out, in]."""
-        if onednn.takes(x, weight):
-            return onednn.linear(x, weight, bias)
+    def forward(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+        """Return y [..., out], from x [..., in] and weight [out, in]."""
         return F.linear(x, weight, bias)
 
-    def forward_into(self, out: Tensor, x_2d: Tensor, weight: Tensor) -> Tensor:
-        """`forward` of x_2d [tokens, in] without a bias. The result is `out`, overwritten."""
-        return torch.mm(x_2d, weight.t(), out=out)
-
-    def forward_slices(self, out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        """`forward` of x [slices, tokens, in] into `out` [slices, tokens, out].
-
-        Each slice is contiguous. The slices of `x` and of `out` may lie apart in memory.
-        """
-        _products_of_slices(out, x, weight, bias)
-
-    def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        """Gradient of x: [..., in], from grad_y [..., out] and weight [out, in]."""
-        if onednn.takes(grad_y, matrix := weight.t()):
-            return onednn.linear(grad_y, matrix)
-        return grad_y @ weight
-
-    def input_gradient_into(self, out: Tensor, grad_2d: Tensor, weight: Tensor) -> Tensor:
-        """`input_gradient` of grad_2d [tokens, out]. The result is `out`, overwritten."""
-        return torch.mm(grad_2d, weight, out=out)
-
-    def input_gradient_slices(self, out: Tensor, grad: Tensor, weight: Tensor) -> None:
-        """`input_gradient` of grad [slices, tokens, out] into `out` [slices, tokens, in].
-
-        Each slice is contiguous. The slices of `grad` and of `out` may lie apart in memory.
-        """
-        _products_of_slices(out, grad, weight.t(), None)
+    def input_gradient(self, grad_y: Tensor, weight: Any) -> Tensor:
+        """Return the gradient of x: [..., in], from grad_y [..., out] and weight [out, in]."""
+        gradient: Tensor = grad_y @ weight
+        return gradient
 
     def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
-        """Gradient of the weight: [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""
-        return grad_2d.t() @ x_2d
+        """Return the gradient of the weight: fp32 [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""
+        wide = torch.promote_types(grad_2d.dtype, torch.float32)
+        return grad_2d.to(wide).t() @ x_2d.to(wide)
+
+    # What follows from the five.
 
     def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
         """Add the weight gradient to `total`, fp32 [out, in], without rounding it to the inputs' dtype first.
 
         With `overwrite` the values of `total` count as zero, even if they are NaN.
         """
-        beta = 0.0 if overwrite else 1.0  # addmm multiplies `total` by it, and does not read `total` if it is 0
-        if grad_2d.dtype == total.dtype:
-            total.addmm_(grad_2d.t(), x_2d, beta=beta)
-        elif self.impl == "apex":
-            if overwrite:
-                total.zero_()  # apex's kernel can only add
-            apex.add_weight_gradient(total, grad_2d, x_2d)
-        elif not grad_2d.is_cpu:  # on the meta device too, which stands for a GPU
-            torch.addmm(total, grad_2d.t(), x_2d, beta=beta, out_dtype=torch.float32, out=total)
+        gradient = self.weight_gradient(grad_2d, x_2d)
+        if overwrite:
+            total.copy_(gradient)
         else:
-            # On a CPU addmm has no out_dtype, so the inputs are converted.
-            total.addmm_(grad_2d.t().float(), x_2d.float(), beta=beta)
+            total.add_(gradient)
 
-    def grouped_forward(self, x_2d: Tensor, weights_goi: Tensor, groups: RowGroups) -> Tensor:
-        """y = x W^T with a matrix [out, in] for each group of rows: [tokens, out], from x_2d [tokens, in]."""
-        if self.in_one_launch(x_2d, weights_goi):
-            return F.grouped_mm(x_2d, weights_goi.transpose(1, 2), offs=groups.ends)
-        y = x_2d.new_empty(x_2d.shape[0], weights_goi.shape[1])
-        for part, x, weight in zip(y.split(groups.sizes), x_2d.split(groups.sizes), weights_goi, strict=True):
-            self.forward_into(part, x, weight)
-        return y
+    def forward_into(self, out: Tensor, x_2d: Tensor, weight: Any) -> Tensor:
+        """`forward` of x_2d [tokens, in] without a bias. The result is `out`, overwritten."""
+        return out.copy_(self.forward(x_2d, weight, None))
 
-    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Tensor, groups: RowGroups) -> Tensor:
-        """Gradient of x in `grouped_forward`: [tokens, in], from grad_2d [tokens, out]."""
-        if self.in_one_launch(grad_2d, weights_goi):
-            return F.grouped_mm(grad_2d, weights_goi, offs=groups.ends)
-        grad_x = grad_2d.new_empty(grad_2d.shape[0], weights_goi.shape[2])
-        for part, grad, weight in zip(
-            grad_x.split(groups.sizes), grad_2d.split(groups.sizes), weights_goi, strict=True
-        ):
-            self.input_gradient_into(part, grad, weight)
-        return grad_x
+    def forward_slices(self, out: Tensor, x: Tensor, weight: Any, bias: Tensor | None) -> None:
+        """`forward` of x [slices, tokens, in] into `out` [slices, tokens, out].
+
+        Each slice is contiguous. The slices of `x` and of `out` may lie apart in memory.
+        """
+        for part, rows in zip(out, x, strict=True):
+            part.copy_(self.forward(rows, weight, bias))
+
+    def input_gradient_into(self, out: Tensor, grad_2d: Tensor, weight: Any) -> Tensor:
+        """`input_gradient` of grad_2d [tokens, out]. The result is `out`, overwritten."""
+        return out.copy_(self.input_gradient(grad_2d, weight))
+
+    def input_gradient_slices(self, out: Tensor, grad: Tensor, weight: Any) -> None:
+        """`input_gradient` of grad [slices, tokens, out] into `out` [slices, tokens, in].
+
+        Each slice is contiguous. The slices of `grad` and of `out` may lie apart in memory.
+        """
+        for part, rows in zip(out, grad, strict=True):
+            part.copy_(self.input_gradient(rows, weight))
+
+    def grouped_forward(self, x_2d: Tensor, weights_goi: Any, groups: RowGroups) -> Tensor:
+        """Return y = x W^T with a matrix [out, in] for each group of rows: [tokens, out], from x_2d [tokens, in]."""
+        parts = x_2d.split(groups.sizes)
+        return torch.cat([self.forward(x, weights_goi[group], None) for group, x in enumerate(parts)])
+
+    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Any, groups: RowGroups) -> Tensor:
+        """Return the gradient of x in `grouped_forward`: [tokens, in], from grad_2d [tokens, out]."""
+        parts = grad_2d.split(groups.sizes)
+        return torch.cat([self.input_gradient(grad, weights_goi[group]) for group, grad in enumerate(parts)])
 
     def add_grouped_weight_gradient(
         self, totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, groups: RowGroups, *, overwrite: bool = False
@@ -136,9 +115,6 @@ class MatrixProducts:
 
         A group without rows adds nothing. With `overwrite` its total becomes zero.
         """
-        if self.in_one_launch(grad_2d, totals_goi) and x_2d.dtype == grad_2d.dtype:
-            grouped.add_weight_gradients(totals_goi, grad_2d, x_2d, groups.ends, overwrite=overwrite)
-            return
         for total, grad, x in zip(totals_goi, grad_2d.split(groups.sizes), x_2d.split(groups.sizes), strict=True):
             if len(grad):
                 self.add_weight_gradient(total, grad, x, overwrite=overwrite)
@@ -146,29 +122,5 @@ class MatrixProducts:
                 total.zero_()
 
     def in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
-        """Whether one launch computes the products of all groups, by the grouped kernels."""
-        # 8 numbers are 16 bytes. Without rows nothing is multiplied, and the loop fills what has to be zero. One group
-        # is one product, which cuBLAS computes faster.
-        fits = matrices_goi.shape[1] % 8 == 0 and matrices_goi.shape[2] % 8 == 0 and len(matrices_goi) > 1
-        return self.grouped == "triton" and x_2d.dtype == torch.bfloat16 and fits and len(x_2d) > 0
-
-
-TORCH_PRODUCTS = MatrixProducts()
-"""The products of torch, in the dtype of the inputs. Layers use them by default."""
-
-
-def _products_of_slices(out: Tensor, x: Tensor, matrix: Tensor, bias: Tensor | None) -> None:
-    """out[i] = x[i] W^T + b for each slice i and a matrix [out, in]. The slices are read and written in place.
-
-    One product of all slices would need them side by side, and so a copy of the layer's whole input or output. On a
-    GPU one product for each slice would be too small to fill it.
-    """
-    if onednn.takes(x[0], matrix):  # a layer without chunks is computed so, and chunks have its bits
-        for part, rows in zip(out, x, strict=True):
-            part.copy_(onednn.linear(rows, matrix, bias))
-        return
-    matrices = matrix.t().expand(x.shape[0], -1, -1)  # takes no memory: the stride between the matrices is 0
-    if bias is None:
-        torch.bmm(x, matrices, out=out)
-    else:
-        torch.baddbmm(bias, x, matrices, out=out)
+        """Return whether one launch computes the products of all groups, by the grouped kernels."""
+        return False

@@ -14,13 +14,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from megapar_kernels import grouped, tiled_attention
 from megapar_kernels.backend import Backend, Kernels, select
 
 from megapar.base.errors import ConfigError
+from megapar.base.precision import Precision
 from megapar.system.environment import of_this_process
 
 
@@ -370,7 +371,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def peak_tflops(device: torch.device, precision: Literal["fp32", "bf16", "fp16"] = "bf16") -> float:
+def peak_tflops(device: torch.device, precision: Precision = "bf16") -> float:
     """The dense peak of the device in TFLOP/s for matrix products in `precision`, 0 if the table does not have it.
 
     fp32 products run on tensor cores as TF32 only if torch was told to (torch.set_float32_matmul_precision).

@@ -23,7 +23,8 @@ from megapar.declare.sharding import Sharding
 from megapar.linear.function import LOCAL, LinearFunction
 from megapar.linear.low_rank import AdaptedLinear
 from megapar.linear.main_grad import DeferredWeightGradient
-from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 from megapar.tensor_parallel.chunks import ChunkedGather, gather_adapted, gather_linear, linear_reduce, output_region
 from megapar.tensor_parallel.columns import Columns
 from megapar.tensor_parallel.lora import Lora

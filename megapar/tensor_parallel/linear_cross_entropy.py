@@ -17,7 +17,8 @@ from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.linear.converted_weight import ConvertedWeight
 from megapar.linear.function import InputRegion
-from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, CrossEntropy, LogitRule
 from megapar.tensor_parallel.regions import input_region
 

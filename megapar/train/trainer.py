@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megapar.base.errors import NumericError, Preempted, StorageError
-from megapar.base.precision import LossScale, model_dtype
+from megapar.base.precision import LossScale
 from megapar.checkpoint import tiers
 from megapar.checkpoint.format import step_of
 from megapar.comm import collectives
@@ -29,6 +29,7 @@ from megapar.declare.batch import MicroBatch, PipelineStage
 from megapar.declare.context import ParallelContext
 from megapar.declare.largest_logits import measuring_modules
 from megapar.declare.random import fill, initialize
+from megapar.declare.sharding import model_dtype
 from megapar.declare.stage_set import StageSet
 from megapar.launch.rank_process import RankProcess
 from megapar.observe.memory_report import MemoryReport

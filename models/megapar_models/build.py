@@ -7,20 +7,19 @@ from functools import partial
 from torch import nn
 
 from megapar.activations.recompute import Recompute
-from megapar.base.precision import model_dtype
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig, Config
 from megapar.declare.batch import PipelineStage
 from megapar.declare.context import ParallelContext
-from megapar.declare.sharding import Sharding
+from megapar.declare.sharding import Sharding, model_dtype
 from megapar.declare.stage_set import Declared, StageSet
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.pipeline.partition import explicit, partition, split_finely
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.system.device import choose_kernels
 from megapar_models.counts import WholeModel
 from megapar_models.factory import initializations
-from megapar_models.registry import find, find_objective
+from megapar_models.registry import find, find_number_format, find_objective
 from megapar_models.stage import Stage, title
 
 
@@ -90,9 +89,14 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         expert_chunks=max(config.parallel.ep_overlap_chunks, 1),  # where nobody chose a number, nothing is cut
         allocate=allocate,
     )
-    products = MatrixProducts(kernels.weight_gradient, kernels.grouped_products)
+    products = TorchProducts(kernels.weight_gradient, kernels.grouped_products)
     factory = family.factory(sharding, *initializations(model), kernels, products, config.parallel.cp_attention)
-    factory = replace(factory, adapter=config.adapter, measures_logits=config.optimizer.qk_clip > 0)
+    factory = replace(
+        factory,
+        adapter=config.adapter,
+        measures_logits=config.optimizer.qk_clip > 0,
+        number_format=find_number_format(config),
+    )
     if factory.beside or config.adapter.targets:
         # It raises ConfigError for a pattern without a match, before this rank builds its part.
         WholeModel(model, config.adapter)

@@ -27,7 +27,8 @@ from megapar.declare.random import Tokens
 from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.experts import Experts
 from megapar.linear.low_rank import LoraRule
-from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,
     Columns,
@@ -82,9 +83,13 @@ class Factory:
     """The matrices seen so far that an adapter may be added to."""
     measures_logits: bool = False
     """Whether attention notes its largest logits (optimizer.qk_clip)."""
+    number_format: MatrixProducts | None = None
+    """The products of kernels.products, for the matrices that they serve."""
 
     def products_of(self, name: str) -> MatrixProducts:
-        """How the products of the module `name` are computed, such as layers.3.mlp.down or head."""
+        """Return how the products of the module `name`, such as layers.3.mlp.down or head, are computed."""
+        if self.number_format is not None and self.number_format.serves(name):
+            return self.number_format
         return self.products
 
     def column_parallel(

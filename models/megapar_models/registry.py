@@ -7,6 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
+from megapar.base.errors import ConfigError
 from megapar.config import compatible
 from megapar.config import validate as checks
 from megapar.config.messages import divisors, listed, problem, shown
@@ -15,6 +16,8 @@ from megapar.config.model_rules import Families, ModelRules
 from megapar.config.options import Config, TrainConfig, flatten
 from megapar.config.plugins import named
 from megapar.config.virtual_stages import VirtualStages
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.pipeline.schedules import virtual_stages
 from megapar_models.family import Family
 from megapar_models.layer import MIXERS
@@ -97,6 +100,18 @@ def find_objective(name: str) -> Objective:
     return named("train.objective", name, OBJECTIVES, Objective)
 
 
+def find_number_format(config: Config) -> MatrixProducts | None:
+    """Return the products of kernels.products, MODULE:NAME of a subclass of MatrixProducts. None for torch's.
+
+    Raises ConfigError if there is no such class.
+    """
+    name = config.kernels.products
+    found = named("kernels.products", name, {"torch": TorchProducts}, type)
+    if not issubclass(found, MatrixProducts):
+        raise ConfigError(f"kernels.products={name}: is no subclass of megapar.linear.products.MatrixProducts")
+    return None if found is TorchProducts else found()
+
+
 FOR_OPTIONS = Families(FAMILIES, find)
 """What `megapar.config.files.load` must know to read the options of any family."""
 
@@ -146,6 +161,7 @@ def _rules(
         yield from _router_problems(config, own)
         if trains:
             yield from _learning_problems(config, own)
+        yield from _number_format_problems(config)
         yield from _objective_problems(config)
         yield from _head_problems(config)
 
@@ -211,6 +227,15 @@ def _learning_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
             "never learn; use norm_topk_prob false (--model.moe.no_norm_topk_prob), or 2 experts"
         )
         yield problem(config, "model.moe.num_experts_per_tok model.moe.norm_topk_prob", text)
+
+
+def _number_format_problems(config: Config) -> Iterator[str]:
+    """Dropout changes the input of an adapter, which products of another format have converted already."""
+    products = find_number_format(config)
+    converts = products is not None and type(products).convert_input is not MatrixProducts.convert_input
+    if converts and config.adapter.dropout:
+        text = "the format converts inputs, of which the adapters would drop some; use dropout 0.0"
+        yield problem(config, "adapter.dropout kernels.products", text)
 
 
 def _objective_problems(config: Config) -> Iterator[str]:

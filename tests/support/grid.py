@@ -45,6 +45,7 @@ from tests.support.distributed import apart, rank_device, run_ranks
 
 SAMPLES = 12
 LENGTH = 24
+DERIVED_PRODUCTS = "megapar.linear.products:MatrixProducts"
 STEPS = 2
 
 LLAMA = tiny_models.small(
@@ -186,6 +187,7 @@ class Layout:
     backend: Backend = "auto"
     loss_chunk: int = 0
     compile: bool = False
+    products: str = "torch"
     packed: bool = False
     follows: bool = False  # one process goes on with the weights of the ranks after each step
     optimizer: str = "adamw"
@@ -245,7 +247,7 @@ class Layout:
             bucket_mb=0.0 if self.zero_stage >= 2 else 1 / 64,
             overlap_grad_reduce=self.overlap,
         )
-        kernels = KernelsConfig(self.backend, self.loss_chunk, self.compile)
+        kernels = KernelsConfig(self.backend, self.loss_chunk, self.compile, self.products)
         parts: dict[str, Any] = {"parallel": parallel, "train": train, "optimizer": optimizer, "kernels": kernels}
         parts["adapter"] = self.adapter
         if find_objective(self.objective).divided_by == "pairs":
@@ -333,6 +335,8 @@ def alone(layout: Layout) -> Layout:
         adapter=layout.adapter,
         objective=layout.objective,
         references=layout.references,
+        # The derived methods of MatrixProducts are those of torch's products, which one process has.
+        products="torch" if layout.products == DERIVED_PRODUCTS else layout.products,
     )
 
 

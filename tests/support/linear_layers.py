@@ -8,7 +8,8 @@ from torch import Tensor
 from megapar.activations.recompute import run
 from megapar.declare.params import Init
 from megapar.declare.sharding import Sharding
-from megapar.linear.products import TORCH_PRODUCTS, MatrixProducts
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 from megapar.tensor_parallel.layers import ColumnParallelLinear, Columns, RowParallelLinear
 
 INIT = Init("normal", 0.1)

@@ -12,7 +12,7 @@ from torch import Tensor
 from benchmarks.peers import Peer, Result, Weights
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
-from megapar.linear.products import TORCH_PRODUCTS
+from megapar.linear.torch_products import TORCH_PRODUCTS
 
 
 class Products(Peer):

@@ -29,7 +29,7 @@ from megapar.declare.context import ParallelContext
 from megapar.declare.params import ONES, shared_piece
 from megapar.declare.sharding import Sharding
 from megapar.linear.function import LOCAL, LinearFunction
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.observe.provenance import provenance
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.runtime import PipelineRuntime
@@ -58,7 +58,7 @@ class Options:
 
 
 @dataclass(frozen=True)
-class SleepingProducts(MatrixProducts):
+class SleepingProducts(TorchProducts):
     """Matrix products of `seconds` each."""
 
     seconds: float = 0.0

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 
 from megapar.base.errors import ConfigError
 from megapar.base.grid import Grid
-from megapar.base.precision import model_dtype
 from megapar.comm import collectives
 from megapar.config.messages import first_few
 from megapar.config.options import Config
 from megapar.declare.context import ParallelContext, planned
 from megapar.declare.optimizer_state import StateSlice
 from megapar.declare.params import Box, ParamSpec, Piece, spec_of
+from megapar.declare.sharding import model_dtype
 from megapar_models.build import build_stages
 from megapar_models.convert.exported import hf_infos, hf_recipes
 from megapar_models.convert.giving import Giver

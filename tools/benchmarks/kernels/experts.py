@@ -14,7 +14,7 @@ from torch import Tensor
 from benchmarks.kernels import peers
 from benchmarks.kernels.ops import Case, Maker
 from megapar.expert_parallel.row_counts import inverse_of
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 
 
 class Model(NamedTuple):
@@ -79,14 +79,14 @@ def _weight_gradient_case(model: Model, outputs: int, inputs: int, impl: Impleme
         sizes = _chosen(model, m).bincount(minlength=model.experts).tolist()
         return totals, grad, x, RowGroups.of(sizes, m.target)
 
-    def add(products: MatrixProducts, totals: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor:
+    def add(products: TorchProducts, totals: Tensor, grad: Tensor, x: Tensor, groups: RowGroups) -> Tensor:
         products.add_grouped_weight_gradient(totals, grad, x, groups)
         return totals
 
     return Case(
         "weight gradients of experts", model.name, f"{model.experts}x{outputs}x{model.rows}x{inputs}", make,
-        partial(add, MatrixProducts(grouped=impl)), peers.grouped_weight_gradients,
+        partial(add, TorchProducts(grouped=impl)), peers.grouped_weight_gradients,
         (2 * model.rows * outputs * inputs, 0), "flops", directions=("forward",),
-        exact=partial(add, MatrixProducts()),
+        exact=partial(add, TorchProducts()),
         tolerance=1e-3,  # tensor cores do not add quite in fp32
     )  # fmt: skip

@@ -20,7 +20,7 @@ from benchmarks.kernels.peers import EPS, Op
 from megapar.data_parallel.accumulate import MainGradView
 from megapar.declare import context
 from megapar.declare.random import row_keys
-from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
 
@@ -234,7 +234,7 @@ def _weight_gradient_case(model: Model) -> Case:
         return main_grad, m.floats(tokens, rows, grad=False), m.floats(tokens, columns, grad=False)
 
     def ours(main_grad: Tensor, grad: Tensor, x: Tensor) -> Tensor:
-        MatrixProducts().add_weight_gradient(main_grad, grad, x)
+        TorchProducts().add_weight_gradient(main_grad, grad, x)
         return main_grad
 
     return Case(

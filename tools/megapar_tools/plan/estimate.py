@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megapar.base.grid import DEFAULT_ORDER, Grid
 from megapar.config.options import BY_LAYER, Config
+from megapar.declare.sharding import model_dtype
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.schedules import make
 from megapar.pipeline.simulation import simulate
@@ -26,7 +27,6 @@ from megapar_tools.plan.space import Candidate, GridPart
 from megapar_tools.plan.verdict import UNEVEN_EXPERTS
 from megapar_tools.plan.work import AttentionWork, Kernel, Operations, Product, Started, Waited
 
-_WIDTH = {"fp32": 4, "bf16": 2, "fp16": 2}  # bytes of a weight or an activation
 # The pipeline whose idle time and kept micro-batches stand for those of others with the same schedule.
 _SAMPLE_PP = 4
 _SAMPLE_ROUNDS = 3  # of micro-batches, as many in each as there are ranks
@@ -170,7 +170,7 @@ class Estimator:
         self.hardware = hardware
         self._kept_by_a_layer = kept_by_a_layer
         self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._width = _WIDTH[config.train.precision]
+        self._width = model_dtype(config.train.precision).itemsize  # bytes of a weight or an activation
         self._pipelines: dict[tuple[str, int, int], _Pipeline] = {}
         self._layers: dict[tuple[object, ...], _Layer] = {}
         self._networks: dict[tuple[object, ...], Network] = {}

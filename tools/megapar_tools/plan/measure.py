@@ -8,12 +8,12 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from megapar.base.precision import model_dtype
 from megapar.comm import collectives
 from megapar.config.files import RunConfig, load_earlier
 from megapar.config.options import Config
 from megapar.declare.batch import MicroBatch, Targets
 from megapar.declare.context import ParallelContext, single
+from megapar.declare.sharding import model_dtype
 from megapar.declare.stage_set import Declared
 from megapar.pipeline.partition import partition
 from megapar.system import device

@@ -18,10 +18,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megapar.base.precision import PRECISIONS
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.comm.transport import Meta, Transfers
 from megapar.declare.context import ParallelContext
+from megapar.declare.sharding import model_dtype
 
 META = torch.device("meta")
 
@@ -172,13 +174,8 @@ def recording(ctx: ParallelContext) -> tuple[ParallelContext, Tape]:
     return replace(ctx, **noted), tape
 
 
-_PRECISIONS = {
-    torch.bfloat16: "bf16",
-    torch.float16: "fp16",
-    torch.float32: "fp32",
-    torch.float64: "fp64",
-    torch.float8_e4m3fn: "fp8",
-}
+_PRECISIONS: dict[torch.dtype, str] = {model_dtype(precision): precision for precision in PRECISIONS}
+_PRECISIONS |= {torch.float64: "fp64", torch.float8_e4m3fn: "fp8"}
 # Operations that take no time on a device: memory of a result, and views that their schema does not declare.
 _FREE = ("empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "detach", "_unsafe_view", "alias")
 # Operations that read only the rows that their indices name, and those that write only such rows.

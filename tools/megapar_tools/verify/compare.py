@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megapar.base.precision import model_dtype
 from megapar.config.options import Config
+from megapar.declare.sharding import model_dtype
 from megapar_tools.verify.logical import Assembled
 from megapar_tools.verify.run import Shown
 

@@ -25,6 +25,7 @@ from megapar.launch.rank_process import job
 from megapar.launch.reporting import Ended
 from megapar.launch.signals import HANDLED
 from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TorchProducts
 from megapar.optimizer.optimizers import Optimizers
 from megapar.step.state import StepResult, TrainState
 from megapar.step.step import train_step
@@ -241,7 +242,7 @@ def _together(ranks: Sequence[RankShown]) -> Shown:
 
 @contextmanager
 def products_in_parts(parts: int) -> Iterator[None]:
-    """A context to compute each product of `MatrixProducts` as the sum of so many products of fewer terms.
+    """A context to compute each product of linear layers as the sum of so many products of fewer terms.
 
     The mathematics is the same. The rounding is as if the layer were cut over tensor ranks.
     """
@@ -264,14 +265,15 @@ def products_in_parts(parts: int) -> Iterator[None]:
         "forward_into": lambda self, out, x, weight: out.copy_(forward(self, x, weight, None)),
         "input_gradient_into": lambda self, out, grad, weight: out.copy_(input_gradient(self, grad, weight)),
     }
-    originals = {name: MatrixProducts.__dict__[name] for name in replacements}
-    for name, replacement in replacements.items():
-        setattr(MatrixProducts, name, replacement)
+    # Both: a number format of one's own stands on MatrixProducts alone.
+    originals = {(kind, name): kind.__dict__[name] for kind in (MatrixProducts, TorchProducts) for name in replacements}
+    for kind, name in originals:
+        setattr(kind, name, replacements[name])
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(MatrixProducts, name, original)
+        for (kind, name), original in originals.items():
+            setattr(kind, name, original)
 
 
 def _sum(products: Iterable[Tensor]) -> Tensor:
