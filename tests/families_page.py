@@ -25,9 +25,9 @@ BEGIN = "<!-- what follows is written by python -m tests.families_page -->"
 # What another value than the default means. A new field needs its words here.
 IN_WORDS: dict[type, dict[str, str]] = {
     LayerKind: {
-        "mixer": "another mixer than attention with keys and values of heads",
+        "mixer": "a mixer other than attention with keys and values of heads",
         "mlp": "an MLP without a gate, or with experts",
-        "norms": "norms of the output of a branch, or on both sides",
+        "norms": "norms behind a branch, or on both sides of a branch",
         "parallel": "attention and MLP read the same residual stream",
         "residual_multiplier": "a factor of both branches",
         "rotary": "rotary positions",
@@ -36,9 +36,9 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "qkv_bias": "biases of queries, keys and values",
         "out_bias": "a bias of attention's output",
         "qk_norm": "norms of queries and keys",
-        "qk_norm_over": "such norms over all heads together, or with a weight for each head",
-        "qk_norm_rule": "such norms by a rule of their own",
-        "qk_norm_after_rotary": "such norms behind the rotation",
+        "qk_norm_over": "norms of queries and keys over all heads, or with a weight a head",
+        "qk_norm_rule": "norms of queries and keys by a rule of their own",
+        "qk_norm_after_rotary": "norms of queries and keys behind the rotation",
         "attention_scale": "a factor of scores of its own",
         "score_cap": "capped scores",
         "sinks": "a sink in the softmax of each head",
@@ -61,21 +61,21 @@ IN_WORDS: dict[type, dict[str, str]] = {
     },
     NormRule: {
         "kind": "LayerNorm",
-        "offset": "a weight that is added to 1",
-        "cast_first": "rounded before the product with the weight",
-        "weighted": "no weight",
+        "offset": "norms with a weight that is added to 1",
+        "cast_first": "norms rounded before the product with the weight",
+        "weighted": "norms without weight",
         "biased": "LayerNorm without bias",
     },
 }
 
 
 def models() -> dict[str, ModelConfig]:
-    """The options of each row of the table."""
+    """Return the options of each row of the table."""
     return {name: published_model(case.model_type, case.fields) for name, case in TYPES.items()}
 
 
 def family_table() -> Iterator[str]:
-    """A family, its model types, its presets, and the lines of its Python."""
+    """Yield a row for each family: its model types, its presets, and the lines of its Python."""
     yield "| family | model types | presets | lines |"
     yield "|---|---|---|---:|"
     families = {name: tomllib.loads(path.read_text())["model"]["family"] for name, path in presets().items()}
@@ -88,20 +88,24 @@ def family_table() -> Iterator[str]:
 
 
 def form_table(rows: Mapping[str, ModelConfig]) -> Iterator[str]:
-    """A family by each form of parallelism: tested with all its rows, refused for some of them, or of experts alone."""
-    yield f"| family | {' | '.join(FORMS)} |"
+    """Yield the lines of a table of families by form of parallelism. Families with the same cells share a row."""
+    yield f"| families | {' | '.join(FORMS)} |"
     yield f"|---|{'---|' * len(FORMS)}"
     notes: list[str] = []
+    with_cells: dict[str, list[str]] = {}
     for family in FAMILIES:
         own = [name for name, model in rows.items() if model.family == family]
-        yield f"| `{family}` | {' | '.join(form_cell(own, form, notes) for form in FORMS)} |"
+        cells = " | ".join(form_cell(own, form, notes) for form in FORMS)
+        with_cells.setdefault(cells, []).append(f"`{family}`")
+    for cells, families in with_cells.items():
+        yield f"| {', '.join(families)} | {cells} |"
     yield ""
     for number, note in enumerate(notes, 1):
         yield f"{number}. {note}"
 
 
 def form_cell(own: list[str], form: str, notes: list[str]) -> str:
-    """A cell for the rows `own` of a family. Words of a refusal are added to `notes`, and the cell has their number."""
+    """Return the cell of a family with the rows `own`. Words of a refusal join `notes`; the cell has their number."""
     own = [name for name in own if form in TYPES[name].forms()]
     refused = [name for name in own if form in TYPES[name].refuses]
     if not own:
@@ -119,7 +123,7 @@ def form_cell(own: list[str], form: str, notes: list[str]) -> str:
 
 
 def rule_table(rows: Mapping[str, ModelConfig]) -> Iterator[str]:
-    """Each field of a rule, and the model types with another value than its default."""
+    """Yield a row for each field of a rule: the model types with a value other than the default."""
     yield "| rule | field | model types |"
     yield "|---|---|---|"
     for rule, words in IN_WORDS.items():
@@ -134,7 +138,7 @@ def rule_table(rows: Mapping[str, ModelConfig]) -> Iterator[str]:
 
 
 def rules_of(model: ModelConfig) -> list[Any]:
-    """The rules of all layers of a model and of its ends."""
+    """Return the rules of all layers of a model and of its ends."""
     stage = find(model.family).stage
     kinds = list(kinds_of(model))
     return [*kinds, *(kind.norm for kind in kinds), stage.ends_of(model), stage.last_norm(model)]
@@ -159,7 +163,7 @@ def tables() -> str:
 
 
 def page() -> str:
-    """The whole page: what a person wrote, then the tables."""
+    """Return the whole page: the text above BEGIN as written by hand, then the tables."""
     written, found, _ = PAGE.read_text().partition(BEGIN)
     if not found:
         raise ValueError(f"{PAGE} lacks the line {BEGIN}")
