@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from megapar_models.registry import FAMILIES
-
 from tests.support.survey import SURVEYED, Outcome, outcome
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -18,30 +16,25 @@ PAGE = ROOT / "docs/survey.md"
 BEGIN = "<!-- what follows is written by python -m tests.survey_page -->"
 
 
-def family_of(model_type: str) -> str:
-    """The family that has a model type, as a cell."""
-    for name, family in FAMILIES.items():
-        if family.hugging_face and model_type in family.hugging_face.model_types:
-            return f"`{name}`"
-    return ""
-
-
 def table(outcomes: Mapping[str, Outcome]) -> str:
-    """A sum, and a row for each model type."""
+    """Return a sum, the model types that train, and a row with the reason for each other model type."""
     counted = Counter(found.result for found in outcomes.values())
     total = ", ".join(f"{counted[result]} {result}" for result in ("trains", "refused", "WRONG"))
-    rows = [f"| `{name}` | {family_of(name)} | {found.result} | {found.why} |" for name, found in outcomes.items()]
+    trained = ", ".join(f"`{name}`" for name, found in outcomes.items() if found.result == "trains")
+    rows = [f"| `{name}` | {' | '.join(found)} |" for name, found in outcomes.items() if found.result != "trains"]
     head = [
         f"Of {len(outcomes)} model types: {total}.",
         "",
-        "| model type | family | result | why |",
-        "|---|---|---|---|",
+        f"These train, each by the family that [Families](families.md) names: {trained}.",
+        "",
+        "| model type | result | why |",
+        "|---|---|---|",
     ]
     return "\n".join([*head, *rows, ""])
 
 
 def page(outcomes: Mapping[str, Outcome]) -> str:
-    """The whole page: what a person wrote, then the table."""
+    """Return the whole page: the text above BEGIN as written by hand, then the table."""
     written, found, _ = PAGE.read_text().partition(BEGIN)
     if not found:
         raise ValueError(f"{PAGE} lacks the line {BEGIN}")
@@ -49,7 +42,7 @@ def page(outcomes: Mapping[str, Outcome]) -> str:
 
 
 def survey() -> dict[str, Outcome]:
-    """The outcome of each model type."""
+    """Return the outcome of each model type."""
     outcomes = {}
     for number, name in enumerate(SURVEYED, 1):
         with TemporaryDirectory() as folder:

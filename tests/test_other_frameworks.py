@@ -149,7 +149,7 @@ def test_the_page_has_the_table_and_its_sources():
     text = compare_flags.PAGE.read_text()
     assert text == compare_flags.page(), "run python tools/compare_flags.py"
     for framework, row in ROWS:
-        assert f"{row.name}` " in text, f"{framework} {row.name}"
+        assert f"{row.name}`" in text, f"{framework} {row.name}"
     for framework in ("Megatron-LM", "torchtitan", "DeepSpeed"):
         above_the_tables = text.partition(compare_flags.BEGIN)[0]
         assert SOURCES[framework].state in above_the_tables, f"{framework}: the page names another commit"

@@ -164,12 +164,13 @@ def tables(found: Sequence[Row]) -> str:
     apart = [row for row in found if row.role.endswith("of 2023")]
     lines.append(
         f"- {len(apart)} rows set apart, all of bf16 runs of 2023: mean error {mean_error(apart):.1%}. Predictions for "
-        "today's kernels are faster than these runs were, the more so with long sequences and on the H100."
+        "today's kernels are faster than these runs were, the more so with long sequences and on the H100 "
+        "(`tools/published_runs.toml` has the runs)."
     )
     lines += ["", "Tokens a second and GPU:", ""]
     lines += _table(judging, "role", "| run | machine | GPUs | layout | published | predicted | error | row |")
     lines += ["", "Rows that judge nothing, because the prediction lacks a feature of the run:", ""]
-    others = [row for row in found if row not in judging]
+    others = [row for row in found if row not in judging and row not in apart]
     lines += _table(others, "lacks", "| run | machine | GPUs | layout | published | predicted | error | lacks |")
     lines += ["", "Sources: " + "; ".join(dict.fromkeys(row.source for row in found)) + "."]
     return "\n".join(lines)
