@@ -14,7 +14,7 @@ import torch
 from megapar_kernels.dropout import RowDropout, keep_mask
 from megapar_models.attention import Attention
 from megapar_models.build import build_stages
-from megapar_models.gpt import model as gpt
+from megapar_models.families import gpt
 from megapar_tools.verify import logical
 from torch import Tensor
 

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
+from megapar_models import reference as plain
 from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from megapar_models.families.llama import LlamaStage
 from megapar_models.layer_kind import LayerKind, Temperature
-from megapar_models.llama import reference as plain
 from megapar_models.norms import NormRule
 from megapar_models.reference import Tensors, heads, linear
 from megapar_models.rotary import Rotary

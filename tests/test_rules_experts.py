@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models import reference as plain
 from megapar_models.convert.upcycle import mixture_of
 from megapar_models.families.mixtral import MIXTRAL as MIXTRAL_FAMILY
 from megapar_models.families.mixtral import MixtralStage
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama import reference as plain
 from megapar_models.moe import router_rule
 from megapar_models.reference import Tensors, linear
 from megapar_models.registry import presets, validate

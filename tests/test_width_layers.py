@@ -8,6 +8,7 @@ import pytest
 import torch
 from einops import rearrange
 from megapar_kernels.backend import Kernels
+from megapar_models import reference as plain
 from megapar_models.attention import deal_heads
 from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
@@ -16,7 +17,6 @@ from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from megapar_models.families.llama import LlamaModel, LlamaStage
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
-from megapar_models.llama import reference as plain
 from megapar_models.norms import NormRule
 from megapar_models.reference import Tensors, attend, heads, linear
 from megapar_models.rotary import Rotary
@@ -276,7 +276,7 @@ def test_an_adapter_adds_its_product_to_its_matrix_alone() -> None:
             tensors[f"{name}.weight"] + tensors[f"{name}.lora_b.weight"] @ tensors[f"{name}.lora_a.weight"]
         )
     found = stage.logits(stage.hidden_states(None, batch)).transpose(0, 1)[..., : config.model.vocab_size]
-    torch.testing.assert_close(found, plain.logits(config.model, merged, batch.tokens_bs), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, plain.llama_logits(config.model, merged, batch.tokens_bs), rtol=1e-4, atol=1e-4)
 
 
 UNMATCHED = replace(LORA, factory=partial(Factory, beside=BESIDE | {"*.attention.out": partial(Lora, rank=4)}))

@@ -5,8 +5,8 @@ from typing import Protocol
 import pytest
 import torch
 import torch.nn.functional as F
+from megapar_models import reference as plain
 from megapar_models.build import build_stages
-from megapar_models.llama import reference as plain
 from megapar_models.registry import find, validate
 from megapar_models.stage import Stage
 from megapar_tools.verify import logical
@@ -62,7 +62,7 @@ class Merged:
                     factors = (weight.norm(dim=1) + magnitude) / adapted.norm(dim=1).detach()
                     adapted = factors[:, None] * adapted
                 merged[f"{matrix}.weight"] = adapted
-        reference = find(self._model.family).reference or plain.logits
+        reference = find(self._model.family).reference or plain.llama_logits
         return reference(self._model, merged, tokens_bs)
 
 

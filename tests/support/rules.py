@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
-from megapar_models.llama import reference as plain
+from megapar_models import reference as plain
 from megapar_models.reference import Tensors
 from megapar_tools.verify import logical
 from torch import Tensor
