@@ -201,7 +201,8 @@ def _router_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
             text += f"; use {listed(multiples)}" if multiples else ""
             yield problem(config, "model.moe.num_experts_per_tok model.moe.topk_group", text)
             return
-        if rule.n_group > 1 and rule.counted_in_group > kind.mixture.num_experts // rule.n_group:
+        uneven = kind.mixture.num_experts % rule.n_group  # which a line of its own refuses, with other values
+        if rule.n_group > 1 and not uneven and rule.counted_in_group > kind.mixture.num_experts // rule.n_group:
             fits = [
                 n for n in divisors(kind.mixture.num_experts) if kind.mixture.num_experts // n >= rule.counted_in_group
             ]
