@@ -561,7 +561,7 @@ CONVERSIONS = [
     ("torchtitan", "--checkpoint.last_save_model_only true", 8, {}),
     ("torchtitan", "--checkpoint.last_save_model_only true --checkpoint.enable true", 8, None),
     ("torchtitan", "--activation_checkpoint.mode selective --activation_checkpoint.selective_ac_option 2", 8,
-     {"train.recompute": "full", "train.recompute_every": "2"}),
+     {"train.recompute": "full", "train.recompute_layers": "::2"}),
     ("torchtitan", "--activation_checkpoint.mode memory_budget", 8, None),
     ("torchtitan", "--float8.recipe_name rowwise", 8, {}),
     ("torchtitan", "--float8.recipe_name rowwise --model.converters float8", 8, None),

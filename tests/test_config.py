@@ -559,15 +559,15 @@ def test_gpt_takes_dropout_and_odd_heads():
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (Config(train=TrainConfig(recompute_every=2)), "train.recompute_every=2, train.recompute=none: "),
+        (Config(train=TrainConfig(recompute_layers=("::2",))), "train.recompute_layers=::2, train.recompute=none: "),
         (Config(train=TrainConfig(recompute_layers=("0",))), "train.recompute_layers=0, train.recompute=none: "),
         (
-            Config(train=TrainConfig(recompute="full", recompute_every=2, recompute_layers=("0-1",))),
-            "train.recompute_layers=0-1, train.recompute_every=2: one says it all",
+            Config(train=TrainConfig(recompute="full", recompute_layers=("::2", "5"))),
+            "train.recompute_layers=::2 5: ::2 is neither a layer nor A-B, nor alone ::N",
         ),
         (
             Config(train=TrainConfig(recompute="full", recompute_layers=("0-1", "1"))),
-            "train.recompute_layers=0-1 1: 1 is not behind the layers before it; name layers in order, such as 0-9 16",
+            "train.recompute_layers=0-1 1: 1 is not behind the layers before it; name layers in order, such as 0-9",
         ),
         (
             Config(train=TrainConfig(recompute="full", recompute_layers=("0:2",))),
@@ -750,7 +750,7 @@ model: family hidden_size num_hidden_layers num_attention_heads num_key_value_he
     vocab_size max_position_embeddings hidden_act rms_norm_eps tie_word_embeddings head initializer_range
 parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedule_costs sequence_parallel
     tp_overlap_chunks tp_symmetric_memory ep_overlap_chunks partition balance order
-train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute recompute_every
+train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision recompute
     recompute_layers offload eval_every eval_samples eval_weights objective beta references label_smoothing loss_mean
     z_loss trainable memory_gb memory_report deterministic
 optimizer: name lr min_lr schedule warmup_steps decay_steps betas eps momentum nesterov muon_scale muon_per_head
@@ -777,6 +777,45 @@ def frozen_options() -> list[str]:
         else:
             paths.append(section + word)
     return paths
+
+
+OLD_SPELLINGS = {
+    "--train.recompute_every 2": ("::2",),
+    "--train.recompute-every=3": ("::3",),
+    "--train.recompute_every 1": (),
+}
+
+
+@pytest.mark.parametrize("words", OLD_SPELLINGS)
+def test_every_nth_layer_has_an_old_spelling(words: str) -> None:
+    assert load(["--train.recompute", "full", *words.split()]).config.train.recompute_layers == OLD_SPELLINGS[words]
+
+
+@pytest.mark.parametrize(
+    ("lines", "layers"),
+    [
+        ("recompute_every = 2\nrecompute_layers = []", ("::2",)),
+        ("recompute_layers = []\nrecompute_every = 2", ("::2",)),
+        ('recompute_every = 1\nrecompute_layers = ["0-1"]', ("0-1",)),
+        ("recompute_every = 1", ()),
+    ],
+)
+def test_the_config_of_an_older_run_has_both_spellings(lines: str, layers: tuple[str, ...], tmp_path: Path) -> None:
+    base, file = tmp_path / "base.toml", tmp_path / "config.toml"
+    base.write_text('[train]\nrecompute_layers = ["::4"]\n')
+    file.write_text(f'base = "base.toml"\n[train]\nrecompute = "full"\n{lines}\n')
+    assert load(["--config", str(file)]).config.train.recompute_layers == layers
+
+
+def test_two_spellings_that_differ_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "config.toml"
+    file.write_text('[train]\nrecompute_every = 2\nrecompute_layers = ["0-1"]\n')
+    with pytest.raises(ConfigError, match=r"config\.toml:2: train\.recompute_every: is the old spelling of"):
+        load(["--config", str(file)])
+    with pytest.raises(ConfigError, match=r"--train\.recompute_layers is given twice: --train\.recompute_every 2 and"):
+        load(["--train.recompute_every", "2", "--train.recompute_layers", "0-1"])
+    with pytest.raises(ConfigError, match=r"train\.recompute_layers=two: two is neither a layer"):
+        validate(load(["--train.recompute", "full", "--train.recompute_every", "two"]).config, 1)
 
 
 def test_the_set_of_options_is_this_and_at_most_130():

@@ -99,7 +99,7 @@ def test_layers_in_words() -> None:
 def test_what_is_set_stays() -> None:
     config = planned("llama3-8b", 8, *LLAMA, "--train.recompute", "full", "--train.recompute_every", "2")
     chosen = check_memory(budgeted(config, 45.0), PARTS)
-    assert (chosen.train.recompute, chosen.train.recompute_every) == ("full", 2)
+    assert (chosen.train.recompute, chosen.train.recompute_layers) == ("full", ("::2",))
     assert max(chosen.optimizer.offload, chosen.train.offload) > 0
     config = planned("llama3-8b", 8, *LLAMA, "--optimizer.offload", "1")
     chosen = check_memory(budgeted(config, 50.0), PARTS)

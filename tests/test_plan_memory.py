@@ -335,7 +335,7 @@ def test_the_page_lists_the_levers_in_their_order() -> None:
 
 @pytest.mark.parametrize(
     ("some", "words"),
-    [({"recompute_every": 4}, "train.recompute_every 1 ("), ({"recompute_layers": ("0-1",)}, f"{ALL_LAYERS} (")],
+    [({"recompute_layers": ("::4",)}, f"{ALL_LAYERS} ("), ({"recompute_layers": ("0-1",)}, f"{ALL_LAYERS} (")],
 )
 def test_where_some_layers_are_recomputed_all_may_be(some: dict[str, Any], words: str) -> None:
     given = Config(

@@ -313,7 +313,7 @@ def test_evaluation_drops_nothing() -> None:
 
 # Recomputation
 
-RECOMPUTES = [("none", 1), ("selective", 1), ("full", 1), ("full", 2)]
+RECOMPUTES = [("none", ()), ("selective", ()), ("full", ()), ("full", ("::2",))]
 
 
 def recompute_everywhere(tp: int, precision: str) -> list[tuple[list[Tensor], Tensor, int, int]]:
@@ -322,8 +322,8 @@ def recompute_everywhere(tp: int, precision: str) -> list[tuple[list[Tensor], Te
     model = replace(TIED_GPT, num_hidden_layers=4, hidden_dropout=0.1, attention_dropout=0.1)
     ctx = context.create(Grid(tp=tp))
     results = []
-    for mode, every in RECOMPUTES:
-        config = tiny_models.config(model, tp, tp > 1, precision=precision, recompute=mode, recompute_every=every)
+    for mode, layers in RECOMPUTES:
+        config = tiny_models.config(model, tp, tp > 1, precision=precision, recompute=mode, recompute_layers=layers)
         stage = tiny_models.build(config, ctx)
         buffer = flatten([stage], ctx, zero_stage=0, bucket_mb=1.0, overlap=True)
         layer, core = gpt.GPTLayer.forward, Attention._core

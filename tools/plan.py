@@ -36,7 +36,7 @@ from rich.progress import track
 
 from megapar.base.errors import ConfigError, MegaparError
 from megapar.config.derive import with_vocabulary
-from megapar.config.files import ASKS_FOR_COMPLETION, Resolved, load, to_toml
+from megapar.config.files import ASKS_FOR_COMPLETION, NEW, OLD, Resolved, load, to_toml
 from megapar.config.messages import first_few, layout_in_words
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, flatten, option_types, unflatten
@@ -104,7 +104,7 @@ def fixed_values(words: Iterable[str], model: ModelConfig) -> dict[str, Any]:
             flags.append(f"--{path}" if value.lower() == "true" else f"--{section}.no_{name}")
         else:
             flags += [f"--{path}", *value.replace(",", " ").split()]
-        paths.append(path)
+        paths.append(NEW if path == OLD else path)
     try:
         values = flatten(load(["--model.family", model.family, *flags], families=FOR_OPTIONS, hint=hint).config)
     except ConfigError as error:

@@ -351,7 +351,7 @@ _RECOMPUTED = (
 _RECOMPUTES = (
     ("none", "none"),
     ("selective", "selective"),
-    ("full, every 2nd layer", "full --train.recompute_every 2"),
+    ("full, every 2nd layer", "full --train.recompute_layers ::2"),
     ("full", "full"),
 )
 _CONTEXTS = (

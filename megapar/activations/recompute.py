@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
 from megapar.activations import host_inputs
-from megapar.config.derive import recomputed_layers
+from megapar.config.derive import every_nth, recomputed_layers
 from megapar.config.options import BY_LAYER, TrainConfig
 
 Mode = Literal["none", "selective", "light", "all_but_attention", "full"]
@@ -43,7 +43,8 @@ class Recompute:
     @classmethod
     def of(cls, train: TrainConfig) -> "Recompute":
         """Return the recomputation that the options of a run ask for."""
-        return cls(train.recompute, train.recompute_every, train.offload, recomputed_layers(train))
+        every = max(every_nth(train.recompute_layers), 1)
+        return cls(train.recompute, every, train.offload, recomputed_layers(train))
 
     def attention(self) -> bool:
         return self.mode == "selective"

@@ -1,6 +1,7 @@
 """Computes what follows from the options of a run: options left to be derived, and numbers."""
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -81,13 +82,32 @@ def num_microbatches(config: Config, batch_size: int = 0) -> int:
     return -(-(batch_size or config.train.global_batch_size) // samples)
 
 
+def every_nth(layers: Sequence[str]) -> int:
+    """Return n of train.recompute_layers ::n, 1 if it is empty, and 0 if it names layers by number."""
+    if not layers:
+        return 1
+    match = re.fullmatch(r"::([1-9][0-9]{0,4})", layers[0])
+    return int(match[1]) if match and len(layers) == 1 else 0
+
+
+def layers_of_every(words: Sequence[str]) -> tuple[str, ...]:
+    """Return train.recompute_layers of the words behind its old spelling, train.recompute_every n. 1 means all layers.
+
+    Words that are no number stay what they are, and are refused as layers.
+    """
+    return () if [*words] == ["1"] else tuple(f"::{word}" if word.isdecimal() else word for word in words)
+
+
 def recomputed_layers(train: TrainConfig) -> tuple[int, ...]:
-    """The numbers of the layers that train.recompute_layers names. Raises ValueError unless they are in order."""
+    """Return the numbers of the layers that train.recompute_layers names, none if it names every n-th.
+
+    Raises ValueError unless they are in order.
+    """
     numbers: list[int] = []
-    for words in train.recompute_layers:
+    for words in () if every_nth(train.recompute_layers) else train.recompute_layers:
         match = re.fullmatch(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", words)
         if match is None:
-            raise ValueError(f"{words} is neither a layer nor A-B")
+            raise ValueError(f"{words} is neither a layer nor A-B, nor alone ::N")
         first = int(match[1])
         last = int(match[2] or first)
         if last < first or (numbers and first <= numbers[-1]):

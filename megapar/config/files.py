@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import tyro
 
 from megapar.base.errors import ConfigError
+from megapar.config.derive import layers_of_every
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import COMMON_OPTIONS, Families, ModelRules
 from megapar.config.option_values import convert, expected, fits, is_length_or_steps
@@ -153,6 +154,10 @@ def load(
     return Resolved(config, sources)
 
 
+OLD, NEW = "train.recompute_every", "train.recompute_layers"
+"""An option's old spelling, which files and flags may still have, and today's."""
+
+
 def load_earlier(config: Config) -> Config | None:
     """The options of an earlier start in the run folder of `config`. None if there are none.
 
@@ -259,6 +264,7 @@ def _split(argv: Sequence[str], known: _Known) -> list[_Flag]:
         if annotation is bool:
             section, dot, key = path.rpartition(".")
             options[f"{section}{dot}no_{key}"] = path
+    options[OLD] = NEW
     grouped, stray = _grouped(argv)
     # One message is enough for all words before the first flag.
     problems = [f"{word!r} follows no flag; options look like --section.key value" for word in stray[:1]]
@@ -267,7 +273,14 @@ def _split(argv: Sequence[str], known: _Known) -> list[_Flag]:
     problems += _given_twice(flags)
     if problems:
         raise ConfigError("\n".join(problems))
-    return flags
+    return [_in_new_words(flag) for flag in flags]
+
+
+def _in_new_words(flag: _Flag) -> _Flag:
+    """Return `flag` with the words of today's spelling."""
+    if flag.words[0].partition("=")[0].replace("-", "_") != f"__{OLD}":
+        return flag
+    return flag._replace(words=(f"--{NEW}", *layers_of_every(_values_of(flag))))
 
 
 def _no_such_flag(flag: _Flag, known: _Known) -> str:
@@ -457,6 +470,8 @@ def _typed(file: str, text: str, table: Mapping[str, Any], known: _Known) -> dic
         raise ConfigError(f"{file}:1: a name has too many parts; options look like section.key") from None
     for path, raw in entries:
         option_in_file = f"{file}:{_line(text, path)}: {path}"
+        if path == OLD:
+            continue
         if any(option.startswith(path + ".") for option in types):
             problems.append(f"{option_in_file}: is a section, not an option: write [{path}]")
             continue
@@ -477,6 +492,12 @@ def _typed(file: str, text: str, table: Mapping[str, Any], known: _Known) -> dic
             problems.append(f"{option_in_file} = {json.dumps(raw, default=str)}: expected {expected(types[path])}")
         else:
             options[path] = value
+    old = dict(entries).get(OLD)
+    # The config.toml of an older run has both, one of them at its default.
+    if old not in (None, 1) and options.get(NEW):
+        problems.append(f"{file}:{_line(text, OLD)}: {OLD}: is the old spelling of {NEW}, which is given too; give one")
+    elif old is not None and not options.get(NEW):
+        options[NEW] = layers_of_every([str(old)])
     if problems:
         raise ConfigError("\n".join(problems))
     return options

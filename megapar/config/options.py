@@ -75,7 +75,7 @@ class ParallelConfig:
 
 
 BY_LAYER: tuple[Literal["all_but_attention", "full"], ...] = ("all_but_attention", "full")
-"""The values of train.recompute with a train.recompute_every."""
+"""The values of train.recompute that recompute whole layers (train.recompute_layers)."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +103,9 @@ class TrainConfig:
     """Activation checkpointing. selective: the backward pass recomputes the core of attention, from queries, keys and
     values to its output. light: it recomputes norms, activations of MLPs and copies of rows for experts, but no product
     and no communication. full: it recomputes whole layers. all_but_attention: whole layers but for core attention."""
-    recompute_every: int = 1
-    """With recompute full or all_but_attention: every n-th layer is recomputed, the others keep their activations."""
     recompute_layers: tuple[str, ...] = ()
-    """With recompute full or all_but_attention: the layers that are recomputed, in order, such as 0-9 16; empty: every
-    n-th."""
+    """With recompute full or all_but_attention: the layers that are recomputed, in order, such as 0-9 16, or ::2 for
+    every second; empty: all. The others keep their activations."""
     offload: float = 0.0
     """Share of the recomputed layers, 0 to 1, whose inputs are in host memory from the forward pass of a micro-batch to
     its backward pass. It needs recompute full or all_but_attention."""

@@ -428,9 +428,6 @@ def _train(config: Config) -> Iterator[str]:
     """Options of `train` without effect beside the others. No option is ignored in silence."""
     train = config.train
     defaults = Config().train
-    if train.recompute_every > 1 and train.recompute not in BY_LAYER:
-        text = "it is for whole layers; set train.recompute full or all_but_attention, or leave it at 1"
-        yield problem(config, "train.recompute_every train.recompute", text)
     yield from _recomputed_layers(config)
     if train.offload and train.recompute not in BY_LAYER:
         text = "only inputs of recomputed layers go to the host; set train.recompute full, or leave train.offload at 0"
@@ -516,15 +513,14 @@ def _recomputed_layers(config: Config) -> Iterator[str]:
     if train.recompute not in BY_LAYER:
         text = "it is for whole layers; set train.recompute full or all_but_attention, or leave it empty"
         yield problem(config, "train.recompute_layers train.recompute", text)
-    if train.recompute_every > 1:
-        yield problem(config, "train.recompute_layers train.recompute_every", "one says it all; leave the other out")
     try:
         numbers = recomputed_layers(train)
     except ValueError as error:
-        yield problem(config, "train.recompute_layers", f"{error}; name layers in order, such as 0-9 16")
+        text = f"{error}; name layers in order, such as 0-9 16, or ::2 for every second"
+        yield problem(config, "train.recompute_layers", text)
         return
     layers = config.model.num_hidden_layers
-    if numbers[-1] >= layers:
+    if numbers and numbers[-1] >= layers:
         text = f"the last layer is {layers - 1}"
         yield problem(config, "train.recompute_layers model.num_hidden_layers", text)
 

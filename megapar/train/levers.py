@@ -17,7 +17,7 @@ from megapar.system import device
 MODES: tuple[Mode, ...] = get_args(Mode)
 """Values of train.recompute, from the one that recomputes nothing to the one that recomputes most."""
 EVERY = (8, 6, 4, 3, 2, 1)
-"""Values of train.recompute_every. Each saves more than the one before."""
+"""Every n-th layer recomputed, as train.recompute_layers ::n says. Each saves more than the one before."""
 SHARES = (0.25, 0.5, 0.75, 1.0)
 """Shares of the state, or of layers' inputs, in host memory."""
 LOSS_CHUNK = 1024
@@ -67,10 +67,6 @@ def _micro_batch_sizes(config: Config) -> Sequence[object]:
     return [size >> n for n in range(1, size.bit_length())]
 
 
-def _every_nth_layers(config: Config) -> Sequence[object]:
-    return () if config.train.recompute_every == 1 else (1,)
-
-
 def _layers(config: Config) -> Sequence[object]:
     return ((),) if config.train.recompute_layers else ()
 
@@ -115,7 +111,6 @@ LEVERS = (
         "smaller products, more passes; the result stays",
         _micro_batch_sizes,
     ),
-    Lever("train.recompute_every", "1", "more layers compute their forward pass twice", _every_nth_layers),
     Lever("train.recompute_layers", "none, which means all", "more layers compute their forward pass twice", _layers),
     Lever("train.recompute", ", ".join(MODES[1:]), "norms, attention or whole layers are computed twice", _modes),
     Lever("train.offload", "1", "inputs of recomputed layers travel to the host and back", _shares_of_inputs),

@@ -18,6 +18,7 @@ from megapar_tools.verify.logical import held_weights
 from megapar_tools.verify.run import GradientsSeen, see_gradients
 from torch import Tensor, nn
 
+from megapar.config.derive import layers_of_every
 from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.config.options import (
     NO_ADAPTER,
@@ -224,8 +225,7 @@ class Layout:
             seq_length=LENGTH,
             precision=precision,
             recompute=self.recompute,
-            recompute_every=self.every,
-            recompute_layers=self.layers,
+            recompute_layers=self.layers or layers_of_every([str(self.every)]),
             offload=self.offload,
             trainable=self.trainable,
             objective=self.objective,

@@ -46,7 +46,7 @@ FEW_LAYERS = ("--model.num_hidden_layers", "2") if os.environ.get("MEGAPAR_TEST_
 FOUR_LAYERS = ("--model.num_hidden_layers", "4")  # for a comparison with what else has read the configuration
 MORE_LAYERS = (
     *("--config", "--model.num_hidden_layers", "--model.family", "--parallel.vpp", "--parallel.schedule"),
-    *("--parallel.partition", "--parallel.balance", "--train.recompute_every", "--train.recompute_layers"),
+    *("--parallel.partition", "--parallel.balance", "--train.recompute_layers"),
 )
 OTHER_BATCHES = ("--config", "--train.global_batch_size", "--train.micro_batch_size", "--train.batch_ramp")
 

@@ -87,7 +87,7 @@ VALUES: dict[str, list[Any]] = {
     "train.seq_length": [1, 16, 30, 33, 64, 128],
     "train.precision": ["fp32", "bf16", "fp16"],
     "train.recompute": ["none", "selective", "full"],
-    "train.recompute_every": [1, 2, 3],
+    "train.recompute_layers": [(), ("::2",), ("0",), ("0-1",)],
     "train.eval_every": [0, 5],
     "train.eval_samples": [16, 64],
     "optimizer.zero_stage": [0, 1, 2, 3],

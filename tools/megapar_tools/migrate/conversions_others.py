@@ -470,7 +470,7 @@ def recompute_mode(job: Job, words: Words) -> Ours:
     """activation_checkpoint.mode: every n-th layer, products kept, whole layers, or nothing."""
     option = job.text("activation_checkpoint.selective_ac_option", "op")
     if words[0] == "selective" and option.isdigit():
-        return {"train.recompute": ("full",), "train.recompute_every": (option,)}
+        return {"train.recompute": ("full",), "train.recompute_layers": (f"::{option}",)}
     named = {"full": "full", "selective": "selective", "none": "none"}
     if words[0] not in named:
         raise NoCounterpart("full, selective and none are read")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megapar.activations.recompute import Mode
 from megapar.base.errors import ConfigError
+from megapar.config.derive import every_nth
 from megapar.config.messages import problem
 from megapar.config.options import BY_LAYER, Config, OptimizerConfig, TrainConfig
 from megapar.pipeline.schedules import find, placement
@@ -30,34 +31,34 @@ _TRIES = 8
 
 
 class MemoryChoice(NamedTuple):
-    """What saves memory: train.recompute, its every n-th layer and train.offload, optimizer.offload, and
-    train.recompute_layers."""
+    """What saves memory: train.recompute, train.recompute_layers and train.offload, and optimizer.offload."""
 
     recompute: Mode
-    recompute_every: int
+    layers: tuple[str, ...]
     inputs: float
     optimizer: float
-    layers: tuple[str, ...] = ()
 
     @property
-    def activations(self) -> tuple[Mode, int, float]:
-        """The part of this choice that is about activations, alike in all pipeline stages."""
+    def activations(self) -> tuple[Mode, tuple[str, ...], float]:
+        """The part of this choice that is about activations."""
         return self[:3]
+
+    @property
+    def order(self) -> tuple[Mode, int, float, float, tuple[str, ...]]:
+        """What decides between equally fast choices: every n-th layer before layers by number."""
+        return self.recompute, every_nth(self.layers), self.inputs, self.optimizer, self.layers
 
     def of(self, config: Config) -> Config:
         """`config` with it."""
-        recompute, every, inputs = self.activations
-        train = replace(config.train, recompute=recompute, recompute_every=every, offload=inputs)
-        train = replace(train, recompute_layers=self.layers)
+        recompute, layers, inputs = self.activations
+        train = replace(config.train, recompute=recompute, recompute_layers=layers, offload=inputs)
         return replace(config, train=train, optimizer=replace(config.optimizer, offload=self.optimizer))
 
     def in_words(self) -> str:
         """Return the choice as options."""
-        every = f" every {self.recompute_every} layers" if self.recompute_every > 1 else ""
-        if self.layers:
-            every = f" of layers {' '.join(self.layers)}"
+        layers = f" of layers {' '.join(self.layers)}" if self.layers else ""
         inputs = f", train.offload {self.inputs:g}" if self.inputs else ""
-        return f"train.recompute {self.recompute}{every}{inputs}, optimizer.offload {self.optimizer:g}"
+        return f"train.recompute {self.recompute}{layers}{inputs}, optimizer.offload {self.optimizer:g}"
 
 
 def choices(config: Config) -> Iterator[MemoryChoice]:
@@ -66,14 +67,15 @@ def choices(config: Config) -> Iterator[MemoryChoice]:
     shares: tuple[float, ...] = (0.0, *SHARES)
     if config.optimizer.offload != OptimizerConfig().offload:
         shares = (config.optimizer.offload,)
-    modes: list[tuple[Mode, int]] = [("none", 1), ("light", 1)]
-    modes += [(mode, every) for mode in BY_LAYER for every in EVERY]
-    if train.recompute != TrainConfig().recompute:
-        modes = [(train.recompute, train.recompute_every)]
-    for mode, every in modes:
+    modes: list[tuple[Mode, tuple[str, ...]]] = [("none", ()), ("light", ())]
+    for by_layer, every in product(BY_LAYER, EVERY):
         if every < config.model.num_hidden_layers:
-            for inputs, share in product(_shares_of_inputs(config, mode), shares):
-                yield MemoryChoice(mode, every, inputs, share, train.recompute_layers)
+            modes.append((by_layer, (f"::{every}",) if every > 1 else ()))
+    if train.recompute != TrainConfig().recompute:
+        modes = [(train.recompute, train.recompute_layers)]
+    for mode, layers in modes:
+        for inputs, share in product(_shares_of_inputs(config, mode), shares):
+            yield MemoryChoice(mode, layers, inputs, share)
 
 
 def _shares_of_inputs(config: Config, mode: Mode) -> tuple[float, ...]:
@@ -100,8 +102,7 @@ def _chosen(config: Config, parts: Parts) -> Config:
 def with_choices_of(config: Config, given: Config) -> Config:
     """`given`, the options as the user gave them, with what `check_memory` has chosen for `config`."""
     train, optimizer = config.train, config.optimizer
-    recompute, every, layers = train.recompute, train.recompute_every, train.recompute_layers
-    return MemoryChoice(recompute, every, train.offload, optimizer.offload, layers).of(given)
+    return MemoryChoice(train.recompute, train.recompute_layers, train.offload, optimizer.offload).of(given)
 
 
 def check_memory(config: Config, parts: Parts) -> Config:
@@ -137,6 +138,12 @@ def in_ranges(numbers: Iterable[int]) -> tuple[str, ...]:
     return tuple(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
+def _rank(timed: tuple[float, MemoryChoice]) -> tuple[float, tuple[object, ...]]:
+    """Return what choices are sorted by: their seconds, then the simpler one."""
+    seconds, choice = timed
+    return seconds, choice.order
+
+
 class _Budget:
     """The bytes of train.memory_gb, and what they are spent on."""
 
@@ -162,7 +169,8 @@ class _Budget:
         """The predicted seconds and the choice, of those that recompute as much in all stages."""
         smallest: tuple[int, MemoryChoice] | None = None
         # Times of equally fast ones may differ in a last bit. Of these the one that moves least is taken.
-        for seconds, choice in sorted((round(seconds, 9), choice) for seconds, choice in self.timed()):
+        timed = [(round(seconds, 9), choice) for seconds, choice in self.timed()]
+        for seconds, choice in sorted(timed, key=_rank):
             config = choice.of(self.config)
             report = fullest_rank(config, self.parts)
             fits_host = report.on_host <= self.machine.host_bytes
@@ -190,9 +198,9 @@ class _Budget:
             return best
         for mode, share in product(BY_LAYER, shares):
             for inputs in _shares_of_inputs(self.config, mode):
-                choice = self.with_fewest_layers(MemoryChoice(mode, 1, inputs, share))
+                choice = self.with_fewest_layers(MemoryChoice(mode, (), inputs, share))
                 if choice is not None:
-                    best = min(best, (round(self.seconds(choice), 9), choice))
+                    best = min(best, (round(self.seconds(choice), 9), choice), key=_rank)
         return best
 
     def with_fewest_layers(self, choice: MemoryChoice) -> MemoryChoice | None:

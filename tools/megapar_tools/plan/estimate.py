@@ -14,6 +14,7 @@ from functools import partial
 from typing import NamedTuple
 
 from megapar.base.grid import DEFAULT_ORDER, Grid
+from megapar.config.derive import every_nth
 from megapar.config.options import BY_LAYER, Config
 from megapar.declare.sharding import model_dtype
 from megapar.pipeline.lowering import lower
@@ -154,7 +155,7 @@ class Best:
 
 
 def _kind(layout: Candidate) -> tuple[object, ...]:
-    return (layout.pp, layout.tp, layout.cp, layout.ep, layout.etp, layout.recompute, layout.recompute_every)
+    return (layout.pp, layout.tp, layout.cp, layout.ep, layout.etp, layout.recompute, layout.recompute_layers)
 
 
 KeptByALayer = Callable[[Config], tuple[float, float]]
@@ -196,8 +197,8 @@ class Estimator:
                     for schedule, vpp in part.pipelines
                 ]
                 ends_kept = self._ends_kept(sized)
-                for recompute, every in part.recomputes:
-                    layout = sized._replace(recompute=recompute, recompute_every=every)
+                for recompute, recomputed in part.recomputes:
+                    layout = sized._replace(recompute=recompute, recompute_layers=recomputed)
                     forward, backward, kept_by_layer = self._recomputed(layout, layer)
                     kept_by_rank = self.config.model.num_hidden_layers / grid.pp * kept_by_layer
                     threshold = best.threshold(layout)
@@ -251,7 +252,7 @@ class Estimator:
     def _recomputed(self, layout: Candidate, layer: _Layer) -> tuple[float, float, float]:
         """Seconds of forward and backward of a layer, and the bytes that it keeps."""
         if layout.recompute in BY_LAYER:
-            share = 1 / layout.recompute_every
+            share = 1 / every_nth(layout.recompute_layers)
             again, of_recomputed = layer.forward, layer.input
             if layout.recompute == "all_but_attention":
                 again -= layer.attention
@@ -333,7 +334,7 @@ class Estimator:
         if key not in self._kept:
             alone = Candidate(
                 *(1, layout.tp, 1, ep * max(layout.etp, 1), ep, layout.etp, "1f1b", 1, 1, 0),
-                *(layout.sequence_parallel, "gather", recompute, 1, 1),
+                *(layout.sequence_parallel, "gather", recompute, (), 1),
             )
             self._kept[key] = self._kept_by_a_layer(alone.of(self.config))
         kept, in_mlp = self._kept[key]

@@ -114,8 +114,8 @@ def _layout_in_cells(row: Row) -> tuple[str, ...]:
     if layout.shard_ranks:
         zero += f" over {layout.shard_ranks}"
     recompute = layout.recompute
-    if layout.recompute == "full" and layout.recompute_every > 1:
-        recompute += f", every {layout.recompute_every}"
+    if layout.recompute == "full" and layout.recompute_layers:
+        recompute += f", layers {' '.join(layout.recompute_layers)}"
     return grid, schedule, zero, str(layout.micro_batch_size), recompute
 
 

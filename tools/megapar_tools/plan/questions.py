@@ -13,7 +13,7 @@ from megapar_tools.plan.search import Planner, Row
 from megapar_tools.plan.space import Candidate
 
 _GIB = 2**30
-_ALONE = Candidate(1, 1, 1, 1, 1, 0, "1f1b", 1, 1, 0, False, "gather", "full", 1, 1)
+_ALONE = Candidate(1, 1, 1, 1, 1, 0, "1f1b", 1, 1, 0, False, "gather", "full", (), 1)
 """One rank with the least memory: micro-batches of one sample, and all layers computed again."""
 
 

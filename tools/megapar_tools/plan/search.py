@@ -321,8 +321,8 @@ def _neighbors(layout: Candidate, space: Space) -> Iterator[Candidate]:
             yield layout._replace(sequence_parallel=sequence_parallel, cp_attention=cp_attention)
         for size in grid.micro_batch_sizes:
             yield layout._replace(micro_batch_size=size)
-        for recompute, every in grid.recomputes:
-            yield layout._replace(recompute=recompute, recompute_every=every)
+        for recompute, layers in grid.recomputes:
+            yield layout._replace(recompute=recompute, recompute_layers=layers)
 
 
 def _other_schedules(layout: Candidate, space: Space) -> Iterator[Candidate]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from megapar.base.errors import ConfigError
+from megapar.config.derive import every_nth
 from megapar.config.messages import divisors
 from megapar.config.options import BY_LAYER, Config, flatten, option_types, unflatten
 from megapar.pipeline.schedules import SCHEDULES, virtual_stages
@@ -20,7 +21,7 @@ Validate = Callable[[Config, int], Config]
 # a rank (arXiv 2407.21783), and Megatron-LM's published configurations have up to 12 stages on one.
 _MOST_STAGES = 12
 _LARGEST_MICRO_BATCH = 16
-_RECOMPUTE_EVERY = (1, 2)
+_RECOMPUTE_LAYERS = ((), ("::2",))
 
 
 class Candidate(NamedTuple):
@@ -39,7 +40,7 @@ class Candidate(NamedTuple):
     sequence_parallel: bool
     cp_attention: str
     recompute: str
-    recompute_every: int
+    recompute_layers: tuple[str, ...]
     micro_batch_size: int
 
     def options(self) -> dict[str, Any]:
@@ -60,7 +61,7 @@ SECTIONS = {
     "zero_stage": "optimizer",
     "shard_ranks": "optimizer",
     "recompute": "train",
-    "recompute_every": "train",
+    "recompute_layers": "train",
     "micro_batch_size": "train",
 }
 """The section of each field of a layout."""
@@ -79,9 +80,9 @@ def searchable(config: Config, fixed: Mapping[str, Any], device: str) -> Config:
     defaults = flatten(Config())
     for_own_layout = (
         *Candidate(*[None] * len(Candidate._fields)).options(),  # type: ignore[arg-type]
-        # A partition and layers to recompute are for one number of stages, chunks are refused without tp or ep, and the
-        # others meet some ZeRO stages.
-        *("parallel.partition", "train.recompute_layers", "parallel.schedule_memory_gb"),
+        # A partition is for one number of stages, chunks are refused without tp or ep, and the others meet some ZeRO
+        # stages.
+        *("parallel.partition", "parallel.schedule_memory_gb"),
         *("parallel.tp_overlap_chunks", "parallel.ep_overlap_chunks"),
         "train.offload",  # it is refused without recomputed layers
         *("optimizer.bucket_mb", "optimizer.overlap_param_gather"),
@@ -103,8 +104,8 @@ class GridPart:
     states: tuple[tuple[int, int], ...]
     """(zero_stage, shard_ranks)."""
     micro_batch_sizes: tuple[int, ...]
-    recomputes: tuple[tuple[str, int], ...]
-    """(recompute, recompute_every)."""
+    recomputes: tuple[tuple[str, tuple[str, ...]], ...]
+    """(recompute, recompute_layers)."""
 
     def pairs(self) -> Iterator[tuple[tuple[str, int], tuple[int, int]]]:
         """Yield each pipeline with each state of use to it."""
@@ -123,13 +124,13 @@ class GridPart:
         for schedule, vpp, zero_stage, shard_ranks in ((*pipeline, *state) for pipeline, state in self.pairs()):
             ordered = self.mildest._replace(schedule=schedule, vpp=vpp, zero_stage=zero_stage, shard_ranks=shard_ranks)
             for sequence_parallel, cp_attention in self.sequences:
-                for recompute, every in self.recomputes:
+                for recompute, layers in self.recomputes:
                     for size in self.micro_batch_sizes:
                         yield ordered._replace(
                             sequence_parallel=sequence_parallel,
                             cp_attention=cp_attention,
                             recompute=recompute,
-                            recompute_every=every,
+                            recompute_layers=layers,
                             micro_batch_size=size,
                         )
 
@@ -200,7 +201,7 @@ class Space:
                         continue
                     for ep, etp in self._experts(tp, tp * cp * dp):
                         yield Candidate(
-                            *(pp, tp, cp, dp, ep, etp, "1f1b", 1, 1, 0, False, "gather", "none", 1, 1),
+                            *(pp, tp, cp, dp, ep, etp, "1f1b", 1, 1, 0, False, "gather", "none", (), 1),
                         )
 
     def _experts(self, tp: int, ranks: int) -> list[tuple[int, int]]:
@@ -267,10 +268,12 @@ class Space:
         sizes = [2**n for n in range(_LARGEST_MICRO_BATCH.bit_length()) if 2**n <= of_a_replica]
         return [n for n in self._with_given("micro_batch_size", sizes or [1]) if n <= of_a_replica] or [1]
 
-    def _recomputes(self) -> list[tuple[str, int]]:
+    def _recomputes(self) -> list[tuple[str, tuple[str, ...]]]:
         names = self._values("recompute", MODES)
-        every = self._with_given("recompute_every", _RECOMPUTE_EVERY)
-        return [(name, n) for name in names for n in every if name in BY_LAYER or n == 1]
+        # Layers by number are for the stages of one layout.
+        given = self._given.recompute_layers if every_nth(self._given.recompute_layers) else ()
+        tried = sorted(self._values("recompute_layers", {*_RECOMPUTE_LAYERS, given}))
+        return [(name, layers) for name in names for layers in tried if name in BY_LAYER or not layers]
 
     # What is legal
 

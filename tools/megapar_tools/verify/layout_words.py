@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -12,7 +13,6 @@ from megapar.config.options import (
     Config,
     OptimizerConfig,
     ParallelConfig,
-    TrainConfig,
     flatten,
     option_types,
     unflatten,
@@ -22,6 +22,7 @@ from megapar.pipeline.schedules import SCHEDULES, virtual_stages
 
 OWN_LAYOUT = "config"
 """The word for the layout of the configuration itself."""
+EVERY = "train.recompute_layers"
 NUMBERED = {
     "tp": "parallel.tp",
     "pp": "parallel.pp",
@@ -35,7 +36,7 @@ NUMBERED = {
     "chunks": "parallel.tp_overlap_chunks",
     "epchunks": "parallel.ep_overlap_chunks",
     "mb": "train.micro_batch_size",
-    "every": "train.recompute_every",
+    "every": EVERY,
 }
 WORDS: Mapping[str, Mapping[str, Any]] = {
     "sp": {"parallel.sequence_parallel": True},
@@ -122,7 +123,7 @@ class NamedLayout:
             parallel = replace(parallel, schedule=usual.schedule, schedule_costs=())
         train = config.train
         if "train.recompute" in options:
-            train = replace(train, recompute_every=TrainConfig().recompute_every)
+            train = replace(train, recompute_layers=())
         optimizer = replace(config.optimizer, shard_ranks=0)
         stage = options.get("optimizer.zero_stage", optimizer.zero_stage)
         if stage not in (1, 2):
@@ -166,23 +167,25 @@ def _meaning(word: str, layout: str) -> dict[str, Any]:
     option, equals, value = word.partition("=")
     name = SYNONYMS.get(option.rpartition(".")[2], option.rpartition(".")[2])
     if equals and value.isdigit() and name in NUMBERED:
-        return {NUMBERED[name]: _checked(name, int(value), layout)}
+        return _numbered(name, int(value), layout)
     if equals and SYNONYMS.get(value, value) in WORDS:
         return dict(WORDS[SYNONYMS.get(value, value)])
     parts = _NUMBER.findall(known.replace("x", ""))
     if parts and "".join(name + number for name, number in parts) == re.sub(r"[=:_x-]", "", known):
         sizes = {SYNONYMS.get(name, name): int(number) for name, number in parts}
         if len(sizes) == len(parts) and sizes.keys() <= NUMBERED.keys():
-            return {NUMBERED[name]: _checked(name, number, layout) for name, number in sizes.items()}
+            return dict(ChainMap(*(_numbered(name, number, layout) for name, number in sizes.items())))
     raise ConfigError(f"--layouts {layout}: {word!r} is no word of a layout; {_advice(known)}")
 
 
-def _checked(name: str, number: int, layout: str) -> int:
-    """`number`. Raises ConfigError if the option of the word takes no such number."""
+def _numbered(name: str, number: int, layout: str) -> dict[str, Any]:
+    """Return the option of a word with a number. Raises ConfigError if the option takes no such number."""
+    if NUMBERED[name] == EVERY:
+        return {EVERY: (f"::{number}",)}
     choices = get_args(option_types()[NUMBERED[name]])
     if choices and number not in choices:
         raise ConfigError(f"--layouts {layout}: {name}{number}: use {' '.join(f'{name}{each}' for each in choices)}")
-    return number
+    return {NUMBERED[name]: number}
 
 
 def _advice(word: str) -> str:
