@@ -27,7 +27,7 @@ class Arguments:
     """Print the orders of a schedule, how much of a step ranks idle, and how many micro-batches they keep."""
 
     schedule: tyro.conf.Positional[str] = "1f1b"
-    """As parallel.schedule: a name such as zb-v, FILE.txt, FILE.csv, or MODULE:NAME."""
+    """The schedule: a name such as zb-v, FILE.txt, FILE.csv, or MODULE:NAME, as for parallel.schedule."""
     pp: int = 4
     """Pipeline ranks."""
     vpp: int = 0

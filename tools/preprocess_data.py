@@ -123,7 +123,7 @@ class Rendered:
     output: Path
     """Prefix of the .bin, .idx, .weights and .json files to write."""
     tokenizer: str
-    """As data.tokenizer names it. Of hf: and spm: tokenizers special tokens in the text become their ids."""
+    """The tokenizer, as in data.tokenizer. With hf: and spm: special tokens in the text become their ids."""
     template: str = ""
     """A file with a chat template, or chatml; by default the one beside the tokenizer."""
     pass_over: tuple[str, ...] = ()

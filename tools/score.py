@@ -104,7 +104,7 @@ def _write(path: Path, file: object, data: bytes) -> None:
 
 @contextmanager
 def no_writer() -> Iterator[Write]:
-    """That of the other ranks."""
+    """Yield a function that writes nothing, for all ranks but the first."""
     yield lambda scores: None
 
 

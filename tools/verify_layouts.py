@@ -62,7 +62,7 @@ class Arguments:
     sample: int = 0
     """Draw so many layouts at random in place of naming them."""
     seed: int = 1
-    """The same seed draws the same layouts."""
+    """Seed of drawn layouts: one seed always draws the same layouts."""
     ranks: int = 4
     """The largest number of ranks of a drawn layout."""
     whole: bool = False

@@ -418,7 +418,7 @@ _backward_in_one_graph = OneGraph(_backward_formula)
 
 
 class _Compiled(torch.autograd.Function):
-    """As `_Activation`, by a graph forward and one backward."""
+    """Compute an activation by one compiled graph forward and one backward, as `_Activation` does by kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor | None, activation: Activation, gated: bool) -> Tensor:

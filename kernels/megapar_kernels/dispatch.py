@@ -153,7 +153,7 @@ class _NoGradient:
 
 
 def apply_function(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """The same as function.apply(*args). If no gradients are recorded, it calls the forward alone.
+    """Apply an autograd function. If no gradients are recorded, call its forward alone.
 
     `apply` takes 10 us on the host, and to generate a token each layer has 8 such functions.
     """

@@ -21,7 +21,7 @@ def closed_form(x: Tensor, weight: Tensor, impl: Implementation) -> bool:
 def torch_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """As `norms._forward`, by torch's ops."""
+    """Return y, the sum of x and residual, the mean (None for RMSNorm) and 1 / std of a norm, by torch's ops."""
     total = x if residual is None else x + residual
     if bias is not None:
         y, mean, rstd = torch.native_layer_norm(total, weight.shape, weight, bias, eps)
@@ -33,7 +33,7 @@ def torch_forward(
 def torch_backward(
     grad_y: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """As `norms._backward`, by torch's ops."""
+    """Return the gradients of x, and of weight and bias, of a norm by torch's ops."""
     grad_x, *grads = torch.ops.aten.native_layer_norm_backward.default(
         grad_y,
         x,
@@ -57,7 +57,7 @@ def torch_backward(
 def formula(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:
-    """As `norms._forward`, to be compiled. The sum is None if there is no residual."""
+    """Compute a norm's y, sum, mean and 1 / std, for torch.compile. The sum is None if there is no residual."""
     total = None if residual is None else (x + residual).to(x.dtype)
     wide = (x if total is None else total).to(torch.promote_types(x.dtype, torch.float32))
     if bias is None:
@@ -72,7 +72,7 @@ def formula(
 def backward_formula(
     grad_y: Tensor, grad_total: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, list[Tensor]]:
-    """As `norms._backward`, to be compiled."""
+    """Compute the gradients of a norm's x, and of weight and bias, for torch.compile."""
     wide = x.to(rstd.dtype)
     normed = (wide if mean is None else wide - mean) * rstd
     grad_wide = grad_y.to(rstd.dtype)
@@ -95,7 +95,7 @@ _forward_in_one_graph = OneGraph(formula)
 def compiled_forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-    """As `norms._forward`, by one graph."""
+    """Return y, the sum of x and residual, the mean and 1 / std of a norm, by one compiled graph."""
     y, total, mean, rstd = _forward_in_one_graph(x, residual, weight, bias, eps)
     return y, x if total is None else total, mean, rstd
 

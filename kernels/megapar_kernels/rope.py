@@ -302,7 +302,7 @@ _joined_in_one_graph = OneGraph(_joined_formula)
 
 
 class _CompiledSplitAndRotate(torch.autograd.Function):
-    """As `_SplitAndRotate`, by a graph forward and one backward."""
+    """Split and rotate q, k and v by one compiled graph forward and one backward."""
 
     @staticmethod
     def forward(

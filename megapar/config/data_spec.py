@@ -128,7 +128,7 @@ def _named_twice(sources: Sequence[str]) -> list[str]:
 
 
 def _one_spelling(source: str) -> str:
-    """The same text for two paths to one file. Links are not followed."""
+    """Return a source with its path absolute and normal, so two spellings of one path are equal. Links stay."""
     prefix = ""
     path = source
     if source.startswith("hf:"):

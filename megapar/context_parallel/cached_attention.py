@@ -42,7 +42,7 @@ class CachedAttention(nn.Module):
         sinks_n: Tensor | None = None,
         largest: LargestLogits | None = None,
     ) -> Tensor:
-        """As `CoreAttention`, with the columns of earlier calls. Nothing is noted in `largest`: no update follows."""
+        """Attend to the keys of this call and of earlier calls. `largest` stays as it is, since no update follows."""
         # [b, k, s, d]: the keys of a head follow one another, as they are read.
         keys, values = (x.permute(1, 2, 0, 3) for x in (k_sbnd, v_sbnd))
         if self.length == 0:

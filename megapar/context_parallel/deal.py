@@ -130,7 +130,7 @@ def _continues(last: KeyBlock, block: KeyBlock) -> bool:
 
 
 def square(found: Sequence[KeyBlock]) -> list[KeyBlock]:
-    """The same attention, with as many keys as queries in each causal block.
+    """Return blocks for the same attention, with as many keys as queries in each causal block.
 
     A causal block with more keys is cut in two: its last keys, and then a non-causal block of its earlier keys.
     """
@@ -147,7 +147,7 @@ def square(found: Sequence[KeyBlock]) -> list[KeyBlock]:
 
 
 def together(found: Sequence[KeyBlock]) -> list[KeyBlock]:
-    """The same attention in fewer blocks: causal blocks of documents that follow one another become one.
+    """Join causal blocks of documents that follow one another into one block, for the same attention.
 
     The queries of a chunk are in one document after another, and so are their keys.
     """

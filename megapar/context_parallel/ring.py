@@ -179,5 +179,5 @@ def ring_attention(
     scoring: Scoring = PLAIN,
     sinks_n: Tensor | None = None,
 ) -> Tensor:
-    """The same attention as `gather.gather_attention`, computed in a ring. The results differ by rounding alone."""
+    """Return attention over all ranks' keys, passed round a ring. `gather.gather_attention` differs by rounding."""
     return _RingAttention.apply(q, k, v, cp, starts, scoring, sinks_n)

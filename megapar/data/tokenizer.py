@@ -146,7 +146,7 @@ class SentencePieceTokenizer:
         return self._model.decode(ids)
 
     def decode_with_ends(self, ids: list[int]) -> str:
-        """As `decode`, with the names of control pieces."""
+        """Return the text of `ids`, with the names of control pieces."""
         edges = [at for at, number in enumerate(ids) for at in (at, at + 1) if number in self.special_ids]
         parts = [ids[first:last] for first, last in zip([0, *edges], [*edges, len(ids)], strict=True) if first < last]
         return "".join(self._model.id_to_piece(p[0]) if p[0] in self.special_ids else self.decode(p) for p in parts)
@@ -232,7 +232,7 @@ class HuggingFaceTokenizer:
         return tuple(whole[:first])
 
     def decode_with_ends(self, ids: list[int]) -> str:
-        """As `decode`, with the texts of tokens that end documents."""
+        """Return the text of `ids`, with the texts of tokens that end documents."""
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def encode_with_spans(self, text: str) -> tuple[NDArray[np.integer], NDArray[np.int64]]:

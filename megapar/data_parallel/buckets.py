@@ -92,7 +92,10 @@ def _offsets(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
 
 
 def _offsets_of_whole(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
-    """As `_offsets`, with no parameter in two slices. The slices are as short as the order of parameters allows."""
+    """Return the offset of each parameter and the bucket's length, with no parameter in two slices.
+
+    Slices are as short as the order of parameters allows.
+    """
     padded = [_round_up(size, ALIGNMENT) for size in sizes]
     # Binary search: the least slice length for which at most `shards` slices suffice.
     low = max(max(padded), _round_up(_divide_up(sum(padded), shards), ALIGNMENT))

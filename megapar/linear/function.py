@@ -124,7 +124,7 @@ def _as_2d(x: Tensor) -> Tensor:
 
 
 Gradients = tuple[Tensor | None, list[Tensor | None], Tensor | None]
-"""Those of a layer's input, of its weights, and of its bias."""
+"""Gradients of a layer's input, of its weights, and of its bias."""
 
 
 def linear_backward(

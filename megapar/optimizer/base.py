@@ -36,7 +36,7 @@ class Optimizer(ABC):
     """
 
     STATE: ClassVar[Sequence[StateTensor]] = ()
-    """What it keeps for each element besides the main weight. No other optimizer of the run may use these names."""
+    """Tensors kept for each element besides the main weight. Their names are unique among a run's optimizers."""
 
     OPTIONS: ClassVar[type] = NoOptions
     """A dataclass. Its fields have the names of the options of OptimizerConfig read by this optimizer alone."""

@@ -223,13 +223,13 @@ def _cut(row: list[int], start: int, ends: Collection[int]) -> list[int]:
 
 
 def _logits_by_whole_rows(stage: Stage, rows: list[list[int]]) -> Generator[Tensor]:
-    """The logits after the rows, again and again while they grow."""
+    """Yield the logits after the rows while they grow, computed from whole rows."""
     while True:
         yield next_logits(stage, [row[-stage.model.max_position_embeddings :] for row in rows])
 
 
 def _logits_by_cache(stage: Stage, rows: list[list[int]], tokens: int) -> Generator[Tensor]:
-    """As `_logits_by_whole_rows`, with a cache."""
+    """Yield the logits after the rows while they grow, computed from their last tokens and a cache."""
     with decoding(stage, rows, tokens) as decoder:
         while True:
             yield decoder.logits_bv

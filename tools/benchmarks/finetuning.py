@@ -90,13 +90,13 @@ class Pack:
     starts: Sequence[int]
 
     def ours(self) -> MicroBatch:
-        """As a micro-batch. The last column has no target."""
+        """Return the pack as a micro-batch of megapar. The last column has no target."""
         targets_bs, weights_bs = (x.roll(-1)[None] for x in (self.tokens_s, self.trained_s))
         starts = torch.tensor([*self.starts, len(self.tokens_s)], dtype=torch.int32)
         return MicroBatch.of_samples(self.tokens_s[None], targets_bs, weights_bs.float(), torch.zeros(1).long(), starts)
 
     def theirs(self) -> dict[str, Tensor]:
-        """As an example of the Trainer."""
+        """Return the pack as an example of transformers' Trainer."""
         stops = [*self.starts[1:], len(self.tokens_s)]
         positions = [torch.arange(stop - start) for start, stop in zip(self.starts, stops, strict=True)]
         labels_s = self.tokens_s.masked_fill(self.trained_s == 0, -100)
@@ -136,7 +136,7 @@ def make_config(options: Options, layout: str, trained: str) -> Config:
 
 
 def make_weights(config: Config) -> Weights:
-    """Those of the model, and factors of adapters. B is not 0, or the gradients of A would be."""
+    """Return the model's weights, and factors of adapters. B is not 0, or the gradients of A would be."""
     weights = dict(layouts.make_weights(config))
     generator = torch.Generator().manual_seed(3)
     rank = config.adapter.rank

@@ -137,7 +137,7 @@ class MixedPrecisionMixture(HuggingFaceMixture, MixedPrecision):
 
 
 class CompiledMixture(MixedPrecisionMixture):
-    """The same by torch.compile, which breaks the graph where it must."""
+    """Hugging Face's mixture in bf16, compiled by torch.compile, which breaks the graph where it must."""
 
     name = "Hugging Face, compiled"
 

@@ -56,7 +56,7 @@ def bias_gelu(x: Tensor, bias: Tensor) -> Tensor:
 
 
 def rotate_qk(q_sbnd: Tensor, k_sbnd: Tensor, cos_sd: Tensor, sin_sd: Tensor) -> tuple[Tensor, Tensor]:
-    """As Hugging Face's apply_rotary_pos_emb."""
+    """Rotate queries and keys as Hugging Face's apply_rotary_pos_emb does."""
     cos = cos_sd[:, None, None]
     sin = sin_sd[:, None, None]
 
@@ -103,7 +103,7 @@ def adamw(
 def adamw_formula(
     grad: Tensor, main: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, param: Tensor, clip: Tensor, step: Tensor
 ) -> tuple[Tensor, ...]:
-    """The same written out, for torch.compile to fuse (Loshchilov and Hutter, arXiv 1711.05101, algorithm 2)."""
+    """Update by AdamW written out, for torch.compile to fuse (arXiv 1711.05101, algorithm 2)."""
     beta1, beta2 = ADAMW["betas"]
     step.add_(1)
     grad = grad * clip
@@ -166,7 +166,7 @@ def attention_with_dropout(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, sampl
 def attention_by_scores(
     q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, sinks_n: Tensor | None, masks: Masks, cap: float
 ) -> Tensor:
-    """As Hugging Face's eager_attention_forward of Gemma 2 and gpt-oss: all scores are in memory."""
+    """Attend with all scores in memory, as Hugging Face's eager_attention_forward of Gemma 2 and gpt-oss does."""
     q, k, v = _heads_first(q_sbnd, k_sbnd, v_sbnd)
     run = q.shape[1] // k.shape[1]
     scores = q @ k.repeat_interleave(run, 1).transpose(2, 3) * q.shape[-1] ** -0.5
@@ -211,12 +211,12 @@ def rows_of_tokens(x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor) ->
 
 
 def sums_of_rows(rows: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
-    """The mirror of `rows_of_tokens`, in the dtype of the rows."""
+    """Sum the rows of each token, in the dtype of the rows."""
     return rows.new_zeros(len(row_of_choice), rows.shape[1]).index_add(0, token_of_row, rows)
 
 
 def sums_of_gathered_rows(rows: Tensor, token_of_row: Tensor, row_of_choice: Tensor) -> Tensor:
-    """The same in two steps, for torch.compile to fuse."""
+    """Sum the rows of each token in two steps, for torch.compile to fuse."""
     return rows.index_select(0, row_of_choice.flatten()).view(*row_of_choice.shape, -1).sum(1)
 
 

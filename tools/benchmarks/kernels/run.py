@@ -139,7 +139,7 @@ class KernelSession(Session):
         return {"torch.compile": op}
 
     def round(self, name: str, ops_of: Callable[[Case], Mapping[str, peers.Op | None]]) -> None:
-        """The same contenders for all cases reached by the rounds before."""
+        """Measure the contenders of `ops_of` in all cases that the rounds before have reached."""
         with Progress(console=Console(stderr=True), auto_refresh=False) as progress:
             for case in progress.track(self.todo, description=name):
                 progress.refresh()

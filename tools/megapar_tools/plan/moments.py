@@ -54,7 +54,7 @@ class Orders:
         schedule = of(parallel, memory)
         self.breadth_first = schedule.breadth_first
         self.actions = make(schedule, parallel.pp, parallel.vpp, num_microbatches)
-        """Those of each rank."""
+        """The actions of each rank, in order."""
         self._grouped = runs_breadth_first(schedule.breadth_first, parallel.pp)
         self._num_stages = parallel.pp * parallel.vpp
         self._steps: dict[int, list[Step]] = {}
