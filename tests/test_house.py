@@ -459,7 +459,7 @@ def cited_faults(path: Path) -> set[str]:
 
 def test_each_fault_is_guarded_by_a_test_that_cites_it() -> None:
     page = (ROOT / "docs/faults.md").read_text()
-    listed = re.findall(r"^\| `(.*?)` \|", page, re.MULTILINE)
+    listed = re.findall(r"^- `(.*?)`: ", page, re.MULTILINE)
     assert len(listed) > 120
     assert len(listed) == len(set(listed)), "a slug stands twice"
     wrong = [slug for slug in listed if not re.fullmatch(SLUG, slug) or slug.count("-") > 4]

@@ -267,7 +267,7 @@ def test_what_cannot_be_verified_is_refused(
 
 
 def test_the_page_lists_the_faults_that_there_are() -> None:
-    rows = re.findall(r"^\| `([\w-]+)` \| (.+) \| `(.+)` \| `.+`, .+ \|$", (ROOT / "docs/verify.md").read_text(), re.M)
+    rows = re.findall(r"^\| `([\w-]+)` \| (.+) \| `(.+)` \|$", (ROOT / "docs/verify.md").read_text(), re.M)
     assert rows == [(plant.name, plant.sentence, plant.layouts[0]) for plant in plants.PLANTS]
 
 
