@@ -76,7 +76,7 @@ ALSO = {
     *((DOORS, f"{TOOLS}.{module}") for module in ("migrate.hints", "dashboard.page", "dashboard.status", "plan")),
     *(
         (DOORS, f"{TOOLS}.plan.{module}")
-        for module in ("parts", "choose_memory", "choose_schedule", "measure", "memory", "predicted", "verdict")
+        for module in ("parts", "choose", "choose_schedule", "measure", "memory", "fits", "verdict")
     ),
 }
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models.registry import presets, validate
-from megapar_tools.plan import choose_memory, hardware
-from megapar_tools.plan.choose_memory import check_memory, choices, in_ranges, with_choices_of
+from megapar_tools.plan import choose, hardware
+from megapar_tools.plan.choose import check_memory, choices, in_ranges, with_choices_of
 from megapar_tools.plan.memory import fullest_rank
 from megapar_tools.plan.step_time import step_time
 from megapar_tools.plan.target import with_planned_kernels
@@ -205,7 +205,7 @@ def end_this_process(*_: object) -> None:
 
 
 def killed_while_it_plans() -> None:
-    choose_memory.check_memory = end_this_process  # type: ignore[assignment]
+    choose.check_memory = end_this_process  # type: ignore[assignment]
 
 
 def test_a_plan_that_is_killed_ends_the_start_in_a_line(tmp_path: Path) -> None:

@@ -10,8 +10,7 @@ import torch
 from megapar_models.build import StageBuilder
 from megapar_models.registry import validate
 from megapar_tools.plan import measure
-from megapar_tools.plan.choice import FAMILY, ScheduleChoice, StageTimes, choose
-from megapar_tools.plan.choose_schedule import with_chosen_schedule
+from megapar_tools.plan.choose_schedule import FAMILY, ScheduleChoice, StageTimes, choose, with_chosen_schedule
 from megapar_tools.plan.memory import memory_limit
 from torch.utils.flop_counter import FlopCounterMode
 

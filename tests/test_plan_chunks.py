@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from megapar_models.registry import presets, validate
 from megapar_tools.plan import hardware
-from megapar_tools.plan.choose_chunks import Option, check_chunks, possible, with_chunks
+from megapar_tools.plan.choose import Option, check_chunks, possible, with_chunks
 from megapar_tools.plan.estimate import Estimator
 from megapar_tools.plan.space import layout_of
 from megapar_tools.plan.step_time import step_time

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from megapar_models.registry import validate
-from megapar_tools.plan import hardware, memory, predicted, target
+from megapar_tools.plan import fits, hardware, memory, target
 from megapar_tools.plan.hardware import write
 
 from megapar.base.errors import ConfigError
@@ -23,7 +23,7 @@ def planned(*flags: str) -> Config:
 
 
 def show(given: Config) -> None:
-    predicted.show_verdict(given, validate(given, 1), PARTS, lambda config: validate(config, 1))
+    fits.show_verdict(given, validate(given, 1), PARTS, lambda config: validate(config, 1))
 
 
 def test_a_layout_that_fits_says_what_is_left(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,11 +54,11 @@ def test_an_unknown_machine_is_refused() -> None:
 
 def test_a_run_on_a_named_machine_has_a_prediction() -> None:
     config = validate(load([*SMALL, "--gpu", "h100-80g"]).config, 1)
-    found = predicted.prediction_of(config, PARTS, context.single())
+    found = fits.prediction_of(config, PARTS, context.single())
     assert found is not None
     assert found.machine == "h100-80g"
     assert 0 < found.seconds < 1
-    assert predicted.prediction_of(replace(config, gpu="auto"), PARTS, context.single()) is None  # a CPU has no name
+    assert fits.prediction_of(replace(config, gpu="auto"), PARTS, context.single()) is None  # a CPU has no name
 
 
 def test_a_machine_that_cannot_be_asked_costs_a_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_a_machine_that_cannot_be_asked_costs_a_line(capsys: pytest.CaptureFixtu
     write(replace(machine, peak_tflops={"fp32": 60.0}), tmp_path / "old.toml")
     for gpu in ("h100", str(tmp_path / "old.toml")):
         config = validate(load([*SMALL, "--gpu", gpu]).config, 1)
-        assert predicted.prediction_of(config, PARTS, context.single()) is None
+        assert fits.prediction_of(config, PARTS, context.single()) is None
         (line,) = capsys.readouterr().out.splitlines()
         assert line.startswith("no prediction of the step: hardware ")
 

@@ -21,7 +21,7 @@ from megapar_models.counts import WholeModel
 from megapar_models.registry import FOR_OPTIONS, kinds_of, named_configs, validate, validate_layout
 from megapar_tools.migrate.hints import hint
 from megapar_tools.plan import explain, hardware, memory
-from megapar_tools.plan.choose_chunks import best, uncut, with_chunks
+from megapar_tools.plan.choose import best, uncut, with_chunks
 from megapar_tools.plan.choose_schedule import planned_schedule
 from megapar_tools.plan.estimate import Estimator, Sizes
 from megapar_tools.plan.memory import RankReport, fullest_rank

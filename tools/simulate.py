@@ -13,7 +13,7 @@ from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import size_and_flops
 from megapar_models.registry import FOR_OPTIONS, named_configs, validate
 from megapar_tools.migrate.hints import hint
-from megapar_tools.plan.choose_memory import check_choices
+from megapar_tools.plan.choose import check_choices
 from megapar_tools.plan.choose_schedule import planned_schedule
 from megapar_tools.plan.expert_loads import imbalanced, logged
 from megapar_tools.plan.hardware import load as load_hardware

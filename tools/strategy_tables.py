@@ -14,7 +14,7 @@ from megapar_models.build import StageBuilder, build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.registry import FOR_OPTIONS, presets, validate
 from megapar_tools.plan import hardware
-from megapar_tools.plan.choose_chunks import best, with_chunks
+from megapar_tools.plan.choose import best, with_chunks
 from megapar_tools.plan.hardware import Hardware
 from megapar_tools.plan.memory import RankReport, fullest_rank
 from megapar_tools.plan.parts import Parts

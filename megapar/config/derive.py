@@ -32,7 +32,7 @@ def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualSt
         parallel,
         dp=parallel.dp or world_size // (parallel.tp * parallel.cp * parallel.pp),
         vpp=stages.meant_by(parallel.vpp),
-        # Without tp or ep there is nothing to overlap. Else a plan chooses (`megapar_tools.plan.choose_chunks`).
+        # Without tp or ep there is nothing to overlap. Else a plan chooses (`megapar_tools.plan.choose`).
         tp_overlap_chunks=1 if parallel.tp == 1 and not parallel.tp_overlap_chunks else parallel.tp_overlap_chunks,
         ep_overlap_chunks=1 if parallel.ep == 1 and not parallel.ep_overlap_chunks else parallel.ep_overlap_chunks,
     )

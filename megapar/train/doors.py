@@ -95,7 +95,7 @@ class LazyPlanner:
         That is what train.memory_gb may spend, the chunks of overlapped collectives, and in a dry run the schedule.
         `given` has the options as the user gave them. Raises ConfigError if nothing fits.
         """
-        from megapar_tools.plan.choose_memory import check_choices
+        from megapar_tools.plan.choose import check_choices
         from megapar_tools.plan.choose_schedule import planned_schedule
 
         return check_choices(planned_schedule(given, config, self.parts), self.parts)
@@ -140,7 +140,7 @@ class LazyPlanner:
 
     def predict(self, config: Config, ctx: ParallelContext) -> Prediction | None:
         """Return the predicted time of a step on the first rank. None where no machine is known."""
-        from megapar_tools.plan.predicted import prediction_of
+        from megapar_tools.plan.fits import prediction_of
 
         return prediction_of(config, self.parts, ctx)
 
@@ -160,7 +160,7 @@ class LazyPlanner:
         size_and_flops: Callable[[Config], tuple[str, int]],
     ) -> None:
         """Print what each rank would hold, and whether it fits the machine that option gpu names."""
-        from megapar_tools.plan import dry_run, predicted
+        from megapar_tools.plan import fits
 
-        dry_run.show(config, self.parts, *size_and_flops(config))
-        predicted.show_verdict(given, config, self.parts, validated)
+        fits.show(config, self.parts, *size_and_flops(config))
+        fits.show_verdict(given, config, self.parts, validated)

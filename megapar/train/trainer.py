@@ -79,7 +79,7 @@ def assemble(
 
     Initialize the weights of `stages` before this call: the optimizer's main weights are copied from them. With ZeRO-3
     `initial` fills them here, unless it is None (`initializes_by_unit`). `memory` is what the schedule may keep
-    (`dry_run.memory_limit`).
+    (`megapar_tools.plan.memory.memory_limit`).
     """
     options = config.optimizer
     kernels = device.choose_kernels(config.kernels.backend, ctx.device, compiled=config.kernels.compile)
@@ -187,11 +187,11 @@ def start(
     """Build the state at step 0 or at the checkpoint named by `checkpoint.resume`; returns it and lines for the user.
 
     `stages` have memory for their parameters unless `initializes_by_unit`. `data` is the `identity` of the run's data.
-    The checkpoint's must be equal. `memory` is what the schedule may keep (`dry_run.memory_limit`). `env` tells whether
-    the job's launcher has started the ranks again; then they go on from the newest checkpoint of all tiers, whatever
-    `checkpoint.resume` says. `inputs_on_host` are the bytes of host memory that train.offload takes by plan
-    (`memory.host_bytes_of_inputs`). Raises ConfigError if an option is set that no optimizer of the run reads, or if a
-    host has too little memory for its share of state and of inputs.
+    The checkpoint's must be equal. `memory` is what the schedule may keep (`megapar_tools.plan.memory.memory_limit`).
+    `env` tells whether the job's launcher has started the ranks again; then they go on from the newest checkpoint of
+    all tiers, whatever `checkpoint.resume` says. `inputs_on_host` are the bytes of host memory that train.offload takes
+    by plan (`memory.host_bytes_of_inputs`). Raises ConfigError if an option is set that no optimizer of the run reads,
+    or if a host has too little memory for its share of state and of inputs.
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
     run_dir = Path(config.run_dir)
