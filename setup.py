@@ -65,6 +65,7 @@ setup(
         "tree-sitter>=0.25",  # parses launch scripts of other frameworks, which are never run
         "tree-sitter-bash>=0.25",  # bash's grammar for it
         "rich>=13",  # progress and log lines
+        "prometheus-client>=0.21",  # the text of the numbers that log.prometheus_port serves
         "tensorboard>=2.15",  # loss curves while a run is going
         "matplotlib>=3.8",  # loss curve and pipeline timeline as PNG
     ],

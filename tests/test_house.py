@@ -113,6 +113,7 @@ OPTIONAL = (
 IMPORTED_AS = {
     "tensorboard": "torch.utils.tensorboard",
     "typing-extensions": "typing_extensions",
+    "prometheus-client": "prometheus_client",
     "pyyaml": "yaml",
     "tree-sitter": "tree_sitter",
     "tree-sitter-bash": "tree_sitter_bash",

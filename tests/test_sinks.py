@@ -189,13 +189,13 @@ def test_prometheus_reads_the_newest_numbers(served: tuple[Prometheus, int]) -> 
     values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
     assert float(values.pop("megapar_last_step_timestamp_seconds")) == pytest.approx(time.time(), abs=60)
     assert values == {
-        'megapar_comm_bytes{axis="tp"}': "8",
+        'megapar_comm_bytes{axis="tp"}': "8.0",
         'megapar_expert_load{set="1"}': "2.0",
         "megapar_grad_norm": "NaN",
         "megapar_mfu": "0.5",
-        "megapar_step": "3",
+        "megapar_step": "3.0",
         "megapar_tokens_per_second": "10.0",
-        "megapar_train_steps": "9",
+        "megapar_train_steps": "9.0",
         "megapar_training_loss": "1.5",
         'megapar_validation_loss{set="a\\"b"}': "2.0",
     }

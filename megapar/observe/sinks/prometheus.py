@@ -3,15 +3,18 @@
 The address is the host's own. Another host reaches it through a tunnel or an agent of this host.
 """
 
-import math
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from itertools import groupby
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megapar.observe.sinks.base import Line, RunInfo, scalars
+
+if TYPE_CHECKING:
+    import prometheus_client
 
 _HOST = "127.0.0.1"
 _PATIENCE_SECONDS = 2.0  # for a reader that connects and says nothing
@@ -64,20 +67,24 @@ class Prometheus:
         new["last_step_timestamp_seconds", "", ""] = time.time()
         self._values = {**self._values, **new}  # a new table: a reader may be going through the old one
 
-    def text(self) -> str:
-        """The numbers in Prometheus' text format, version 0.0.4."""
-        parts: list[str] = []
-        before = ""
-        for (name, label, part), value in sorted(self._values.items()):
+    def text(self) -> bytes:
+        """Return the numbers in Prometheus' text format, version 0.0.4."""
+        import prometheus_client  # here: a run without log.prometheus_port needs none of it
+
+        registry = prometheus_client.CollectorRegistry()
+        registry.register(self)
+        return prometheus_client.generate_latest(registry)
+
+    def collect(self) -> "Iterator[prometheus_client.Metric]":
+        """Yield a gauge for each name: what a registry of prometheus_client asks for."""
+        import prometheus_client
+
+        for name, values in groupby(sorted(self._values.items()), key=lambda item: item[0][0]):
             full = f"megapar_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
-            if full != before:
-                if name in _HELP:
-                    parts.append(f"# HELP {full} {_HELP[name]}")
-                parts.append(f"# TYPE {full} gauge")
-                before = full
-            labels = f'{{{label}="{_escaped(part)}"}}' if part else ""
-            parts.append(f"{full}{labels} {_number(value)}")
-        return "\n".join(parts) + "\n"
+            gauge = prometheus_client.Metric(full, _HELP.get(name, name.replace("_", " ")), "gauge")
+            for (_, label, part), value in values:
+                gauge.add_sample(full, {label: part} if part else {}, value)
+            yield gauge
 
     def close(self) -> None:
         """Stop to listen."""
@@ -87,18 +94,6 @@ class Prometheus:
 
     def abandon(self) -> None:
         """Nothing holds up the end of the process."""
-
-
-def _escaped(text: str) -> str:
-    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value)
 
 
 class _Server(HTTPServer):
@@ -114,8 +109,8 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     @staticmethod
-    def text() -> str:
-        """The body of the answer."""
+    def text() -> bytes:
+        """Return the body of the answer."""
         raise NotImplementedError
 
     def do_GET(self) -> None:
@@ -127,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif self.path.partition("?")[0] != "/metrics":
             self.send_error(404, "the numbers are at /metrics")
         else:
-            body = self.text().encode()
+            body = self.text()
             self.send_response(200)
             self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))
