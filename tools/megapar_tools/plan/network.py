@@ -6,12 +6,13 @@ each rank of a node has a link of its own to the network, and each link carries 
 """
 
 import math
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection
+from dataclasses import dataclass
 from functools import cached_property
 
-from megapar.base.grid import EXPERT_AXES, EXPERT_ORDER, GRADIENT_AXES, TIED_AXIS, Grid, coordinates
+from megapar.base.grid import Grid
 from megapar_tools.plan.hardware import Hardware
+from megapar_tools.plan.rank_groups import RankGroups
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,13 @@ class Network:
         self.hardware = hardware
         self.copied = copied
         self._spans: dict[str, AxisReach] = {}
-        self._groups: dict[tuple[str, int], list[int]] = {}
+        self._groups = RankGroups(grid)
 
     def with_shards_of(self, shard_ranks: int) -> "Network":
         """The same grid with another number of ranks that share a shard. All other groups are found once for both."""
-        other = Network(replace(self.grid, shard_ranks=shard_ranks), self.hardware, self.copied)
-        other._groups = self._groups
+        groups = self._groups.with_shards_of(shard_ranks)
+        other = Network(groups.grid, self.hardware, self.copied)
+        other._groups = groups
         return other
 
     def span(self, axis: str) -> AxisReach:
@@ -48,7 +50,7 @@ class Network:
         if axis == "world":
             return self._whole_world
         if axis not in self._spans:
-            spans = [self._span(self._members(axis, rank)) for rank in self._samples]
+            spans = [self._span(self._groups.members(axis, rank)) for rank in self._samples]
             self._spans[axis] = max(spans, key=lambda span: (span.nodes, -span.in_node))
         return self._spans[axis]
 
@@ -129,63 +131,3 @@ class Network:
         size = self.hardware.gpus_per_node
         ends = [rank for node in range(4) for rank in (node * size, (node + 1) * size - 1)]
         return sorted({rank for rank in (*ends, world - 1) if rank < world})
-
-    def _members(self, axis: str, rank: int) -> list[int]:
-        """The ranks of the group of `rank` on an axis, ascending in their position there."""
-        for name in GRADIENT_AXES:
-            if axis in (f"{name}_shards", f"{name}_copies"):
-                whole = self._whole_group(name, rank)
-                size = self.grid.shard_ranks
-                position = whole.index(rank)
-                if axis.endswith("shards"):
-                    first = position // size * size
-                    return whole[first : first + size]
-                return whole[position % size :: size]
-        if axis == TIED_AXIS:
-            line = self._members("pp", rank)
-            return [line[position] for position in self.grid.with_embedding]
-        if axis in EXPERT_AXES:
-            return self._expert_members(axis, rank)
-        if axis == "expert_plane":
-            lines = [self._expert_members("expert_grad", member) for member in self._expert_members("etp", rank)]
-            return sorted(member for line in lines for member in line)
-        axes = {"grad": ("dp", "cp"), "plane": ("tp", "dp", "cp")}.get(axis, (axis,))
-        place = coordinates(rank, self.grid.sizes, self.grid.order)
-        return list(self._line(place, axes))
-
-    def _whole_group(self, axis: str, rank: int) -> list[int]:
-        """The group of `rank` on an axis of gradients, before it is split into shards and copies."""
-        if (axis, rank) not in self._groups:
-            self._groups[axis, rank] = self._members(axis, rank)
-        return self._groups[axis, rank]
-
-    def _line(self, position: Mapping[str, int], axes: tuple[str, ...]) -> Iterator[int]:
-        """The ranks different from `position` on `axes` alone, ascending in their positions there."""
-        lines = [0]
-        stride = 1
-        first = 0
-        for name in self.grid.order.split("-"):
-            size = self.grid.sizes[name]
-            if name in axes:
-                # The fastest axis comes first, so each later one repeats what is there.
-                lines = [line + stride * at for at in range(size) for line in lines]
-            else:
-                first += stride * position[name]
-            stride *= size
-        for line in lines:
-            yield first + line
-
-    def _expert_members(self, axis: str, rank: int) -> list[int]:
-        """The group of `rank` on an axis of the expert grid, a second factorization of the ranks of a stage."""
-        if not self.grid.ep:
-            return [rank]
-        stage = sorted(self._line(coordinates(rank, self.grid.sizes, self.grid.order), ("tp", "cp", "dp")))
-        sizes = self.grid.expert_sizes
-        position = coordinates(stage.index(rank), sizes, EXPERT_ORDER)
-        stride = 1
-        for name in EXPERT_ORDER.split("-"):
-            if name == axis:
-                break
-            stride *= sizes[name]
-        first = stage.index(rank) - position[axis] * stride
-        return [stage[first + at * stride] for at in range(sizes[axis])]

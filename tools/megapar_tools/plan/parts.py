@@ -178,6 +178,25 @@ class _Cuts:
     etp: tuple[int, int]
     tied: int
 
+    @classmethod
+    def of(cls, config: Config, ctx: ParallelContext, parts: Sequence[PartId] = ()) -> "_Cuts":
+        """Return what decides the shapes of `parts` on the rank of `ctx`."""
+        parallel = config.parallel
+        options = (
+            config.train.precision,
+            config.adapter,
+            config.train.trainable,
+            parallel.sequence_parallel,
+            parallel.tp_overlap_chunks,
+            parallel.ep_overlap_chunks,
+            ctx.cp.size,
+            ctx.ep.transport.sorts_groups,
+        )
+        tp, ep, etp = ((axis.size, axis.rank) for axis in (ctx.tp, ctx.ep, ctx.etp))
+        # A layer is the same on ranks with copies of a tied embedding and on others.
+        is_layer = all(isinstance(part, LayerPart) for part in parts)
+        return cls(config.model, options, tp, ep, etp, 0 if is_layer else ctx.tied.size)
+
 
 class Parts:
     """The parts of models, each built and measured once for all layouts that share it.
@@ -196,9 +215,9 @@ class Parts:
         self._orders: dict[Hashable, Orders] = {}
         self._flops: dict[tuple[Hashable, ...], int] = {}
         self.memory: dict[Hashable, Any] = {}
-        """What `megapar_tools.plan.memory` has computed before, by what decides it."""
+        """What plans of memory have computed before, by what decides it."""
         self.times: dict[Hashable, Any] = {}
-        """What `megapar_tools.plan.step_time` has computed before, by what decides it."""
+        """What `megapar_tools.plan.pipeline_times` has computed before, by what decides it."""
 
     def context(self, config: Config, rank: int) -> ParallelContext:
         """The planned context of a rank. Layouts with one grid and one transport have the same."""
@@ -231,7 +250,7 @@ class Parts:
         rule = Recompute.of(train)
         groups = config.optimizer.groups
         by_name = bool(train.trainable or groups)
-        cuts = self._cuts(config, ctx) if by_name else None
+        cuts = _Cuts.of(config, ctx) if by_name else None
         key = (config.model, config.adapter, train.seq_length, rule, cuts, groups)
         if key not in self._layer_parts:
             first_like: dict[Hashable, int] = {}
@@ -257,9 +276,9 @@ class Parts:
         """
         # Whether a layer is recomputed does not change its parameters.
         ids = tuple(part.number if isinstance(part, LayerPart) else part for part in parts)
-        key = (ids, self._cuts(config, ctx, parts))
+        key = (ids, _Cuts.of(config, ctx, parts))
         if key not in self._structures:
-            stages = self._stages(config, ctx, parts)
+            stages = _make_stages(self.builder, config, ctx, parts)
             if config.train.trainable:
                 freeze(stages, config.train.trainable)
             self._structures[key] = Structure.of(stages)
@@ -287,10 +306,10 @@ class Parts:
             # Which layers full recomputes, the part says.
             mode = "none" if train.recompute in BY_LAYER and not part.recomputed else train.recompute
             decides = (*decides, mode, config.parallel.cp_attention)
-        key = (part, decides, config.kernels.backend, config.kernels.compile, self._cuts(config, ctx, [part]))
+        key = (part, decides, config.kernels.backend, config.kernels.compile, _Cuts.of(config, ctx, [part]))
         if (key, given) not in self._recordings:
             noting, tape = recording(ctx)
-            (stage,) = self._stages(config, noting, [part])
+            (stage,) = _make_stages(self.builder, config, noting, [part])
             if train.trainable:
                 freeze([stage], train.trainable)
             batch = self._batch(config)
@@ -302,39 +321,6 @@ class Parts:
                 found = self._recordings.setdefault((key, None), found)
             self._recordings[key, given] = found
         return self._recordings[key, given]
-
-    def _cuts(self, config: Config, ctx: ParallelContext, parts: Sequence[PartId] = ()) -> _Cuts:
-        parallel = config.parallel
-        options = (
-            config.train.precision,
-            config.adapter,
-            config.train.trainable,
-            parallel.sequence_parallel,
-            parallel.tp_overlap_chunks,
-            parallel.ep_overlap_chunks,
-            ctx.cp.size,
-            ctx.ep.transport.sorts_groups,
-        )
-        tp, ep, etp = ((axis.size, axis.rank) for axis in (ctx.tp, ctx.ep, ctx.etp))
-        # A layer is the same on ranks with copies of a tied embedding and on others.
-        is_layer = all(isinstance(part, LayerPart) for part in parts)
-        return _Cuts(config.model, options, tp, ep, etp, 0 if is_layer else ctx.tied.size)
-
-    def _stages(self, config: Config, ctx: ParallelContext, parts: Sequence[PartId]) -> list[PipelineStage]:
-        make = self.builder.maker(config, ctx)
-        end = config.model.num_hidden_layers
-        stages: list[PipelineStage] = []
-        for part in parts:
-            if isinstance(part, LayerPart):
-                stages.append(make(range(part.number, part.number + 1), first=False, last=False))
-            elif part == FIRST:
-                stages.append(make(range(0), first=True, last=False))
-            elif part == BOTH:
-                stages.append(make(range(0), first=True, last=True))
-            else:
-                tied = self.builder.embedding_weight(config, stages[0]) if stages else None
-                stages.append(make(range(end, end), first=False, last=True, tied_weight=tied))
-        return stages
 
     def _batch(self, config: Config) -> MicroBatch:
         """A micro-batch of one rank on the meta device."""
@@ -348,6 +334,26 @@ class Parts:
 
 BOTH = "both"
 """FIRST and LAST as one stage without layers."""
+
+
+def _make_stages(
+    builder: Builder, config: Config, ctx: ParallelContext, parts: Sequence[PartId]
+) -> list[PipelineStage]:
+    """Build each of `parts` as a stage. A LAST after a FIRST gets the embedding's matrix, if the model ties them."""
+    make = builder.maker(config, ctx)
+    end = config.model.num_hidden_layers
+    stages: list[PipelineStage] = []
+    for part in parts:
+        if isinstance(part, LayerPart):
+            stages.append(make(range(part.number, part.number + 1), first=False, last=False))
+        elif part == FIRST:
+            stages.append(make(range(0), first=True, last=False))
+        elif part == BOTH:
+            stages.append(make(range(0), first=True, last=True))
+        else:
+            tied = builder.embedding_weight(config, stages[0]) if stages else None
+            stages.append(make(range(end, end), first=False, last=True, tied_weight=tied))
+    return stages
 
 
 def meta_batch(samples: int, length: int, cp: int, num_targets: int) -> MicroBatch:

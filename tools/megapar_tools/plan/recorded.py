@@ -140,10 +140,10 @@ class Recording:
     def _forward(self) -> tuple[Operations, Kept]:
         counted = KeptBytes({0: self._stage})
         with counted.counting():
-            self._graph, operations = self._run_forward()
+            self._graph, operations = _run_forward(self._stage, self._batch, self._tape, self._input())
         known = self._graph.identities.found
         storages = [Storage(nbytes, kind, known.get(x)) for x, ((_, kind), nbytes) in counted.counted.items()]
-        return operations, self._kept(storages, self._graph)
+        return operations, _kept(storages, self._graph, self._stage)
 
     @property
     def forward(self) -> Operations:
@@ -181,7 +181,7 @@ class Recording:
             _, inputs = collect(self._tape, lambda: _run_backward(graph.output, grad))
         known = graph.identities.found
         storages = [Storage(nbytes, "", known.get(x)) for x, nbytes in queue.nbytes_of_storages().items()]
-        kept = self._kept(storages, graph)
+        kept = _kept(storages, graph, self._stage)
         _, weights = collect(self._tape, queue.run)
         return inputs, weights, kept
 
@@ -257,30 +257,7 @@ class Recording:
         _ = self._forward
         graph = self._graph
         self._graph = None
-        return graph or self._run_forward()[0]
-
-    def _run_forward(self) -> tuple[_Graph, Operations]:
-        identities = _Identities()
-        x = self._input()
-        if x is not None:
-            identities.add(x, INPUT)
-        identities.add_all(self._batch, ("batch",))
-
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            identities.add_all(args[1:], ("given",))
-            identities.add_all(kwargs, ("given",))
-
-        layers: Mapping[str, nn.Module] = getattr(self._stage, "layers", {})
-        handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers.values()]
-        output: Tensor
-        noted = NotedInputs()
-        with kept_by(noted):
-            output, operations = collect(self._tape, lambda: self._stage(x, self._batch))
-        for handle in handles:
-            handle.remove()
-        passes = [(INPUT, OUTPUT)] if identities.found.get(output.untyped_storage()._cdata) == INPUT else []
-        identities.add(output, OUTPUT)
-        return _Graph(x, output, identities, passes, noted.sizes), operations
+        return graph or _run_forward(self._stage, self._batch, self._tape, self._input())[0]
 
     def _input(self) -> Tensor | None:
         given = self._given or self.boundary
@@ -288,9 +265,34 @@ class Recording:
             return None
         return torch.empty(given.shape, dtype=given.dtype, device=META, requires_grad=given.needs_grad)
 
-    def _kept(self, storages: Sequence[Storage], graph: _Graph) -> Kept:
-        output = Given(tuple(graph.output.shape), graph.output.dtype, graph.output.requires_grad)
-        return Kept(storages, graph.passes, output, self._stage.adds_gradients_in_i, tuple(graph.on_host))
+
+def _run_forward(stage: PipelineStage, batch: MicroBatch, tape: Tape, x: Tensor | None) -> tuple[_Graph, Operations]:
+    """Run the forward pass of a stage. Return its graph, and its operations."""
+    identities = _Identities()
+    if x is not None:
+        identities.add(x, INPUT)
+    identities.add_all(batch, ("batch",))
+
+    def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        identities.add_all(args[1:], ("given",))
+        identities.add_all(kwargs, ("given",))
+
+    layers: Mapping[str, nn.Module] = getattr(stage, "layers", {})
+    handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers.values()]
+    output: Tensor
+    noted = NotedInputs()
+    with kept_by(noted):
+        output, operations = collect(tape, lambda: stage(x, batch))
+    for handle in handles:
+        handle.remove()
+    passes = [(INPUT, OUTPUT)] if identities.found.get(output.untyped_storage()._cdata) == INPUT else []
+    identities.add(output, OUTPUT)
+    return _Graph(x, output, identities, passes, noted.sizes), operations
+
+
+def _kept(storages: Sequence[Storage], graph: _Graph, stage: PipelineStage) -> Kept:
+    output = Given(tuple(graph.output.shape), graph.output.dtype, graph.output.requires_grad)
+    return Kept(storages, graph.passes, output, stage.adds_gradients_in_i, tuple(graph.on_host))
 
 
 def _run_backward(output: Tensor, grad: Tensor) -> None:

@@ -13,8 +13,9 @@ from megapar.pipeline.schedules import find
 from megapar_tools.plan.estimate import Best, Estimator
 from megapar_tools.plan.hardware import Hardware
 from megapar_tools.plan.memory import RankReport
+from megapar_tools.plan.pipeline_times import microbatches_simulated
 from megapar_tools.plan.space import Candidate, Space, layout_of
-from megapar_tools.plan.step_time import StepTime, microbatches_simulated
+from megapar_tools.plan.step_time import StepTime
 from megapar_tools.plan.verdict import for_uneven_experts
 
 _ALL = 600
