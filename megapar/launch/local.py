@@ -30,7 +30,7 @@ from megapar.comm.flight import Board, Flight, has_flag, read
 from megapar.comm.rendezvous import RankInfo
 from megapar.config.options import Config
 from megapar.launch.diagnosis import as_table, diagnose, mismatch, name, position_in_step, rows
-from megapar.launch.monitor import local_logs
+from megapar.launch.job_logs import local_logs
 from megapar.launch.reporting import Interrupted, error_record, interrupted_at, report_error, reported
 from megapar.launch.signals import HANDLED, Signals
 from megapar.pipeline import runtime
@@ -192,6 +192,51 @@ def _rank_main(env: Environment, launcher: int, board: Board, main: Main) -> Non
     flight.raise_flag("done")
 
 
+class _Errors:
+    """The fields of error.json for ranks of this machine, by their flight logs."""
+
+    def __init__(self, board: Board, members: Sequence[RankInfo]):
+        self._board = board
+        self._members = members
+
+    def name_of(self, rank: int) -> str:
+        return name(self._members[rank], {"pid": self._members[rank].pid})
+
+    def record(self, rank: int, text: str, code: int) -> dict[str, Any]:
+        """Return the fields of error.json for `rank`, without the table of all ranks."""
+        log = read(self._board[rank], 0)
+        record = error_record(CommunicationError(text), rank, Flight())
+        record |= {"step": log["step"], "phase": log["phase"], "pid": self._members[rank].pid, "exit_code": code}
+        # The text names its rank already, so no "rank N" is to be put before it.
+        return record | {"everywhere": True}
+
+    def interrupted(self, number: int, note: str = "") -> dict[str, Any]:
+        """Return the fields of error.json of a run ended by signal `number`."""
+        log = read(self._board[0], 0)
+        text = interrupted_at(log["step"], log["checkpoint"], number) + note
+        return self.record(0, text, 128 + number) | {"class": Interrupted.__name__}
+
+    def lost(self, rank: int, code: int) -> dict[str, Any]:
+        """Return the fields of error.json for a rank gone before its work was done.
+
+        A signal killed the rank (a negative `code`), or something ended the rank with exit code 0.
+        """
+        logs = local_logs(self._board, self._members)
+        if code == 0:
+            text = f"{self.name_of(rank)} ended with exit code 0 before its run was complete"
+        else:
+            text = f"{self.name_of(rank)} was ended by {signal.Signals(-code).name}"
+        text += f" in {position_in_step(logs[rank])}"
+        if code == -signal.SIGBUS:
+            text += ": often a file that was cut short while it was read, or a full disk or /dev/shm"
+        if code == -signal.SIGKILL:
+            text += ": if nobody did it, the kernel does so for want of memory (see dmesg)"
+        different = mismatch(logs, self._members)
+        if different is not None:
+            text = f"{different[0]}; then {text}"
+        return self.record(rank, text, _LOST) | {"ranks": rows(logs, self._members)}
+
+
 class _Launcher:
     """Watches ranks until the run is over or must be ended."""
 
@@ -203,6 +248,7 @@ class _Launcher:
         self._signals = signals
         host = socket.gethostname()
         self._members = [RankInfo(rank, host, "", pid=process.pid or 0) for rank, process in enumerate(ranks)]
+        self._errors = _Errors(board, self._members)
         self._codes: dict[int, int] = {}  # exit codes of ranks that have ended, in the order in which they were noted
         self._failed_at = 0.0  # when the first operation failed, on time.monotonic's clock; 0 for never
         self._over_at = 0.0  # when the first rank ended well; 0 for never
@@ -241,13 +287,7 @@ class _Launcher:
         while len(self._codes) < len(self._ranks) and time.monotonic() < end:
             time.sleep(0.02)
             self._note_ends()
-        return 128 + number, self._interrupted(number)
-
-    def _interrupted(self, number: int, note: str = "") -> dict[str, Any]:
-        """The fields of error.json of a run ended by signal `number`."""
-        log = read(self._board[0], 0)
-        text = interrupted_at(log["step"], log["checkpoint"], number) + note
-        return self._record(0, text, 128 + number) | {"class": Interrupted.__name__}
+        return 128 + number, self._errors.interrupted(number)
 
     def _pass_on_request(self) -> None:
         """Send a request to stop to every rank, once."""
@@ -277,31 +317,14 @@ class _Launcher:
             if code > 128 and code - 128 in HANDLED:
                 text = ""
                 if self._signals.ending == 0:  # the launcher got no signal, so someone sent it to the rank
-                    text = f"; {self._name(rank)} was sent the signal"
-                return code, self._interrupted(code - 128, text)
+                    text = f"; {self._errors.name_of(rank)} was sent the signal"
+                return code, self._errors.interrupted(code - 128, text)
             if code <= 0:  # multiprocessing gives the number of the signal that killed a process as a negative code
-                return _LOST, self._lost(rank, code)
+                return _LOST, self._errors.lost(rank, code)
             error = read(self._board[rank], 0)["error"]
-            text = f"{self._name(rank)} ended with exit code {code}"
-            return code, error or self._record(rank, text, code)
+            text = f"{self._errors.name_of(rank)} ended with exit code {code}"
+            return code, error or self._errors.record(rank, text, code)
         return None
-
-    def _lost(self, rank: int, code: int) -> dict[str, Any]:
-        """The fields of error.json for a rank killed by a signal, or gone with exit code 0 before its work was done."""
-        logs = local_logs(self._board, self._members)
-        if code == 0:
-            text = f"{self._name(rank)} ended with exit code 0 before its run was complete"
-        else:
-            text = f"{self._name(rank)} was ended by {signal.Signals(-code).name}"
-        text += f" in {position_in_step(logs[rank])}"
-        if code == -signal.SIGBUS:
-            text += ": often a file that was cut short while it was read, or a full disk or /dev/shm"
-        if code == -signal.SIGKILL:
-            text += ": if nobody did it, the kernel does so for want of memory (see dmesg)"
-        different = mismatch(logs, self._members)
-        if different is not None:
-            text = f"{different[0]}; then {text}"
-        return self._record(rank, text, _LOST) | {"ranks": rows(logs, self._members)}
 
     def _echo(self) -> tuple[int, Mapping[str, Any]] | None:
         """The exit code and error if operations have failed on some rank because another one is missing.
@@ -324,10 +347,11 @@ class _Launcher:
             diagnosis = diagnose(self._logs, self._members)
         if diagnosis is not None:
             text, rank = diagnosis
-            return _LOST, self._record(rank, text, _LOST) | {"ranks": rows(self._logs, self._members)}
+            return _LOST, self._errors.record(rank, text, _LOST) | {"ranks": rows(self._logs, self._members)}
         errors = [read(self._board[rank], 0)["error"] for rank in failed]
         first_error = next((error for error in errors if error is not None), None)
-        return _LOST, first_error or self._record(failed[0], "an operation failed, and no rank is missing", _LOST)
+        text = "an operation failed, and no rank is missing"
+        return _LOST, first_error or self._errors.record(failed[0], text, _LOST)
 
     def _has_failed(self, rank: int) -> bool:
         return self._codes.get(rank) == _LOST or has_flag(self._board[rank], "failed")
@@ -345,17 +369,6 @@ class _Launcher:
             self._over_at = time.monotonic()
         if self._over_at and time.monotonic() - self._over_at > _LEAVING_SECONDS:
             rank = next(rank for rank in range(len(self._ranks)) if rank not in self._codes)
-            text = f"{self._name(rank)} did not end within {_LEAVING_SECONDS:g} s after the run was over"
-            return _LOST, self._record(rank, text, _LOST)
+            text = f"{self._errors.name_of(rank)} did not end within {_LEAVING_SECONDS:g} s after the run was over"
+            return _LOST, self._errors.record(rank, text, _LOST)
         return None
-
-    def _name(self, rank: int) -> str:
-        return name(self._members[rank], {"pid": self._members[rank].pid})
-
-    def _record(self, rank: int, text: str, code: int) -> dict[str, Any]:
-        """The fields of error.json for `rank`, without the table of all ranks."""
-        log = read(self._board[rank], 0)
-        record = error_record(CommunicationError(text), rank, Flight())
-        record |= {"step": log["step"], "phase": log["phase"], "pid": self._members[rank].pid, "exit_code": code}
-        # The text names its rank already, so no "rank N" is to be put before it.
-        return record | {"everywhere": True}
