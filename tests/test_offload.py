@@ -14,7 +14,7 @@ from torch import Tensor
 from megapar.base.errors import ConfigError, NumericError
 from megapar.config.options import Config
 from megapar.optimizer.adamw import AdamW
-from megapar.optimizer.base import split_by_place
+from megapar.optimizer.declaration import split_by_place
 from megapar.optimizer.table import check
 from megapar.step.state import TrainState
 from megapar.step.step import train_step

@@ -2,9 +2,9 @@
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
 
 import torch
 from megapar_kernels.dispatch import Implementation
@@ -12,64 +12,23 @@ from torch import Tensor
 
 from megapar.base.grid import Grid
 from megapar.config.options import OptimizerConfig
-from megapar.data_parallel.buckets import ALIGNMENT, Range, intersect
+from megapar.data_parallel.buckets import Range, intersect
 from megapar.data_parallel.layout import FlatLayout, Update
 from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.declare.context import ParallelContext
-from megapar.declare.optimizer_state import StateTensor
-from megapar.declare.params import AVERAGE, REMAINDER
+from megapar.declare.params import AVERAGE
+from megapar.optimizer.declaration import OptimizerDeclaration, keeps_no_main_weights, split_by_place
 from megapar.optimizer.host_updates import HostUpdates
 from megapar.optimizer.visits import UpdateArgs, UpdateShard, Visit
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """The options of an optimizer without options of its own."""
-
-
-class Optimizer(ABC):
+class Optimizer(OptimizerDeclaration, ABC):
     """Updates this rank's shards of the parameters of one `Update`.
 
-    A subclass declares its state in `STATE`, and updates a part of a shard in `update`. Main weights are fp32. For an
-    fp32 model they are the parameters themselves. For a bf16 or fp16 model they are kept here, and rounded into the
-    parameters after each step. Or the parameters are their upper halves, and a state named REMAINDER the lower ones.
-    """
-
-    STATE: ClassVar[Sequence[StateTensor]] = ()
-    """Tensors kept for each element besides the main weight. Their names are unique among a run's optimizers."""
-
-    OPTIONS: ClassVar[type] = NoOptions
-    """A dataclass. Its fields have the names of the options of OptimizerConfig read by this optimizer alone."""
-
-    WHOLE: ClassVar[bool] = False
-    """Whether it needs whole parameters. ZeRO then never cuts one, and `update` is called for one at a time.
-
-    A parameter cut by tensor ranks counts as whole if this rank's part is whole. If sizes differ, its parts may then
-    belong to different replicas on different tensor ranks. A collective over tensor ranks in `update` would
-    hang there: use one only if all tensor ranks have parts of one size.
-    """
-
-    OFFLOADS: ClassVar[bool] = False
-    """Whether optimizer.offload may put a share of main weights and state into host memory.
-
-    The update of a part of a shard must then be that of the whole, element by element, and run on a CPU.
-    """
-
-    HOST_ELEMENTS: ClassVar[int] = 16 << 20
-    """How many elements are updated on the host at one time: it takes four times 64 MiB or less for them to travel."""
-
-    takes_found_inf = False
-    """Whether `update` takes `UpdateArgs.found_inf`. Otherwise the host reads it before the updates, and waits for
-    it."""
-
-    MATRICES_ONLY: ClassVar[bool] = False
-    """Whether it updates matrices alone (`ParamSpec.update`). If it is the run's, AdamW updates the elements."""
-
-    JOINS_MATRICES: ClassVar[bool] = False
-    """Whether the ranks with parts of a matrix send each other these parts in an update (`ParallelContext.plane_of`).
-
-    A run then connects all ranks with parts of a matrix. If a layer names such an optimizer for its own parameters, the
-    options of the model name the optimizer too (`ModelConfig.optimizers_of_layers`).
+    A subclass declares its state in `STATE` (`OptimizerDeclaration`), and updates a part of a shard in `update`. Main
+    weights are fp32. For an fp32 model they are the parameters themselves. For a bf16 or fp16 model they are kept here,
+    and rounded into the parameters after each step. Or the parameters are their upper halves, and a state named
+    REMAINDER the lower ones.
     """
 
     def __init__(
@@ -106,35 +65,6 @@ class Optimizer(ABC):
         ]
         on_host = [visit for visit in self.visits if visit.shard.on_host]
         self.host_updates = HostUpdates(on_host, self._update_on_host, weights.flat.dtype, weights.flat.device)
-
-    @classmethod
-    def host_share(cls, config: OptimizerConfig) -> float:
-        """The share of this optimizer's state in host memory."""
-        return config.offload if cls.OFFLOADS else 0.0
-
-    @classmethod
-    def states_of(cls, config: OptimizerConfig) -> Sequence[StateTensor]:
-        """`STATE`, as these options want it."""
-        return cls.STATE
-
-    @classmethod
-    def planned_nbytes(cls, shards: Iterable[Range], dtype: torch.dtype, config: OptimizerConfig) -> dict[bool, int]:
-        """The `nbytes` of an optimizer of `shards`, by whether they are in host memory."""
-        states = cls.states_of(config)
-        state = sum(tensor.dtype.itemsize for tensor in states) + (torch.float32.itemsize if config.ema else 0)
-        parts = [part for bounds in shards for part in split_by_place(bounds, cls.host_share(config))]
-        found = {False: 0, True: 0}
-        for start, stop, on_host in parts:
-            main = 0 if keeps_no_main_weights(dtype, on_host, states) else torch.float32.itemsize
-            found[on_host] += (stop - start) * (main + state)
-        sizes = [size for start, stop, on_host in parts if on_host for size in cls._sizes(stop - start)]
-        found[True] += HostUpdates.planned_nbytes(sizes, dtype)
-        return found
-
-    @classmethod
-    def matrix_products(cls, rows: int, columns: int) -> Sequence[tuple[int, int, int]]:
-        """Return the matrix products [m, k] x [k, n] of the update of one whole matrix, as (m, k, n). For plans."""
-        return ()
 
     def join_in_plan(self, grid: Grid, layout_of_rank: Callable[[int], FlatLayout]) -> None:
         """Find what the ranks of a run tell each other in the first update. For plans, where no other rank exists.
@@ -221,28 +151,5 @@ class Optimizer(ABC):
             return [(slot.start, slot.stop) for slot in self.slots if shard.start <= slot.start < shard.stop]
         if not shard.on_host:
             return [(shard.start, shard.stop)]
-        ends = list(itertools.accumulate(self._sizes(shard.stop - shard.start), initial=shard.start))
+        ends = list(itertools.accumulate(self.host_sizes(shard.stop - shard.start), initial=shard.start))
         return list(itertools.pairwise(ends))
-
-    @classmethod
-    def _sizes(cls, elements: int) -> list[int]:
-        """The numbers of elements updated on the host at one time."""
-        # Whole vectors: the elements behind the last one would be rounded in another way (`ALIGNMENT`).
-        most = max(cls.HOST_ELEMENTS // ALIGNMENT, 1) * ALIGNMENT
-        return [min(most, elements - start) for start in range(0, elements, most)]
-
-
-def keeps_no_main_weights(dtype: torch.dtype, on_host: bool, states: Sequence[StateTensor]) -> bool:
-    """Whether the main weights of parameters of this dtype, or their upper halves, are the parameters themselves."""
-    in_halves = any(tensor.name == REMAINDER for tensor in states)
-    return (dtype == torch.float32 or in_halves) and not on_host  # on the host they are in other memory
-
-
-def split_by_place(bounds: Range, host_share: float) -> list[tuple[int, int, bool]]:
-    """Cut a shard into (start, stop, whether in host memory). The share on the host comes last, in whole vectors."""
-    start, stop = bounds
-    border = start + int((1 - host_share) * (stop - start) / ALIGNMENT) * ALIGNMENT
-    parts = [(start, border, False), (border, stop, True)]
-    if not host_share:
-        parts = [(start, stop, False)]
-    return [part for part in parts if part[0] < part[1]]
