@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megapar.base.errors import DataError, StorageError
-from megapar.data.indexed import IndexedDataset, IndexedWriter, merge, sequence_pointers, token_dtype
+from megapar.data.index_format import sequence_pointers
+from megapar.data.indexed import IndexedDataset, IndexedWriter, merge, token_dtype
 
 LENGTHS = [5, 3, 7, 1, 9, 4, 6, 8, 2, 10]
 DOCUMENTS = [list(range(10 * i, 10 * i + n)) for i, n in enumerate(LENGTHS)]

@@ -1,13 +1,10 @@
 """Tokens on disk: Megatron's .bin/.idx pair. It is checked whenever it is opened, and read when it is used.
 
-`PREFIX.bin` holds the tokens of all sequences and nothing else. `PREFIX.idx` is little endian. It holds, in this order:
-a header of 34 bytes (magic, version, dtype code, number of sequences S, number of document boundaries D), int32
-lengths[S] in tokens, int64 pointers[S] in bytes, and int64 document_indices[D] in sequences. The first document index
-is 0 and the last is S. A document is one or more sequences.
+`PREFIX.bin` holds the tokens of all sequences and nothing else. `PREFIX.idx` says where sequences and documents begin
+(`megapar.data.index_format`).
 """
 
 import os
-import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,27 +17,16 @@ from numpy.typing import ArrayLike, NDArray
 from megapar.base.errors import DataError, storing
 from megapar.data.contents import content_hash
 from megapar.data.file_array import DataFile, FileArray
+from megapar.data.index_format import HEADER, MAGIC, TOKEN_DTYPES, VERSION, TokenIndex, sequence_pointers
 from megapar.system.regular_files import open_new
 
-_MAGIC = b"MMIDIDX\x00\x00"
-_VERSION = 1
-_HEADER = struct.Struct("<9sQBQQ")
-_DTYPE_CODES = {1: "u1", 2: "i1", 3: "i2", 4: "i4", 5: "i8", 6: "f8", 7: "f4", 8: "u2"}
-_TOKEN_DTYPES = {code: np.dtype(f"<{name}") for code, name in _DTYPE_CODES.items() if name[0] != "f"}
 _FEW = 64  # documents of a sample that are looked up at a time
-_BLOCK = 1 << 20  # sequences checked, or tokens copied, at a time, so that memory is the same for any file
+_BLOCK = 1 << 20  # tokens copied at a time, so that memory is the same for any file
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
     """The dtype of tokens by Megatron's rule: 2 bytes a token below 65,500 ids, else 4."""
     return np.dtype("<u2" if vocab_size < 65_500 else "<i4")
-
-
-def sequence_pointers(lengths: NDArray[np.int32], itemsize: int) -> NDArray[np.int64]:
-    """The first byte of each sequence, int64: the exclusive sum of lengths * itemsize."""
-    # int32 would overflow in a file above 2 GiB.
-    sizes = lengths.astype(np.int64) * itemsize
-    return np.cumsum(sizes) - sizes
 
 
 def _partial(path: Path) -> Path:
@@ -52,6 +38,19 @@ def _close(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
     file.close()
+
+
+def _hint_of_prefix(prefix: str) -> str:
+    """Return what to give in place of a prefix without files."""
+    name = prefix.removesuffix(".bin").removesuffix(".idx")
+    if prefix.endswith(".npy"):
+        return (
+            "a .npy file, such as OLMo's and dolma's, holds ids without an index of documents; write a pair of it with "
+            "megapar.data.indexed.IndexedWriter, or of the text with tools/preprocess_data.py"
+        )
+    if name != prefix:
+        return f"give {name}, without the suffix"
+    return "name the part of a .bin/.idx pair before the dot"
 
 
 class IndexedDataset:
@@ -66,30 +65,17 @@ class IndexedDataset:
         self.idx_path = Path(f"{prefix}.idx")
         for path in (self.idx_path, self.bin_path):
             if not path.is_file():
-                name = str(prefix).removesuffix(".bin").removesuffix(".idx")
-                if str(prefix).endswith(".npy"):
-                    hint = (
-                        "a .npy file, such as OLMo's and dolma's, holds ids without an index of documents; write a "
-                        "pair of it with megapar.data.indexed.IndexedWriter, or of the text with "
-                        "tools/preprocess_data.py"
-                    )
-                elif name != str(prefix):
-                    hint = f"give {name}, without the suffix"
-                else:
-                    hint = "name the part of a .bin/.idx pair before the dot"
-                raise DataError(f"{path} is not a file: {hint}")
-        self._index = DataFile(self.idx_path)
-        self.dtype, sequences, boundaries = self._read_header()
-        pointers = _HEADER.size + 4 * sequences
-        self.lengths = FileArray(self._index, np.dtype("<i4"), _HEADER.size, sequences)
-        self.pointers = FileArray(self._index, np.dtype("<i8"), pointers, sequences)
-        self.document_indices = FileArray(self._index, np.dtype("<i8"), pointers + 8 * sequences, boundaries)
-        self._check_documents()
-        needed = self._check_pointers()
+                raise DataError(f"{path} is not a file: {_hint_of_prefix(str(prefix))}")
+        index = TokenIndex(self.idx_path)
+        self._index = index.file
+        self.dtype = index.dtype
+        self.lengths = index.lengths
+        self.pointers = index.pointers
+        self.document_indices = index.document_indices
         self._tokens = DataFile(self.bin_path)
-        if self._tokens.size != needed:
+        if self._tokens.size != index.token_bytes:
             raise DataError(
-                f"{self.bin_path} has {self._tokens.size} bytes, {self.idx_path} needs {needed}: "
+                f"{self.bin_path} has {self._tokens.size} bytes, {self.idx_path} needs {index.token_bytes}: "
                 "it is truncated or the two are not a pair; preprocess the text again"
             )
         self.tokens = FileArray(self._tokens, self.dtype)
@@ -148,79 +134,6 @@ class IndexedDataset:
     def fingerprints(self) -> dict[str, str]:
         """A hash of the contents of each file, by its path (see `content_hash`)."""
         return {str(path): content_hash(path) for path in (self.idx_path, self.bin_path)}
-
-    def _read_header(self) -> tuple[np.dtype, int, int]:
-        """Return token dtype, number of sequences, and number of document boundaries.
-
-        Raises DataError unless the header fits the size of the file.
-        """
-        path = self.idx_path
-        size = self._index.size
-        if size < _HEADER.size:
-            raise DataError(f"{path} has {size} bytes, its header alone needs {_HEADER.size}: it is truncated")
-        header = bytearray(_HEADER.size)
-        self._index.read(memoryview(header), 0)
-        magic, version, code, sequences, documents = _HEADER.unpack(header)
-        if magic != _MAGIC:
-            raise DataError(f"{path}: offset 0: found {magic!r}, expected {_MAGIC!r}: this is no token index")
-        if version != _VERSION:
-            raise DataError(f"{path}: offset 9: index version {version}, expected {_VERSION}")
-        if code not in _TOKEN_DTYPES:
-            known = ", ".join(f"{code} ({dtype.name})" for code, dtype in _TOKEN_DTYPES.items())
-            raise DataError(f"{path}: offset 17: dtype code {code} is no integer type, expected one of {known}")
-        needed = _HEADER.size + 12 * sequences + 8 * documents
-        if sequences and size == needed + sequences:
-            raise DataError(f"{path} has a mode for each sequence: multimodal data is not supported, only text")
-        if size != needed:
-            raise DataError(
-                f"{path} has {size} bytes, its header (offset 18: {sequences} sequences, {documents} document "
-                f"boundaries) needs {needed}: it is truncated or damaged"
-            )
-        return _TOKEN_DTYPES[code], sequences, documents
-
-    def _check_documents(self) -> None:
-        """Raise DataError unless documents begin with the first sequence, end with the last, and never run back."""
-        sequences = len(self.lengths)
-        boundaries = self.document_indices
-        offset = _HEADER.size + 12 * sequences
-        if not len(boundaries) or boundaries[0] != 0 or boundaries[-1] != sequences:
-            span = f"{boundaries[0]} to {boundaries[-1]}" if len(boundaries) else "none"
-            raise DataError(
-                f"{self.idx_path}: offset {offset}: documents must span sequences 0 to {sequences}, and span {span}: "
-                "some programs write such an index when they merge files; merge them again with "
-                "tools/preprocess_data.py merge"
-            )
-        for first in range(0, len(boundaries) - 1, _BLOCK):
-            falls = np.diff(boundaries[first : first + _BLOCK + 1]) < 0  # blocks overlap by one, so that none is missed
-            if falls.any():
-                at = first + int(falls.argmax())
-                raise DataError(
-                    f"{self.idx_path}: offset {offset + 8 * (at + 1)}: document {at} starts at sequence "
-                    f"{boundaries[at]} and ends at {boundaries[at + 1]}: the index is damaged"
-                )
-
-    def _check_pointers(self) -> int:
-        """The right size of the .bin in bytes.
-
-        Raises DataError unless each pointer is the sum of the lengths before it.
-        """
-        total = 0
-        sequences = len(self.lengths)
-        for first in range(0, sequences, _BLOCK):
-            block = slice(first, first + _BLOCK)
-            lengths, pointers = self.lengths[block], self.pointers[block]
-            expected = total + sequence_pointers(lengths, self.dtype.itemsize)
-            wrong = (lengths < 0) | (pointers != expected)
-            if wrong.any():
-                at = int(wrong.argmax())
-                bad = first + at
-                raise DataError(
-                    f"{self.idx_path}: offset {_HEADER.size + 4 * sequences + 8 * bad}: sequence {bad} (length "
-                    f"{lengths[at]}) points to byte {pointers[at]}, expected {expected[at]} from the "
-                    "lengths before it: the index is damaged"
-                )
-            total = int(expected[-1]) + int(lengths[-1]) * self.dtype.itemsize
-        return total
 
 
 class IndexedWriter:
@@ -312,10 +225,10 @@ class IndexedWriter:
         """Write the index and give both files their names."""
         lengths = np.concatenate([np.empty(0, "<i4"), *self._lengths]).astype("<i4")
         document_indices = np.concatenate([np.zeros(1, "<i8"), *self._document_ends]).astype("<i8")
-        code = next(code for code, dtype in _TOKEN_DTYPES.items() if dtype == self.dtype)
+        code = next(code for code, dtype in TOKEN_DTYPES.items() if dtype == self.dtype)
         with storing(self.idx_path):
             file = open_new(_partial(self.idx_path))
-            file.write(_HEADER.pack(_MAGIC, _VERSION, code, len(lengths), len(document_indices)))
+            file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(document_indices)))
             pointers = sequence_pointers(lengths, self.dtype.itemsize).astype("<i8")
             for part in (lengths, pointers, document_indices):
                 file.write(part.tobytes())
