@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.activations import recompute
-from megapar.declare.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, cut, held_by_all, make_piece
+from megapar.declare.params import ZEROS, Init, cut
 from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.balance import Float32Products, halves
+from megapar.expert_parallel.expert_parameters import ExpertParameters
 from megapar.expert_parallel.row_counts import experts_of
 from megapar.linear.converted_weight import ConvertedWeight
 from megapar.linear.low_rank import LoraRule
@@ -76,7 +77,6 @@ class Experts(nn.Module):
         adapted: Sequence[str] = (),
     ):
         super().__init__()
-        self.token_share = token_share
         self.num_experts = num_experts
         self.expert_numbers = experts_of(num_experts, sharding.ep)
         self.hidden_size = hidden_size
@@ -88,73 +88,28 @@ class Experts(nn.Module):
         self.meanwhile = sharding.expert_gradients if sharding.ep.size > 1 else None
         start, stop = cut(width, sharding.etp)
         self.local_width = stop - start
-        self.gate_up = self._parameter(name, ("gate", "up"), (width, hidden_size), 0, init)
-        self.down = self._parameter(name, ("down",), (hidden_size, width), 1, output_init)
+        parameters = ExpertParameters(name, num_experts, self.expert_numbers, width, sharding, token_share)
+        self.gate_up = parameters.make(("gate", "up"), (width, hidden_size), 0, init)
+        self.down = parameters.make(("down",), (hidden_size, width), 1, output_init)
         self.gate_up_bias = self.down_bias = None
         if bias:
-            self.gate_up_bias = self._parameter(name, ("gate", "up"), (width,), 0, ZEROS)
-            self.down_bias = self._parameter(name, ("down",), (hidden_size,), None, ZEROS)
+            self.gate_up_bias = parameters.make(("gate", "up"), (width,), 0, ZEROS)
+            self.down_bias = parameters.make(("down",), (hidden_size,), None, ZEROS)
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
         self.scale = 0.0
         if lora is not None:
             self.scale = lora.scale
             for matrix in adapted:
-                self._add_factors(name, matrix, lora.rank)
+                self._add_factors(parameters, matrix, lora.rank)
 
-    def _add_factors(self, name: str, matrix: str, rank: int) -> None:
+    def _add_factors(self, parameters: ExpertParameters, matrix: str, rank: int) -> None:
         """Add the adapters of this matrix. The factor that is not cut has a partial gradient."""
         is_down = matrix == "down"
         out_features, in_features = (self.hidden_size, self.width) if is_down else (self.width, self.hidden_size)
         uniform = Init("uniform", 1 / math.sqrt(in_features))
         a_cut, b_cut = (1, None) if is_down else (None, 0)
-        self.lora_a[matrix] = self._parameter(name, (matrix,), (rank, in_features), a_cut, uniform, "lora_a")
-        self.lora_b[matrix] = self._parameter(name, (matrix,), (out_features, rank), b_cut, ZEROS, "lora_b")
-
-    def _parameter(
-        self,
-        name: str,
-        matrices: Sequence[str],
-        shape: tuple[int, ...],
-        cut_dim: int | None,
-        init: Init,
-        kind: str = "",
-    ) -> nn.Parameter:
-        """The parameter with these matrices, their biases or factors, of each expert of the rank. Their logical shape
-        is `shape`.
-
-        etp cuts them along `cut_dim`. With None all ranks of etp hold them, and have parts of their gradient.
-        """
-        sharding = self.sharding
-        is_factor = kind != ""
-        kind = kind or ("weight" if len(shape) == 2 else "bias")
-        numbers: Sequence[int] = self.expert_numbers
-        cuts = {} if cut_dim is None else {cut_dim: cut(self.width, sharding.etp)}
-        if not numbers:
-            # The spec of a parameter without elements still has a shape, with rows cut to nothing. Its columns are as
-            # many as on other ranks: so many has the gradient of no rows.
-            numbers = [self.expert_numbers.start]
-            cuts = {**cuts, 0: (0, 0)}
-        pieces: list[Piece] = []
-        for number in numbers:
-            pieces += [make_piece(f"{name}.{number}.{matrix}.{kind}", shape, cuts) for matrix in matrices]
-        if cut_dim is None:
-            pieces = [held_by_all(piece, sharding.etp, partial=True) for piece in pieces]
-        rows = sum(piece.local_shape[0] for piece in pieces)
-        spec = ParamSpec(
-            tuple(pieces),
-            init,
-            decay=len(shape) == 2,
-            grad_axis=sharding.expert_grad_axis,
-            update="matrix" if kind == "weight" else "element",
-            optimizer=sharding.optimizer,
-            token_share=self.token_share,
-            # Those of other ranks too: which experts share a parameter depends on ep.
-            selected_with=tuple(
-                f"{name}.{number}.{matrix}.{kind}" for number in range(self.num_experts) for matrix in matrices
-            ),
-            added_by=ADAPTER if is_factor else "",
-        )
-        return sharding.parameter_of(spec, (rows, *pieces[0].local_shape[1:]))
+        self.lora_a[matrix] = parameters.make((matrix,), (rank, in_features), a_cut, uniform, "lora_a")
+        self.lora_b[matrix] = parameters.make((matrix,), (out_features, rank), b_cut, ZEROS, "lora_b")
 
     def forward(self, rows: Tensor, weights: Tensor, groups: RowGroups, experts: slice = ALL) -> Tensor:
         """The results [rows, h] of some of this rank's `experts` for `rows` [rows, h], sorted by expert.
