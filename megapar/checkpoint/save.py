@@ -38,6 +38,7 @@ from megapar.checkpoint.format import (
 )
 from megapar.checkpoint.values import content, examine, rounding_problem, sum_of_contents
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.declare.agreement import Problem, any_rank, from_first, on_all_ranks, relayed, shared_error, until_all
 from megapar.declare.context import ParallelContext
 from megapar.declare.optimizer_state import StateSlice, StateTensor
@@ -53,6 +54,43 @@ def _nothing() -> None:
     pass
 
 
+class _PartExchange:
+    """The way of each rank's part of a checkpoint to rank 0: messages of the ranks' threads in the job's store.
+
+    `name` is of the temporary folder, no other save has it.
+    """
+
+    # Never through process groups, which training may be using meanwhile.
+
+    def __init__(self, name: str, world: Axis):
+        self._name = name
+        self._world = world
+
+    def post(self, part: dict[str, Any] | None, *, failed: bool) -> None:
+        """Send this rank's part, and whether the rank failed to write the part."""
+        collectives.post(self._key(self._world.rank), {"part": part, "failed": failed})
+
+    def collect(self, given_up: Event) -> list[dict[str, Any] | None] | None:
+        """Wait for the parts of the other ranks and return them, or None if one of them failed.
+
+        Return None too once `given_up` is set.
+        """
+        parts = []
+        for rank in range(1, self._world.size):
+            answer = collectives.collect(self._key(rank))
+            while answer is None:
+                if given_up.wait(_PAUSE_SECONDS):
+                    return None
+                answer = collectives.collect(self._key(rank))
+            if answer["failed"]:
+                return None
+            parts.append(answer["part"])
+        return parts
+
+    def _key(self, rank: int) -> str:
+        return f"{self._name}/{rank}"
+
+
 class Save:
     """A save in progress. A thread of each rank writes the rank's part. Rank 0's thread waits for all and publishes.
 
@@ -63,8 +101,6 @@ class Save:
 
     Raises StorageError on every rank if rank 0 cannot make a folder or has too little space for all ranks' parts.
     """
-
-    # The threads exchange messages through the store and never through process groups, which training may be using.
 
     def __init__(
         self,
@@ -99,6 +135,7 @@ class Save:
 
         name = from_first(on_all_ranks(prepare, ctx, StorageError, self._doing), ctx)
         self._temporary = root / name
+        self._exchange = _PartExchange(name, ctx.world)
         self._thread: Thread = Thread(target=self._run, args=(own_slices,), daemon=True)
         self._thread.start()
 
@@ -184,32 +221,15 @@ class Save:
         except BaseException as error:  # rank 0 must learn of it, or it would wait for this part
             self._problem = relayed(error)
         if not world.first:
-            collectives.post(self._key(world.rank), {"part": part, "failed": self._problem is not None})
+            self._exchange.post(part, failed=self._problem is not None)
             return
         if self._problem:
             return
-        others = self._others()
+        others = self._exchange.collect(self._given_up)
         if others is not None:
             self._ready()
             publish(self._temporary, self._root, self._header, [part, *others])
             self._published = True
-
-    def _others(self) -> list[dict[str, Any] | None] | None:
-        """Wait for the parts of the other ranks and return them, or None if one of them failed."""
-        parts = []
-        for rank in range(1, self._ctx.world.size):
-            answer = collectives.collect(self._key(rank))
-            while answer is None:
-                if self._given_up.wait(_PAUSE_SECONDS):
-                    return None
-                answer = collectives.collect(self._key(rank))
-            if answer["failed"]:
-                return None
-            parts.append(answer["part"])
-        return parts
-
-    def _key(self, rank: int) -> str:
-        return f"{self._temporary.name}/{rank}"
 
 
 def save(
