@@ -26,7 +26,7 @@ tried: `v_half` and `v_min` return a few orders, and the caller takes the shorte
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -121,31 +121,31 @@ def _reordered(block: MicroBatchSlots, rank_of: Sequence[int], num_microbatches:
     few = min(num_microbatches, 2 * max(rank_of) + 10)
     grid = _Grid(block, rank_of, few)
     grid.reorder(later_start)
-    end = grid.end_of_steady_part()
+    end = _end_of_steady_part(grid.slots)
     if few < num_microbatches and end is None:
         grid = _Grid(block, rank_of, num_microbatches)
         grid.reorder(later_start)
     elif few < num_microbatches and end is not None:
-        grid.repeat_period_before(end, num_microbatches - few)
+        grid.slots = _repeat_period_before(grid.slots, end, num_microbatches - few)
     return grid.orders()
 
 
 class _Grid:
-    """The blocks of all micro-batches on a grid of ranks and slots."""
+    """The blocks of all micro-batches on a grid of ranks and slots: `slots` has the slot of each action."""
 
     def __init__(self, block: MicroBatchSlots, rank_of: Sequence[int], num_microbatches: int):
         self._rank_of = rank_of
         self._num_ranks = max(rank_of) + 1
         self._num_microbatches = num_microbatches
-        self._slot = _slots_of_forwards_and_inputs(block, num_microbatches)
-        self._num_slots = 2 * max(self._slot.values()) + PERIOD  # W's may run after the last block
+        self.slots = _slots_of_forwards_and_inputs(block, num_microbatches)
+        self._num_slots = 2 * max(self.slots.values()) + PERIOD  # W's may run after the last block
         self._put_weights()
         self._limit = max(int(self._kept(rank).max()) for rank in range(self._num_ranks))
 
     def reorder(self, later_start: int) -> None:
         """Move actions before and after the steady part to earlier slots. No rank keeps more than one does now."""
-        first = self._slot[Action("I", 0, 0)] + later_start
-        last = self._slot[Action("F", 0, self._num_microbatches - 1)]
+        first = self.slots[Action("I", 0, 0)] + later_start
+        last = self.slots[Action("F", 0, self._num_microbatches - 1)]
         self._move_to_free_slots(first, last)
         self._move_to_slots_of_weights(max(first, last))
         self._put_weights()
@@ -156,18 +156,18 @@ class _Grid:
         F's keep their order on a rank, so no early one takes the memory of a later stage. After the last F of the first
         stage, W's run only on otherwise idle ranks.
         """
-        last = self._slot[Action("F", 0, self._num_microbatches - 1)]
+        last = self.slots[Action("F", 0, self._num_microbatches - 1)]
         priority = {}
         queues: list[dict[tuple[Kind, int], deque[Action]]] = [{} for _ in range(self._num_ranks)]
         for action in self._in_order_of_slots():
-            slot = self._slot[action]
+            slot = self.slots[action]
             priority[action] = slot + (self._num_slots if action.kind == "W" and slot > last else 0)
             queue = (action.kind, action.stage if action.kind == "I" else 0)
             queues[self._rank_of[action.stage]].setdefault(queue, deque()).append(action)
-        self._slot = {}
+        self.slots = {}
         kept = [0] * self._num_ranks
         slot = 0
-        while len(self._slot) < len(priority):
+        while len(self.slots) < len(priority):
             for rank, queues_of_rank in enumerate(queues):
                 heads = [(priority[queue[0]], key) for key, queue in queues_of_rank.items() if queue]
                 for _, key in sorted(heads):
@@ -176,43 +176,16 @@ class _Grid:
                         continue
                     if self._can_start(action, slot):
                         queues_of_rank[key].popleft()
-                        self._slot[action] = slot
+                        self.slots[action] = slot
                         kept[rank] += {"F": 1, "I": 0, "W": -1}[action.kind]
                         break
             slot += 1
             assert slot < 2 * self._num_slots  # no action ends later than before by more than the W's that it passes
 
-    def end_of_steady_part(self) -> int | None:
-        """The last slot before which each rank repeats a period exactly. None if there is none."""
-        by_slot: dict[int, set[Action]] = {}
-        for action, slot in self._slot.items():
-            by_slot.setdefault(slot, set()).add(action)
-        repeats = 0
-        for slot in range(max(by_slot), PERIOD, -1):
-            before = {_later(action, 1) for action in by_slot.get(slot - PERIOD, ())}
-            repeats = repeats + 1 if before and before == by_slot.get(slot) else 0
-            # Two periods: what is deferred in the first one of them is then as much as in the other.
-            if repeats == 2 * PERIOD:
-                return slot + 2 * PERIOD
-        return None
-
-    def repeat_period_before(self, end: int, times: int) -> None:
-        """Insert the period before slot `end` again, each time for the next micro-batch."""
-        slots = {}
-        for action, slot in self._slot.items():
-            if slot < end:
-                slots[action] = slot
-            else:
-                slots[_later(action, times)] = slot + PERIOD * times
-            if end - PERIOD <= slot < end:
-                for number in range(1, times + 1):
-                    slots[_later(action, number)] = slot + PERIOD * number
-        self._slot = slots
-
     def orders(self) -> Orders:
         """The actions of each rank, in the order of their slots."""
         orders: Orders = [[] for _ in range(self._num_ranks)]
-        for action in sorted(self._slot, key=self._slot.__getitem__):
+        for action in sorted(self.slots, key=self.slots.__getitem__):
             orders[self._rank_of[action.stage]].append(action)
         return orders
 
@@ -220,42 +193,29 @@ class _Grid:
         """Put all W's into the slots left by F's and I's, each as early as possible, in the order of their I's."""
         for rank in range(self._num_ranks):
             by_slot = {}
-            for action, slot in self._slot.items():
+            for action, slot in self.slots.items():
                 if self._rank_of[action.stage] == rank and action.kind != "W":
                     by_slot[slot] = action
-            self._slot.update(_free_slots_for_weights(by_slot))
+            self.slots.update(_free_slots_for_weights(by_slot))
 
     def _kept(self, rank: int) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
         """What the rank keeps after each slot, in stages of micro-batches."""
         change = np.zeros(self._num_slots, np.int64)
-        for action, slot in self._slot.items():
+        for action, slot in self.slots.items():
             if self._rank_of[action.stage] == rank:
                 change[slot] += {"F": 1, "I": 0, "W": -1}[action.kind]
         return change.cumsum()
 
     def _can_start(self, action: Action, slot: int) -> bool:
         """Whether all the action depends on has a slot before this one."""
-        return all(self._slot.get(other, slot) < slot for other in self._inputs_of(action))
+        return all(self.slots.get(other, slot) < slot for other in _inputs_of(action, len(self._rank_of)))
 
     def _after_its_inputs(self, action: Action) -> int:
         """The first slot after all the action depends on."""
-        return 1 + max((self._slot[other] for other in self._inputs_of(action)), default=-1)
-
-    def _inputs_of(self, action: Action) -> list[Action]:
-        """What the action depends on: the producer of its input, and its own kind for the micro-batch before."""
-        kind, stage, microbatch = action
-        last_stage = len(self._rank_of) - 1
-        before = [Action(kind, stage, microbatch - 1)] if microbatch else []
-        if kind == "F" and stage > 0:
-            before.append(Action("F", stage - 1, microbatch))
-        elif kind == "I":
-            before.append(Action("I", stage + 1, microbatch) if stage < last_stage else Action("F", stage, microbatch))
-        elif kind == "W":
-            before.append(Action("I", stage, microbatch))
-        return before
+        return 1 + max((self.slots[other] for other in _inputs_of(action, len(self._rank_of))), default=-1)
 
     def _in_order_of_slots(self) -> list[Action]:
-        return sorted(self._slot, key=lambda action: (self._slot[action], self._rank_of[action.stage]))
+        return sorted(self.slots, key=lambda action: (self.slots[action], self._rank_of[action.stage]))
 
     def _move_to_free_slots(self, first: int, last: int) -> None:
         """Move each action before slot `first` or after slot `last` to the earliest free slot, but no F that raises
@@ -263,7 +223,7 @@ class _Grid:
         kept = [self._kept(rank) for rank in range(self._num_ranks)]
         free = np.ones((self._num_ranks, self._num_slots), bool)
         for action in self._in_order_of_slots():
-            slot = self._slot[action]
+            slot = self.slots[action]
             rank = self._rank_of[action.stage]
             if not first <= slot < last:
                 begin = self._after_its_inputs(action)
@@ -276,39 +236,82 @@ class _Grid:
 
     def _move(self, action: Action, slot: int, kept: "np.ndarray[tuple[int], np.dtype[np.int64]]") -> None:
         """Move the action to an earlier slot, and count what its rank keeps from there on."""
-        kept[slot : self._slot[action]] += {"F": 1, "I": 0, "W": -1}[action.kind]
-        self._slot[action] = slot
+        kept[slot : self.slots[action]] += {"F": 1, "I": 0, "W": -1}[action.kind]
+        self.slots[action] = slot
 
     def _move_to_slots_of_weights(self, last: int) -> None:
         """Move each F and I after slot `last` to the earliest slot without another F or I. W's are left out then."""
-        for action in [action for action in self._slot if action.kind == "W"]:
-            del self._slot[action]
+        for action in [action for action in self.slots if action.kind == "W"]:
+            del self.slots[action]
         taken: list[dict[int, Action]] = [{} for _ in range(self._num_ranks)]
-        for action, slot in self._slot.items():
+        for action, slot in self.slots.items():
             taken[self._rank_of[action.stage]][slot] = action
         for action in self._in_order_of_slots():
-            slot = self._slot[action]
+            slot = self.slots[action]
             if slot < last:
                 continue
             row = taken[self._rank_of[action.stage]]
             del row[slot]
             for earlier in range(self._after_its_inputs(action), slot):
-                if earlier not in row and self._most_kept({**row, earlier: action}) <= self._limit:
+                if earlier not in row and _most_kept({**row, earlier: action}, self._num_slots) <= self._limit:
                     slot = earlier
                     break
             row[slot] = action
-            self._slot[action] = slot
+            self.slots[action] = slot
 
-    def _most_kept(self, row: dict[int, Action]) -> int:
-        """The peak of a rank with these F's and I's by slot, if each W runs as early as possible."""
-        forwards = np.zeros(self._num_slots, np.int64)
-        inputs = np.zeros(self._num_slots, np.int64)
-        for slot, action in row.items():
-            (forwards if action.kind == "F" else inputs)[slot] = 1
-        free = (1 - forwards - inputs).cumsum()
-        # The number of W's grows with each free slot, except that it cannot pass that of I's.
-        weights = free + np.minimum(0, np.minimum.accumulate(inputs.cumsum() - free))
-        return int((forwards.cumsum() - weights).max())
+
+def _inputs_of(action: Action, num_stages: int) -> list[Action]:
+    """What the action depends on: the producer of its input, and its own kind for the micro-batch before."""
+    kind, stage, microbatch = action
+    before = [Action(kind, stage, microbatch - 1)] if microbatch else []
+    if kind == "F" and stage > 0:
+        before.append(Action("F", stage - 1, microbatch))
+    elif kind == "I":
+        before.append(Action("I", stage + 1, microbatch) if stage < num_stages - 1 else Action("F", stage, microbatch))
+    elif kind == "W":
+        before.append(Action("I", stage, microbatch))
+    return before
+
+
+def _most_kept(row: Mapping[int, Action], num_slots: int) -> int:
+    """The peak of a rank with these F's and I's by slot, if each W runs as early as possible."""
+    forwards = np.zeros(num_slots, np.int64)
+    inputs = np.zeros(num_slots, np.int64)
+    for slot, action in row.items():
+        (forwards if action.kind == "F" else inputs)[slot] = 1
+    free = (1 - forwards - inputs).cumsum()
+    # The number of W's grows with each free slot, except that it cannot pass that of I's.
+    weights = free + np.minimum(0, np.minimum.accumulate(inputs.cumsum() - free))
+    return int((forwards.cumsum() - weights).max())
+
+
+def _end_of_steady_part(slots: Mapping[Action, int]) -> int | None:
+    """Return the last slot before which each rank repeats a period exactly. None if there is none."""
+    by_slot: dict[int, set[Action]] = {}
+    for action, slot in slots.items():
+        by_slot.setdefault(slot, set()).add(action)
+    repeats = 0
+    for slot in range(max(by_slot), PERIOD, -1):
+        before = {_later(action, 1) for action in by_slot.get(slot - PERIOD, ())}
+        repeats = repeats + 1 if before and before == by_slot.get(slot) else 0
+        # Two periods: what is deferred in the first one of them is then as much as in the other.
+        if repeats == 2 * PERIOD:
+            return slot + 2 * PERIOD
+    return None
+
+
+def _repeat_period_before(slots: Mapping[Action, int], end: int, times: int) -> dict[Action, int]:
+    """Return `slots` with the period before slot `end` inserted again, each time for the next micro-batch."""
+    repeated = {}
+    for action, slot in slots.items():
+        if slot < end:
+            repeated[action] = slot
+        else:
+            repeated[_later(action, times)] = slot + PERIOD * times
+        if end - PERIOD <= slot < end:
+            for number in range(1, times + 1):
+                repeated[_later(action, number)] = slot + PERIOD * number
+    return repeated
 
 
 def _slots_of_forwards_and_inputs(block: MicroBatchSlots, num_microbatches: int) -> dict[Action, int]:
