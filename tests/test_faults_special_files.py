@@ -10,7 +10,8 @@ from contextlib import redirect_stderr, suppress
 from pathlib import Path
 
 import pytest
-from megapar_models.convert.huggingface import INDEX, HFWeights
+from megapar_models.convert.huggingface import HFWeights
+from megapar_models.convert.safetensors_folder import INDEX
 
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.lineage import PLAN, complete_plan

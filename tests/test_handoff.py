@@ -18,7 +18,7 @@ import torch
 from megapar_models.convert.exported import hf_recipes
 from megapar_models.convert.giving import Giver, Taker
 from megapar_models.convert.handoff import Handoff, StreamLoader, give, plan_buckets, write_safetensors
-from megapar_models.convert.huggingface import SINGLE
+from megapar_models.convert.safetensors_folder import SINGLE
 from megapar_models.convert.saved import load_model
 from torch import Tensor
 from torch.profiler import profile

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_models.convert.draft import draft
-from megapar_models.convert.huggingface import INDEX, header_of
+from megapar_models.convert.safetensors_folder import INDEX, header_of
 from megapar_models.convert.sketch import sketch
 from safetensors.torch import save_file
 

@@ -18,8 +18,8 @@ from megapar_models.convert.config_json import (
     is_multimodal,
 )
 from megapar_models.convert.draft import draft, module_name
-from megapar_models.convert.huggingface import INDEX, SINGLE, header_of
 from megapar_models.convert.recipes import starred
+from megapar_models.convert.safetensors_folder import INDEX, SINGLE, header_of
 from megapar_models.convert.sketch import Sketch, sketch
 from megapar_models.registry import FAMILIES
 

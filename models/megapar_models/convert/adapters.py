@@ -27,7 +27,7 @@ from megapar.config.options import ADAPTERS, AdapterConfig
 from megapar.declare.params import MAIN
 from megapar_models.convert.config_json import names_of
 from megapar_models.convert.exported import native_shapes
-from megapar_models.convert.huggingface import header_of, hugging_face_tensor
+from megapar_models.convert.huggingface import hugging_face_tensor
 from megapar_models.convert.peft_beside import (
     PeftExtras,
     modules_to_save,
@@ -45,6 +45,7 @@ from megapar_models.convert.peft_config import (
 )
 from megapar_models.convert.progress import progress
 from megapar_models.convert.recipes import starred
+from megapar_models.convert.safetensors_folder import header_of
 from megapar_models.convert.saved import saved_config, text_record
 from megapar_models.convert.stacked_experts import EXPERT_MODULES, Stack, of_expert, stacks
 from megapar_models.convert.stream import SHARD_BYTES, TensorInfo, new_folder, write_file, write_weights

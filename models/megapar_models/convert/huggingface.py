@@ -4,90 +4,31 @@ One tensor is in memory at a time.
 """
 
 import json
-import os
 from collections.abc import Callable, Container, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from megapar.base.errors import CheckpointError
-from megapar.checkpoint.format import BUFFER, Manifest, Sizes, reading
+from megapar.checkpoint.format import BUFFER, Manifest, reading
 from megapar.checkpoint.load import Reader
 from megapar.config.messages import first_few
 from megapar.declare.params import MAIN
-from megapar.system.regular_files import read_regular
-from megapar_models.convert.quantized import FP8, MXFP4, Form, fp8, fp8_scales_shape, mxfp4
-from megapar_models.convert.recipes import Recipe, TensorPlace, starred
-from megapar_models.convert.stream import CODES, TensorInfo, check_finite, shards, write_file
-
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-
-
-class Stored(NamedTuple):
-    """The file of a stored tensor, its name there, its shape and its dtype.
-
-    If the stored tensor holds all experts, this is one matrix of an expert: the rows from `first_row` on of
-    tensor[expert]. Otherwise `expert` is None. If it is quantized, `form` is not None: `file` and `key` are of the
-    values, `scales` are file and key of the scales, and `info` is of the tensor made of both.
-    """
-
-    file: str
-    key: str
-    info: TensorInfo
-    expert: int | None = None
-    first_row: int = 0
-    form: Form | None = None
-    scales: tuple[str, str] = ("", "")
-
-
-def unstacked(name: str, stored: Stored, stacked: Mapping[str, Sequence[str]]) -> dict[str, Stored]:
-    """The matrices in a stored tensor, by name: the tensor itself, or the matrices of all experts of a layer.
-
-    `stacked` is `megapar_models.family.HuggingFace.stacked`. A tensor without the shape of stacked experts is returned
-    as it is, and so reported as unexpected.
-    """
-    pattern, _ = starred(name)
-    modules = stacked.get(pattern, ())
-    shape = stored.info.shape
-    if not modules or len(shape) != 3 or shape[1] % len(modules):
-        return {name: stored}
-    experts, rows, columns = shape
-    info = TensorInfo((rows // len(modules), columns), stored.info.dtype)
-    folder = name.rpartition(".")[0]
-    matrices = {}
-    for expert in range(experts):
-        for number, module in enumerate(modules):
-            first_row = number * info.shape[0]
-            matrices[f"{folder}.{expert}.{module}.weight"] = Stored(stored.file, stored.key, info, expert, first_row)
-    return matrices
-
-
-def header_of(path: Path) -> dict[str, tuple[str, Sizes]]:
-    """safetensors' dtype and the shape of each tensor in a file. No tensor is read. Raises CheckpointError."""
-    if _is_pointer(path):
-        raise CheckpointError(f"{path}: a pointer of Git LFS, and not the weights: fetch them with git lfs pull")
-    infos = {}
-    with reading(str(path)), safe_open(path, "pt") as opened:
-        for key in opened.keys():  # noqa: SIM118
-            part = opened.get_slice(key)
-            infos[key] = (part.get_dtype(), tuple(part.get_shape()))
-    return infos
-
-
-def _is_pointer(path: Path) -> bool:
-    """Whether a file has the text that Git LFS leaves in the place of a large file."""
-    if not path.is_file():
-        return False
-    with path.open("rb") as file:
-        return file.read(len(_POINTER)) == _POINTER
-
-
-_POINTER = b"version https://git-lfs.github.com/spec/"
+from megapar_models.convert.quantized import FP8, fp8, mxfp4
+from megapar_models.convert.recipes import Recipe, TensorPlace
+from megapar_models.convert.safetensors_folder import (
+    INDEX,
+    SINGLE,
+    Stored,
+    find_stored_tensors,
+    read_headers,
+    unstacked,
+)
+from megapar_models.convert.stream import TensorInfo, check_finite, shards, write_file
 
 
 class HFWeights:
@@ -107,19 +48,8 @@ class HFWeights:
     ):
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
-        listed = self._listed()
-        absent = set(listed)
-        files = sorted(set(listed.values())) if listed else [SINGLE]
-        found: dict[str, tuple[str, str, Sizes]] = {}  # by key: file, safetensors' dtype, shape
-        for file in files:
-            for key, header in self._header(file).items():
-                if listed and listed.get(key) != file:
-                    raise CheckpointError(f"{folder / file}: holds {key}, which {INDEX} does not place there")
-                absent.discard(key)
-                if key in found:
-                    raise CheckpointError(f"{folder}: holds {key} twice, in {found[key][0]} and in {file}")
-                found[key] = (file, *header)
-        for key, stored in self._understood(found, canonical).items():
+        found, absent = read_headers(folder)
+        for key, stored in find_stored_tensors(folder, found, canonical).items():
             name = canonical(key)
             if name is not None:
                 self._add(unstacked(name, stored, stacked))
@@ -132,86 +62,6 @@ class HFWeights:
                 both = f"as {self.tensors[name].key} and as {stored.key}"
                 raise CheckpointError(f"{self.folder}: holds {name} twice, {both}")
             self.tensors[name] = stored
-
-    def _listed(self) -> dict[str, str]:
-        """The file of each tensor by the index; nothing if there is no index."""
-        path = self.folder / INDEX
-        if not path.exists():
-            return {}
-        try:
-            listed = dict(json.loads(read_regular(path))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-            raise CheckpointError(f"{path}: not an index of safetensors files ({error!r})") from None
-        for file in listed.values():
-            if not isinstance(file, str) or os.path.basename(file) != file or file in ("", ".", ".."):
-                raise CheckpointError(f"{path}: names {file!r}, a path outside the folder")
-        single = self.folder / SINGLE
-        if single.exists() and SINGLE not in listed.values():
-            raise CheckpointError(
-                f"{single}: is there beside {INDEX}, which does not name it: transformers reads {SINGLE} alone; remove "
-                "the one that is left over"
-            )
-        return listed
-
-    def _header(self, file: str) -> dict[str, tuple[str, Sizes]]:
-        """Return safetensors' dtype and the shape of each tensor in a file. No tensor is read."""
-        path = self.folder / file
-        if not path.is_file():
-            if file != SINGLE:
-                raise CheckpointError(f"{path}: missing, though {INDEX} names it: copy or download this shard again")
-            pickled = " (.bin files are pickles, which are never read)" if list(self.folder.glob("*.bin")) else ""
-            raise CheckpointError(f"{path}: missing; save the model with safetensors{pickled}")
-        return header_of(path)
-
-    def _understood(
-        self, found: Mapping[str, tuple[str, str, Sizes]], canonical: Callable[[str], str | None]
-    ) -> dict[str, Stored]:
-        """The stored tensors by name. A quantized tensor and its scales become one.
-
-        Raises CheckpointError for other dtypes, unless the tensor is no weight.
-        """
-        dtypes = {code: dtype for dtype, code in CODES.items()}
-        understood = self._quantized(found)
-        keys = {stored.key for stored in understood.values()} | {stored.scales[1] for stored in understood.values()}
-        for key, (file, code, shape) in found.items():
-            if key in keys or canonical(key) is None:
-                continue
-            if code not in dtypes:
-                raise CheckpointError(
-                    f"{self.folder / file}: {key} is {code}; {', '.join(dtypes)} become fp32 exactly, others not"
-                )
-            understood[key] = Stored(file, key, TensorInfo(shape, dtypes[code]))
-        return understood
-
-    def _quantized(self, found: Mapping[str, tuple[str, str, Sizes]]) -> dict[str, Stored]:
-        """The quantized tensors: values of the right dtype, beside scales of theirs.
-
-        They count as bf16, the dtype in which they are computed with. Raises CheckpointError if scales have a shape
-        that is not of these values.
-        """
-        quantized = {}
-        for form in (FP8, MXFP4):
-            for key, (file, code, shape) in found.items():
-                base = key.removesuffix(form.values)
-                scales = f"{base}{form.scales}"
-                if base == key or scales not in found or (code, found[scales][1]) != form.dtypes:
-                    continue
-                if form == FP8:
-                    name = key
-                    whole = shape
-                    expected = fp8_scales_shape(shape)
-                else:
-                    name = base
-                    whole = (shape[0], shape[2] * 2 * shape[3], shape[1])
-                    expected = shape[:-1]
-                if found[scales][2] != expected:
-                    raise CheckpointError(
-                        f"{self.folder}: {scales} has shape {list(found[scales][2])}, not {list(expected)} as the "
-                        f"blocks of {key} {list(shape)}"
-                    )
-                info = TensorInfo(whole, torch.bfloat16)
-                quantized[name] = Stored(file, key, info, form=form, scales=(found[scales][0], scales))
-        return quantized
 
     def dtype(self, beside: Container[str] = ()) -> torch.dtype:
         """The common dtype of all tensors but those in `beside`.

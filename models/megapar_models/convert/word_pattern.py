@@ -147,12 +147,9 @@ class _Reader:
         first = True
         while first or not self._take("]"):
             char = self._next()
+            two = self._pattern[self.at : self.at + 2]
             # Sets within sets, intersections and differences.
-            if (
-                char in ("", "[")
-                or (first and char == "]")
-                or self._pattern[self.at : self.at + 2] in ("&&", "--", "~~")
-            ):
+            if char in ("", "[") or (first and char == "]") or two in ("&&", "--", "~~"):
                 raise self.unknown(f"{self._pattern[start : self.at + 2]} (a set)")
             begin = self._member()
             if self._next() == "-" and self._pattern[self.at + 1 : self.at + 2] not in ("]", ""):
@@ -190,9 +187,7 @@ class _Reader:
         if not escaped or escaped not in f"{_CLASSES}{_CONTROLS}{_ESCAPABLE}":
             raise self.unknown(f"\\{escaped}")
         self.at += 2
-        if escaped in _ESCAPABLE:
-            return _literal(escaped)
-        return f"\\{escaped}"
+        return _literal(escaped) if escaped in _ESCAPABLE else f"\\{escaped}"
 
     def _next(self) -> str:
         """The next character, or "" at the end."""
