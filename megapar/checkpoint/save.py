@@ -55,12 +55,12 @@ def _nothing() -> None:
 
 
 class _PartExchange:
-    """The way of each rank's part of a checkpoint to rank 0: messages of the ranks' threads in the job's store.
+    """Messages in the job's store that tell rank 0's thread what the threads of the other ranks have written.
 
-    `name` is of the temporary folder, no other save has it.
+    `name` is the name of the temporary folder. No other save has this name.
     """
 
-    # Never through process groups, which training may be using meanwhile.
+    # Not through process groups: training may be using them meanwhile.
 
     def __init__(self, name: str, world: Axis):
         self._name = name

@@ -25,7 +25,7 @@ class PartTimes:
 
     part: Recording
     number: int
-    """How many of them follow each other."""
+    """How many such parts follow each other."""
     forward: Duration
     backward: Sequence[Duration]
     """B, or where the schedule runs them apart, I and W."""
@@ -103,7 +103,8 @@ def time_stages(
 ) -> list[StageTime]:
     """Return the time of each stage. Most stages are alike, so each kind is timed once.
 
-    `with_units` says whether parts gather and reduce (ZeRO-2 and 3), and `runs` under how many micro-batches in a row.
+    `with_units` says whether parts gather and reduce (ZeRO-2 and 3). The collectives of a unit run under `runs`
+    micro-batches in a row.
     `interference` is `Hardware.interference`.
     """
     times: dict[tuple[tuple[Recording, int], ...], StageTime] = {}
