@@ -7,15 +7,15 @@ from typing import Any
 
 import jinja2
 import pytest
+from megapar_tools.prepare import template_process
+from megapar_tools.prepare.chat import ChatTemplate, load_template
 from megapar_tools.prepare.chat_data import example_of, marked
+from megapar_tools.prepare.chat_masks import Rendered, rendered
+from megapar_tools.prepare.conversations import ConversationContext, conversation_of
+from megapar_tools.prepare.row_keys import Keys
+from megapar_tools.prepare.template_process import TemplateProcess
 
 from megapar.base.errors import ConfigError, DataError
-from megapar.data import template_process
-from megapar.data.chat import ChatTemplate, load_template
-from megapar.data.chat_masks import Rendered, rendered
-from megapar.data.conversations import ConversationContext, conversation_of
-from megapar.data.row_keys import Keys
-from megapar.data.template_process import TemplateProcess
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from tests.support.chat import CALL, TOOL, answer, asked
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from megapar_tools.prepare.chat import BUILT_IN, ChatTemplate, load_template
 from megapar_tools.prepare.chat_data import ChatCounts, Example, end_token, example_of, examples, marked
+from megapar_tools.prepare.chat_masks import rendered
+from megapar_tools.prepare.conversations import Conversation, conversation_of, read_conversations
+from megapar_tools.prepare.row_keys import Keys
 from numpy.typing import NDArray
 
 from megapar.base.errors import ConfigError, DataError
-from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
-from megapar.data.chat_masks import rendered
-from megapar.data.conversations import Conversation, conversation_of, read_conversations
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import merge_prepared, read_sidecar, read_weights, split, verify
-from megapar.data.row_keys import Keys
 from megapar.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from tests.support.conversations import prepare
 

@@ -21,7 +21,9 @@ import numpy as np
 import pytest
 import tokenizers
 import zstandard
+from megapar_tools.prepare import corpus
 from megapar_tools.prepare import preprocess as preprocessing
+from megapar_tools.prepare.corpus import DocumentPlace, FileRange, Reading, cut, find_files
 from megapar_tools.prepare.preprocess import (
     PartSpans,
     PreprocessOptions,
@@ -33,8 +35,7 @@ from megapar_tools.prepare.preprocess import (
 from numpy.typing import NDArray
 
 from megapar.base.errors import ConfigError, DataError
-from megapar.data import corpus, prepared
-from megapar.data.corpus import DocumentPlace, FileRange, Reading, cut, find_files
+from megapar.data import prepared
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.prepared import first_occurrences, merge_prepared, read_sidecar, split, verify
 from megapar.data.tokenizer import ByteTokenizer, train_sentencepiece

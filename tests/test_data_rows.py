@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from megapar_tools.prepare.chat import ChatTemplate
 from megapar_tools.prepare.chat_data import ChatCounts
+from megapar_tools.prepare.chat_masks import rendered
+from megapar_tools.prepare.conversations import Conversation, conversation_of, rows
 from megapar_tools.prepare.preferences import members, pair_of
+from megapar_tools.prepare.row_keys import Keys
+from megapar_tools.prepare.template_process import TemplateProcess
 
-from megapar.data.chat import ChatTemplate
-from megapar.data.chat_masks import rendered
-from megapar.data.conversations import Conversation, conversation_of, rows
 from megapar.data.prepared import read_sidecar
-from megapar.data.row_keys import Keys
-from megapar.data.template_process import TemplateProcess
 from megapar.data.tokenizer import ByteTokenizer
 from tests.support.chat import CALL, TOOL, answer, asked
 from tests.support.conversations import prepare

@@ -46,9 +46,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "megapar.data": GROUND,
     "megapar.checkpoint": GROUND,
     MODELS: {*GROUND, *LAYERS, KERNELS},
-    CONVERT: {*GROUND, "megapar.checkpoint", "megapar.data", MODELS},  # only programs import it, and judging
+    CONVERT: {*GROUND, "megapar.checkpoint", "megapar.data", MODELS, f"{TOOLS}.prepare"},  # only for programs
     # Only programs import it.
-    JUDGING: {*GROUND, *LAYERS, *ENGINES, "megapar.step", "megapar.train", MODELS, CONVERT},
+    JUDGING: {*GROUND, *LAYERS, *ENGINES, "megapar.step", "megapar.train", MODELS, CONVERT, f"{TOOLS}.prepare"},
     # The schedule and the optimizers decide which ranks are connected (grid.py).
     "megapar.launch": {*GROUND, "megapar.pipeline", "megapar.data_parallel", "megapar.optimizer"},
     "megapar.step": {*GROUND, *ENGINES},

@@ -9,14 +9,14 @@ import pytest
 import tokenizers
 import torch
 from megapar_models.convert.saved import text_record
+from megapar_tools.prepare.chat import BUILT_IN
 from megapar_tools.prepare.preprocess import PreprocessOptions, preprocess
+from megapar_tools.prepare.texts import TextOptions, open_texts
 
 from megapar.base.errors import ConfigError, DataError
 from megapar.config.options import DataConfig
-from megapar.data.chat import BUILT_IN
 from megapar.data.indexed import IndexedDataset
 from megapar.data.prepared import merge_prepared, read_sidecar
-from megapar.data.texts import TextOptions, open_texts
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
 from tests.support import program
 from tests.support.exports import make_checkpoint

@@ -7,9 +7,9 @@ from pathlib import Path
 import tyro
 from megapar_models.convert.saved import load_model, text_record, texts_of
 from megapar_models.generation import Sampling, generate, why_no_cache
+from megapar_tools.prepare.texts import TextOptions, Texts, end_of_turn, template_of
 
 from megapar.base.errors import ConfigError
-from megapar.data.texts import TextOptions, Texts, end_of_turn, template_of
 from megapar.launch.reporting import reported
 
 

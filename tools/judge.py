@@ -25,11 +25,11 @@ from megapar_models.judging.requests import Answer, answer_with, follow, leading
 from megapar_models.judging.scorer import config_of
 from megapar_tools.migrate.hints import hint
 from megapar_tools.prepare.preprocess import Reading, read_documents
+from megapar_tools.prepare.texts import TextOptions
 
 from megapar.base.errors import ConfigError, DataError
 from megapar.comm.flight import Board
 from megapar.config.options import Config
-from megapar.data.texts import TextOptions
 from megapar.declare.context import ParallelContext
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import job

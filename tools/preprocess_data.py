@@ -20,18 +20,18 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import tyro
+from megapar_tools.prepare.chat import ChatTemplate, load_template
 from megapar_tools.prepare.chat_data import ChatCounts, describe, examples, marked, write_examples
+from megapar_tools.prepare.chat_masks import Turns
+from megapar_tools.prepare.conversations import read_conversations
+from megapar_tools.prepare.corpus import find_files
 from megapar_tools.prepare.preferences import members, read_pairs
 from megapar_tools.prepare.preprocess import PreprocessOptions, TextCounts, preprocess
+from megapar_tools.prepare.row_keys import Keys
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from megapar.data.chat import ChatTemplate, load_template
-from megapar.data.chat_masks import Turns
-from megapar.data.conversations import read_conversations
-from megapar.data.corpus import find_files
 from megapar.data.prepared import merge_prepared, split, verify
-from megapar.data.row_keys import Keys
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.launch.reporting import reported
 

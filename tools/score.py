@@ -27,6 +27,7 @@ from megapar_models.convert.saved import texts_of
 from megapar_models.judging.scorer import Tokens, config_of, load_pipeline, rows_of, score_rows
 from megapar_tools.migrate.hints import hint
 from megapar_tools.prepare.preprocess import Reading, read_documents
+from megapar_tools.prepare.texts import TextOptions
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import track
@@ -37,7 +38,6 @@ from megapar.comm.flight import Board
 from megapar.config.options import Config
 from megapar.data.indexed import IndexedDataset
 from megapar.data.scores import DTYPE, writing_scores
-from megapar.data.texts import TextOptions
 from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import job
 from megapar.launch.reporting import open_streams, reported

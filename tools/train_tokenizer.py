@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tyro
+from megapar_tools.prepare.corpus import Reading
 from megapar_tools.prepare.preprocess import read_documents
 
 from megapar.base.errors import ConfigError
-from megapar.data.corpus import Reading
 from megapar.data.tokenizer import train_sentencepiece
 from megapar.launch.reporting import reported
 

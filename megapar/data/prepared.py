@@ -33,6 +33,10 @@ CHAT = "chat"
 """The key of a sidecar that says how conversations became tokens."""
 START = "start_token"
 """The key of a sidecar with the ids in front of each text. Sidecars of earlier versions lack it: there are none."""
+PARSE = "special_tokens"
+"""The key of a sidecar's tokenizer: whether special tokens in a text are read as their ids."""
+TEXTS = "texts"
+"""The key of a checkpoint's data section with the record of `record_of`."""
 
 
 def join(
@@ -148,6 +152,24 @@ def read_sidecar(prefix: str | Path) -> dict[str, Any] | None:
     if not isinstance(tokenizer, dict) or not isinstance(tokenizer.get("sha256"), str) or "spec" not in tokenizer:
         raise DataError(f"{path}: not the description of a .bin/.idx pair: tokenizer has no spec and sha256")
     return sidecar
+
+
+def record_of(sources: Iterable[str]) -> dict[str, Any]:
+    """How the texts of .bin/.idx pairs became tokens, by the descriptions beside them; {} if none has one.
+
+    `special_tokens` is text or parse, `start_token` has the ids in front of each text, and `chat` what the description
+    says of conversations. Of several pairs the first with conversations counts, or else the first.
+    """
+    sidecars = [sidecar for source in sources if (sidecar := read_sidecar(source))]
+    sidecars.sort(key=lambda sidecar: CHAT not in sidecar)  # stable
+    if not sidecars:
+        return {}
+    first = sidecars[0]
+    tokenizer = first["tokenizer"]
+    if CHAT in first:
+        parsed = str(tokenizer["spec"]).startswith("hf:") or tokenizer.get(PARSE) == "parse"
+        return {PARSE: "parse" if parsed else "text", CHAT: first[CHAT]}
+    return {PARSE: tokenizer.get(PARSE, "text"), START: first.get(START, [])}
 
 
 def merge_prepared(prefixes: Sequence[Path], output: Path) -> IndexedDataset:

@@ -25,10 +25,9 @@ from megapar.data.delivery import Delivery
 from megapar.data.loader import Loader, Mixture
 from megapar.data.order import ORDER_VERSION
 from megapar.data.packs import PACKS_VERSION
-from megapar.data.prepared import read_sidecar
+from megapar.data.prepared import TEXTS, read_sidecar, record_of
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, SampleKind, open_dataset
-from megapar.data.texts import TEXTS, record_of
 from megapar.data.tokenizer import load_tokenizer, made_by
 from megapar.declare.agreement import on_all_ranks
 from megapar.declare.context import ParallelContext
@@ -311,7 +310,7 @@ def identity(train: Delivery, validation_sets: Mapping[str, Loader]) -> dict[str
 
     `modified` has the time of the last change, in ns, of each file too large to be hashed whole, and `samples` the
     number of samples of each source of training. `texts` says how their texts became tokens
-    (`megapar.data.texts.record_of`).
+    (`megapar.data.prepared.record_of`).
     """
     hashes = _fingerprints([train.loader, *validation_sets.values()])
     status = {file: os.stat(file) for file in hashes}

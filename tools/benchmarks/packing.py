@@ -19,11 +19,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from megapar_tools.prepare.chat import BUILT_IN, ChatTemplate
 
 from benchmarks.ranks import BenchmarkError
 from benchmarks.report import Report, table
 from megapar.base.errors import ConfigError
-from megapar.data.chat import BUILT_IN, ChatTemplate
 from megapar.data.packs import best_fit
 from megapar.observe.provenance import provenance
 

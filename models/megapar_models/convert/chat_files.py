@@ -5,8 +5,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megapar_tools.prepare.texts import end_of_turn, template_of
+
 from megapar.data.prepared import CHAT
-from megapar.data.texts import end_of_turn, template_of
 from megapar.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 from megapar.system.regular_files import read_regular
 from megapar_models.convert.tokenizer_files import CONFIG, read_config
@@ -18,7 +19,7 @@ GENERATION = "generation_config.json"
 def write_chat_files(folder: Path, record: Mapping[str, Any], spec: str, tokenizer: Tokenizer | None) -> list[str]:
     """Write chat template and ending tokens of a training's conversations to an export; returns lines for the user.
 
-    `record` is that of the training's texts (`megapar.data.texts.record_of`); one without conversations changes
+    `record` is that of the training's texts (`megapar.data.prepared.record_of`); one without conversations changes
     nothing. `spec` names the tokenizer, which is None if its file was not found. A template that is in `folder` already
     is replaced if the training had another one.
     """

@@ -6,6 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megapar_tools.prepare.texts import TextOptions, Texts, open_texts, saved_record
+
 from megapar.base.errors import CheckpointError, ConfigError, reason_of
 from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.format import Manifest, open_manifest, read_manifest
@@ -15,7 +17,6 @@ from megapar.config.messages import counted, first_few, shown
 from megapar.config.model_options import ModelConfig
 from megapar.config.option_values import convert_all
 from megapar.config.options import Config, DataConfig, default_config, flatten, option_types, unflatten
-from megapar.data.texts import TextOptions, Texts, open_texts, saved_record
 from megapar.declare import context
 from megapar.declare.params import MAIN
 from megapar_models.build import build_stages
@@ -148,7 +149,8 @@ def texts_of(checkpoint: Path, options: TextOptions) -> Texts:
 
 
 def text_record(checkpoint: Path) -> dict[str, Any]:
-    """How the texts of a checkpoint's training became tokens (`megapar.data.texts.record_of`); {} if nothing says."""
+    """How the texts of a checkpoint's training became tokens (`megapar.data.prepared.record_of`); {} if nothing
+    says."""
     manifest = open_manifest(checkpoint)
     return saved_record(manifest.data, sources_of(_without_family(manifest)))
 

@@ -27,7 +27,7 @@ from megapar.checkpoint.format import (
 )
 from megapar.checkpoint.values import checksum, content, sum_of_contents
 from megapar.config.options import Config, flatten
-from megapar.data.texts import TEXTS
+from megapar.data.prepared import TEXTS
 from megapar.declare.params import MAIN
 from megapar_models.registry import weight_options
 

@@ -10,9 +10,9 @@ from typing import Any
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
+from megapar_tools.prepare.texts import Texts
 
 from megapar.base.errors import ConfigError
-from megapar.data.texts import Texts
 from megapar_models.judging.judge import Score, Window, sliding
 from megapar_models.judging.requests import Answer
 

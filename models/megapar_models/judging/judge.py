@@ -9,13 +9,13 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from megapar_tools.prepare.texts import TextOptions
 from numpy.typing import NDArray
 from torch import Tensor
 
 from megapar.base.errors import ConfigError
 from megapar.comm import collectives
 from megapar.config.options import Config
-from megapar.data.texts import TextOptions
 from megapar.data.tokenizer import Tokenizer
 from megapar.declare.batch import MicroBatch
 from megapar.declare.context import ParallelContext

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapar.base.errors import DataError
-from megapar.data.chat import ChatTemplate
-from megapar.data.chat_masks import Rendered, Turns, rendered
-from megapar.data.conversations import Conversation
 from megapar.data.indexed import IndexedWriter, token_dtype
 from megapar.data.prepared import CHAT, sha256, sidecar_path, weights_path, write_sidecar, write_weights
 from megapar.data.tokenizer import HuggingFaceTokenizer, SentencePieceTokenizer, Tokenizer
+from megapar_tools.prepare.chat import ChatTemplate
+from megapar_tools.prepare.chat_masks import Rendered, Turns, rendered
+from megapar_tools.prepare.conversations import Conversation
 
 
 @dataclass(frozen=True)

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import numpy as np
 
 from megapar.base.errors import DataError
-from megapar.data.chat import ChatTemplate
-from megapar.data.chat_masks import rendered
-from megapar.data.conversations import BESIDE, Conversation, Message, repeated, rows, side, with_beside
-from megapar.data.row_keys import Keys
 from megapar.data.tokenizer import Tokenizer
+from megapar_tools.prepare.chat import ChatTemplate
 from megapar_tools.prepare.chat_data import ChatCounts, Example, example_of
+from megapar_tools.prepare.chat_masks import rendered
+from megapar_tools.prepare.conversations import BESIDE, Conversation, Message, repeated, rows, side, with_beside
+from megapar_tools.prepare.row_keys import Keys
 
 MEMBERS = ("chosen", "rejected")
 Pair = tuple[Conversation, Conversation]

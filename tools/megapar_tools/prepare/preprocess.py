@@ -1,11 +1,11 @@
 """Preprocessing: text files become token files, on several processes. A killed run can go on.
 
-The input is cut into shards (megapar.data.corpus). A worker takes one shard at a time, tokenizes it in batches and
-leaves a part in the folder OUTPUT.parts. A part is a .bin/.idx pair, a .hash file with hashes of the texts if documents
-are deduplicated, and a .json file. The .json file is written last: then the part is whole.
-The name of a part is a hash of all inputs to its bytes. So an existing part need not be made again. In the end the
-parts are joined in the order of the input (megapar.data.prepared).
-Memory does not grow with the text. Each worker holds one batch, and joining takes tens of bytes a document.
+The input is cut into shards (megapar_tools.prepare.corpus). A worker takes one shard at a time, tokenizes it in batches
+and leaves a part in the folder OUTPUT.parts. A part is a .bin/.idx pair, a .hash file with hashes of the texts if
+documents are deduplicated, and a .json file. The .json file is written last: then the part is whole. The name of a part
+is a hash of all inputs to its bytes. So an existing part need not be made again. In the end the parts are joined in the
+order of the input (megapar.data.prepared). Memory does not grow with the text. Each worker holds one batch, and joining
+takes tens of bytes a document.
 """
 
 import errno
@@ -28,13 +28,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapar.base.errors import ConfigError, DataError, storing
-from megapar.data.corpus import DocumentPlace, FileRange, Reading, SpanReader, cut, find_files
 from megapar.data.indexed import IndexedWriter, token_dtype
 from megapar.data.prepared import START, join, sha256, sidecar_path, write_sidecar
-from megapar.data.texts import StartToken, start_ids, with_start
 from megapar.data.tokenizer import Tokenizer, load_tokenizer
 from megapar.data.workers import run, worker_pool
 from megapar.system.regular_files import open_new, read_regular
+from megapar_tools.prepare.corpus import DocumentPlace, FileRange, Reading, SpanReader, cut, find_files
+from megapar_tools.prepare.texts import StartToken, start_ids, with_start
 
 _PARTS_VERSION = 1  # raise it when the same input would give other parts
 _BATCH_CHARACTERS = 1 << 20  # of text in a batch, about

@@ -1,6 +1,6 @@
 """Chat templates (chat_template.jinja of Hugging Face): conversations as text, as transformers renders them.
 
-`megapar.data.chat_masks` finds which characters of the text are trained.
+`megapar_tools.prepare.chat_masks` finds which characters of the text are trained.
 """
 
 import hashlib
@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megapar.base.errors import ConfigError, DataError, reason_of
-from megapar.data.conversations import THOUGHTS, ConversationContext, Message
-from megapar.data.template_process import TemplateError, TemplateProcess
 from megapar.data.tokenizer import SentencePieceTokenizer, Tokenizer
 from megapar.system.regular_files import read_regular
+from megapar_tools.prepare.conversations import THOUGHTS, ConversationContext, Message
+from megapar_tools.prepare.template_process import TemplateError, TemplateProcess
 
 CHATML = """{%- for message in messages -%}
 {{- '<|im_start|>' + message['role'] + '\\n' -}}

@@ -12,15 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megapar.base.errors import ConfigError
-from megapar.data.chat import BUILT_IN, ChatTemplate, load_template
-from megapar.data.chat_masks import rendered
-from megapar.data.prepared import CHAT, START, read_sidecar
+from megapar.data.prepared import CHAT, PARSE, START, TEXTS, record_of
 from megapar.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
+from megapar_tools.prepare.chat import BUILT_IN, ChatTemplate, load_template
+from megapar_tools.prepare.chat_masks import rendered
 
 StartToken = Literal["auto", "always", "never"]
-TEXTS = "texts"
-"""The key of a checkpoint's data section with the record of `record_of`."""
-_PARSE = "special_tokens"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,24 +70,6 @@ def start_ids(spec: str, tokenizer: Tokenizer, choice: StartToken) -> tuple[int,
     return (tokenizer.bos,)
 
 
-def record_of(sources: Iterable[str]) -> dict[str, Any]:
-    """How the texts of .bin/.idx pairs became tokens, by the descriptions beside them; {} if none has one.
-
-    `special_tokens` is text or parse, `start_token` has the ids in front of each text, and `chat` what the description
-    says of conversations. Of several pairs the first with conversations counts, or else the first.
-    """
-    sidecars = [sidecar for source in sources if (sidecar := read_sidecar(source))]
-    sidecars.sort(key=lambda sidecar: CHAT not in sidecar)  # stable
-    if not sidecars:
-        return {}
-    first = sidecars[0]
-    tokenizer = first["tokenizer"]
-    if CHAT in first:
-        parsed = str(tokenizer["spec"]).startswith("hf:") or tokenizer.get(_PARSE) == "parse"
-        return {_PARSE: "parse" if parsed else "text", CHAT: first[CHAT]}
-    return {_PARSE: tokenizer.get(_PARSE, "text"), START: first.get(START, [])}
-
-
 def saved_record(data: Mapping[str, Any], sources: Iterable[str]) -> dict[str, Any]:
     """The record in the data section of a checkpoint, or that of its data if an older version has saved it."""
     saved = data.get(TEXTS)
@@ -110,7 +89,7 @@ def open_texts(spec: str, options: TextOptions, data: Mapping[str, Any], sources
     parse = options.special_tokens == "parse"
     if options.special_tokens == "auto":
         # Published weights have no data. Those of a model that converses come with its template.
-        parse = record.get(_PARSE) == "parse" or (not sources and _beside(spec) is not None)
+        parse = record.get(PARSE) == "parse" or (not sources and _beside(spec) is not None)
         if parse:
             notes.append("special tokens in a text are read as their ids, as in training (--special_tokens text: not)")
     tokenizer = load_tokenizer(spec, parse_special=parse)

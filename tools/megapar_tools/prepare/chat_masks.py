@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from megapar.base.errors import DataError
-from megapar.data.chat import ChatTemplate
-from megapar.data.conversations import THOUGHTS, ConversationContext, Message
+from megapar_tools.prepare.chat import ChatTemplate
+from megapar_tools.prepare.conversations import THOUGHTS, ConversationContext, Message
 
 Turns = Literal["all", "last"]
 # A template adds it where an answer has no thoughts. It is no answer.

@@ -1,7 +1,7 @@
 """Conversations in files: messages, ShareGPT, alpaca, prompt and completion, in .jsonl or .parquet.
 
 Every key of a row or message is used, passed over because it has no meaning, or named in a refusal
-(`megapar.data.row_keys`).
+(`megapar_tools.prepare.row_keys`).
 """
 
 import json
@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from megapar.base.errors import ConfigError, DataError, reason_of
-from megapar.data.corpus import open_parquet
-from megapar.data.row_keys import Keys
+from megapar_tools.prepare.corpus import open_parquet
+from megapar_tools.prepare.row_keys import Keys
 
 Message = Mapping[str, Any]
 """A role and a content. A template may read further keys, such as reasoning_content."""
