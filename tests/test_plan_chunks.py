@@ -80,7 +80,7 @@ def test_an_estimate_counts_what_chunks_hide() -> None:
     sent = {}
     for chunks in (1, 4, 0):
         estimator = Estimator(with_chunks(config, EP, chunks), sizes, H100, planner.kept_by_a_layer)
-        operations, _ = estimator._communication(layout_of(config), 4096)
+        operations, _ = estimator.layers.communication(layout_of(config), 4096)
         sent[chunks] = sum(operation.nbytes for operation in operations if isinstance(operation, Started))
     assert sent[1] == pytest.approx(4 * sent[4], rel=1e-3)
     assert sent[1] == pytest.approx(16 * sent[0], rel=1e-3)

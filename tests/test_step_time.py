@@ -177,8 +177,10 @@ def test_the_estimate_of_a_search_has_the_widths_of_latent_attention(cp_attentio
     layout, tokens = layout_of(of), of.train.seq_length / cp
     flops = sum(x.flops for x in work.forward if isinstance(x, AttentionWork))
     if cp == 1 or cp_attention == "ulysses":  # the first rank of gather has fewer scores than the others
-        assert estimator._attention(layout, tokens).flops == flops
-    for found, recorded in zip(estimator._communication(layout, tokens), (work.forward, work.backward), strict=True):
+        assert estimator.layers.attention(layout, tokens).flops == flops
+    for found, recorded in zip(
+        estimator.layers.communication(layout, tokens), (work.forward, work.backward), strict=True
+    ):
         assert sent(found) == sent(recorded)
 
 
@@ -192,7 +194,7 @@ def test_the_estimate_of_a_search_knows_windows() -> None:
     model, s = of.model, of.train.seq_length
     pairs = s * s / 2, 4096 * s - 4096**2 / 2
     flops = 4 * model.num_attention_heads * model.key_width * sum(pairs) / 2
-    assert estimator._attention(layout_of(of), s).flops == pytest.approx(flops)
+    assert estimator.layers.attention(layout_of(of), s).flops == pytest.approx(flops)
     works = [layer_work(of, layer)[1] for layer in (0, 1)]
     recorded = sum(x.flops for work in works for x in work.forward if isinstance(x, AttentionWork))
     assert recorded / 2 == pytest.approx(flops, rel=0.02)

@@ -162,6 +162,214 @@ KeptByALayer = Callable[[Config], tuple[float, float]]
 """The bytes that one micro-batch keeps in a layer, and those of them in its MLP (`megapar_tools.plan.memory`)."""
 
 
+class _Networks:
+    """The links of layouts' axes: one for each grid and `shard_ranks`, kept because each is asked for often."""
+
+    def __init__(self, config: Config, hardware: Hardware):
+        self._config = config
+        self._hardware = hardware
+        self._found: dict[tuple[object, ...], Network] = {}
+
+    def of(self, layout: Candidate) -> Network:
+        """Return the links of the axes of a layout."""
+        key = (*layout[:6], layout.shard_ranks)
+        if key not in self._found:
+            if layout.shard_ranks:
+                whole = self.of(layout._replace(shard_ranks=0))
+                self._found[key] = whole.with_shards_of(layout.shard_ranks)
+                return self._found[key]
+            grid = Grid(layout.tp, layout.cp, layout.dp, layout.pp, order=self._config.parallel.order)
+            if self._config.model.num_experts:
+                grid = replace(grid, ep=layout.ep, etp=layout.etp)
+            self._found[key] = Network(grid, self._hardware)
+        return self._found[key]
+
+
+class LayerEstimates:
+    """Estimates the time and the kept bytes of a layer in each layout. `kept_by_a_layer` is called for few configs."""
+
+    def __init__(
+        self, config: Config, sizes: Sizes, hardware: Hardware, networks: _Networks, kept_by_a_layer: KeptByALayer
+    ):
+        self.config = config
+        self.sizes = sizes
+        self.hardware = hardware
+        self._networks = networks
+        self._kept_by_a_layer = kept_by_a_layer
+        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
+        self._layers: dict[tuple[object, ...], _Layer] = {}
+        self.width = model_dtype(config.train.precision).itemsize  # bytes of a weight or an activation
+
+    def like(self, layout: Candidate) -> _Layer:
+        """The layer of a layout, from another layout with an equal layer if there was one."""
+        # In the default order of ranks, where tp and cp communicate depends on no other axis.
+        key: tuple[object, ...] = layout
+        if self.config.parallel.order == DEFAULT_ORDER:
+            dp = layout.dp if layout.ep > 1 else 0
+            key = (layout.tp, layout.cp, dp, layout.ep, layout.etp, *layout[10:12], layout.micro_batch_size)
+        if key not in self._layers:
+            self._layers[key] = self._layer(layout)
+        return self._layers[key]
+
+    def _layer(self, layout: Candidate) -> _Layer:
+        model = self.config.model
+        tokens = layout.micro_batch_size * self.config.train.seq_length / layout.cp
+        tp = layout.tp
+        wide = tokens * model.hidden_size  # elements of the residual stream
+        heads = tokens * self._width_of_heads(model.num_attention_heads) / tp
+        active = model.intermediate_size
+        if model.experts and model.num_experts:
+            active = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
+        inner = tokens * active / tp
+        between = wide / tp if layout.sequence_parallel else wide
+        moved = self.width * (6 * between + 3 * heads + 5 * inner)
+        products = self._products(layout, tokens)
+        sends, sends_back = self.communication(layout, tokens)
+        network = self._networks.of(layout)
+        timed = partial(duration, hardware=self.hardware, network=network)
+        attention = self.attention(layout, tokens)
+        forward = timed((*products, attention, Kernel(int(moved)), *sends))
+        backward = timed((*products, *products, attention._replace(backward=True), Kernel(int(2 * moved)), *sends_back))
+        return _Layer(
+            max(forward.seconds, forward.host),
+            max(backward.seconds, backward.host),
+            timed((attention,)).seconds,
+            self._kept_like(layout, "none") * layout.micro_batch_size / layout.cp,
+            self._kept_like(layout, "light") * layout.micro_batch_size / layout.cp,
+            self._kept_like(layout, "all_but_attention") * layout.micro_batch_size / layout.cp,
+            self.width * between,
+        )
+
+    def _kept_like(self, layout: Candidate, recompute: str) -> float:
+        """The bytes that a whole sample keeps in a layer, with experts that get more than their even share."""
+        ep = min(layout.ep, 2)  # with more ranks, a rank has fewer experts with more rows each
+        key = (layout.tp, layout.sequence_parallel, ep, layout.etp, recompute)
+        if key not in self._kept:
+            alone = Candidate(
+                *(1, layout.tp, 1, ep * max(layout.etp, 1), ep, layout.etp, "1f1b", 1, 1, 0),
+                *(layout.sequence_parallel, "gather", recompute, (), 1),
+            )
+            self._kept[key] = self._kept_by_a_layer(alone.of(self.config))
+        kept, in_mlp = self._kept[key]
+        if layout.ep > 1:
+            kept += UNEVEN_EXPERTS * in_mlp
+        return kept
+
+    def _width_of_heads(self, queries: int) -> int:
+        """Elements of a token: `queries` heads of queries, and all of keys and of values."""
+        model = self.config.model
+        return queries * model.key_width + model.num_key_value_heads * (model.key_width + model.value_width)
+
+    def attention(self, layout: Candidate, tokens: float) -> AttentionWork:
+        """Forward."""
+        flops = tokens * self.sizes.attention / layout.tp
+        return AttentionWork(flops, self.config.model.key_width, False, self.config.train.precision, 0)
+
+    def _products(self, layout: Candidate, tokens: float) -> list[Product]:
+        """The products of a forward pass: four matrices, and those of a rank's experts."""
+        h = self.config.model.hidden_size
+        precision = self.config.train.precision
+        found = [Product(tokens, self.sizes.layer / (4 * h * layout.tp), h, 4, precision, 0)]
+        experts = self.config.model.experts
+        if self.sizes.experts and experts:
+            here = max(experts.num_experts // layout.ep, 1)
+            rows = tokens * experts.num_experts_per_tok * layout.etp / layout.tp
+            width = self.sizes.experts / experts.num_experts / h / layout.etp
+            weights = int(self.sizes.experts / layout.ep / layout.etp * self.width)
+            found.append(Product(rows / here, width, h, here, precision, weights, grouped=True))
+        return found
+
+    def communication(self, layout: Candidate, tokens: float) -> tuple[Operations, Operations]:
+        """What a layer sends in its forward and in its backward pass, each waited for at once."""
+        model = self.config.model
+        nbytes = int(self.width * tokens * model.hidden_size)
+        forward: list[Started | Waited] = []
+        backward: list[Started | Waited] = []
+
+        def send(both: bool, axis: str, operation: str, size: float) -> None:
+            for direction in (forward, backward) if both else (backward,):
+                direction.append(Started(len(direction), axis, operation, int(size)))
+                direction.append(Waited(len(direction) - 1))
+
+        if layout.tp > 1:
+            for _ in range(2):
+                if layout.sequence_parallel:
+                    send(True, "tp", "all_gather", nbytes)
+                    send(True, "tp", "reduce_scatter", nbytes)
+                else:
+                    send(True, "tp", "all_reduce", nbytes)
+        if layout.cp > 1:
+            if layout.cp_attention == "ulysses":
+                # The outputs are as wide as values.
+                heads = self._width_of_heads(model.num_attention_heads) + model.num_attention_heads * model.value_width
+                send(True, "cp", "all_to_all", self.width * tokens * heads / layout.tp)
+            else:
+                keys = self.width * tokens * layout.cp * self._width_of_heads(0) / layout.tp
+                send(True, "cp", "all_gather", keys)
+                send(False, "cp", "reduce_scatter", 2 * keys)
+        if layout.ep > 1 and model.experts:
+            rows = nbytes * model.experts.num_experts_per_tok * layout.etp / layout.tp
+            # Of the chunks one is waited for. The others travel under the products of experts, if these take as long.
+            here = max(model.experts.num_experts // layout.ep, 1)
+            chunks = min(self.config.parallel.ep_overlap_chunks or here, here)
+            for _ in range(2):
+                send(True, "ep", "all_to_all", rows / chunks)
+        return tuple(forward), tuple(backward)
+
+
+class _StateEstimates:
+    """Estimates what each ZeRO stage and its groups cost: bytes of the state, and seconds to send and update it."""
+
+    def __init__(self, config: Config, sizes: Sizes, hardware: Hardware, networks: _Networks):
+        self.config = config
+        self.sizes = sizes
+        self.hardware = hardware
+        self._networks = networks
+        self.width = model_dtype(config.train.precision).itemsize  # bytes of a weight or an activation
+
+    def of(self, grid: Candidate, zero_stage: int, shard_ranks: int) -> _State:
+        """What weights, gradients and optimizer state need on the first or the last pipeline rank."""
+        sizes = self.sizes
+        layers = self.config.model.num_hidden_layers / grid.pp
+        ends = sizes.end
+        if grid.pp == 1 and not sizes.tied:
+            ends = 2 * sizes.end
+        dense = (layers * sizes.layer + ends) / grid.tp
+        replicas = grid.dp * grid.cp
+        nbytes = reduce = gather = update = 0.0
+        for parameters, ranks, axis in (
+            (dense, replicas, "grad"),
+            (layers * sizes.experts / (grid.ep * max(grid.etp, 1)), self._expert_replicas(grid), "expert_grad"),
+        ):
+            if not parameters:
+                continue
+            shards = 1
+            if zero_stage:
+                shards = min(shard_ranks or ranks, ranks)
+            unit = parameters / max(layers, 1)
+            offload = self.config.optimizer.offload
+            nbytes += state_bytes(self.config.optimizer, self.width) * parameters / shards * (1 - offload)
+            nbytes += 4 * (parameters / shards + unit if zero_stage >= 2 else parameters)
+            nbytes += self.width * (parameters / shards + 2 * unit if zero_stage == 3 else parameters)
+            network = self._networks.of(grid._replace(shard_ranks=shard_ranks))
+            over = axis
+            if shards < ranks and zero_stage:
+                over = f"{axis}_shards"
+                reduce += network.seconds("all_reduce", f"{axis}_copies", 4 * parameters / shards)
+            operation = "reduce_scatter" if zero_stage else "all_reduce"
+            reduce += network.seconds(operation, over, 4 * parameters)
+            if zero_stage:
+                gather += network.seconds("all_gather", over, self.width * parameters)
+            on_device = self.hardware.memory_seconds(
+                update_traffic(self.config.optimizer) * parameters / shards * (1 - offload)
+            )
+            update += max(on_device, self.hardware.host_update_seconds(offload * parameters / shards, self.width))
+        return _State(zero_stage, shard_ranks, nbytes, reduce, gather, update)
+
+    def _expert_replicas(self, grid: Candidate) -> int:
+        return max(grid.tp * grid.cp * grid.dp // max(grid.ep * grid.etp, 1), 1)
+
+
 class Estimator:
     """Estimates layouts of one model on one machine. `kept_by_a_layer` is called for few configs, and not twice."""
 
@@ -169,17 +377,15 @@ class Estimator:
         self.config = config
         self.sizes = sizes
         self.hardware = hardware
-        self._kept_by_a_layer = kept_by_a_layer
-        self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._width = model_dtype(config.train.precision).itemsize  # bytes of a weight or an activation
+        networks = _Networks(config, hardware)
+        self.layers = LayerEstimates(config, sizes, hardware, networks, kept_by_a_layer)
+        self._states = _StateEstimates(config, sizes, hardware, networks)
         self._pipelines: dict[tuple[str, int, int], _Pipeline] = {}
-        self._layers: dict[tuple[object, ...], _Layer] = {}
-        self._networks: dict[tuple[object, ...], Network] = {}
 
     def of_grid(self, part: GridPart, limit: float, best: Best) -> int:
         """Add the layouts of a grid that fit into `limit` bytes to `best`. Returns the number of the others."""
         grid = part.mildest
-        states = sorted((self._state(grid, *state) for state in part.states), key=_State.seconds)
+        states = sorted((self._states.of(grid, *state) for state in part.states), key=_State.seconds)
         by_size = {
             breadth: sorted(state.nbytes for state in states if not breadth or state.zero_stage >= 2)
             for breadth in (False, True)
@@ -190,7 +396,7 @@ class Estimator:
         for in_parts, form in part.sequences:
             for size in part.micro_batch_sizes:
                 sized = grid._replace(sequence_parallel=in_parts, cp_attention=form, micro_batch_size=size)
-                layer = self._layer_like(sized)
+                layer = self.layers.like(sized)
                 micro_batches = -(-self.config.train.global_batch_size // (size * grid.dp))
                 pipelines = [
                     (self._pipeline(grid.pp, schedule, vpp, micro_batches), layers_of_rank[vpp])
@@ -283,127 +489,7 @@ class Estimator:
         if layout.pp > 1:
             return 0.0  # the last rank keeps few micro-batches
         tokens = layout.micro_batch_size * self.config.train.seq_length / layout.cp
-        return tokens * self.config.model.head_rows / layout.tp * (self._width + 4)
-
-    # Layers
-
-    def _layer_like(self, layout: Candidate) -> _Layer:
-        """The layer of a layout, from another layout with an equal layer if there was one."""
-        # In the default order of ranks, where tp and cp communicate depends on no other axis.
-        key: tuple[object, ...] = layout
-        if self.config.parallel.order == DEFAULT_ORDER:
-            dp = layout.dp if layout.ep > 1 else 0
-            key = (layout.tp, layout.cp, dp, layout.ep, layout.etp, *layout[10:12], layout.micro_batch_size)
-        if key not in self._layers:
-            self._layers[key] = self._layer(layout)
-        return self._layers[key]
-
-    def _layer(self, layout: Candidate) -> _Layer:
-        model = self.config.model
-        tokens = layout.micro_batch_size * self.config.train.seq_length / layout.cp
-        tp = layout.tp
-        wide = tokens * model.hidden_size  # elements of the residual stream
-        heads = tokens * self._width_of_heads(model.num_attention_heads) / tp
-        active = model.intermediate_size
-        if model.experts and model.num_experts:
-            active = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
-        inner = tokens * active / tp
-        between = wide / tp if layout.sequence_parallel else wide
-        moved = self._width * (6 * between + 3 * heads + 5 * inner)
-        products = self._products(layout, tokens)
-        sends, sends_back = self._communication(layout, tokens)
-        network = self._network(layout)
-        timed = partial(duration, hardware=self.hardware, network=network)
-        attention = self._attention(layout, tokens)
-        forward = timed((*products, attention, Kernel(int(moved)), *sends))
-        backward = timed((*products, *products, attention._replace(backward=True), Kernel(int(2 * moved)), *sends_back))
-        return _Layer(
-            max(forward.seconds, forward.host),
-            max(backward.seconds, backward.host),
-            timed((attention,)).seconds,
-            self._kept_like(layout, "none") * layout.micro_batch_size / layout.cp,
-            self._kept_like(layout, "light") * layout.micro_batch_size / layout.cp,
-            self._kept_like(layout, "all_but_attention") * layout.micro_batch_size / layout.cp,
-            self._width * between,
-        )
-
-    def _kept_like(self, layout: Candidate, recompute: str) -> float:
-        """The bytes that a whole sample keeps in a layer, with experts that get more than their even share."""
-        ep = min(layout.ep, 2)  # with more ranks, a rank has fewer experts with more rows each
-        key = (layout.tp, layout.sequence_parallel, ep, layout.etp, recompute)
-        if key not in self._kept:
-            alone = Candidate(
-                *(1, layout.tp, 1, ep * max(layout.etp, 1), ep, layout.etp, "1f1b", 1, 1, 0),
-                *(layout.sequence_parallel, "gather", recompute, (), 1),
-            )
-            self._kept[key] = self._kept_by_a_layer(alone.of(self.config))
-        kept, in_mlp = self._kept[key]
-        if layout.ep > 1:
-            kept += UNEVEN_EXPERTS * in_mlp
-        return kept
-
-    def _width_of_heads(self, queries: int) -> int:
-        """Elements of a token: `queries` heads of queries, and all of keys and of values."""
-        model = self.config.model
-        return queries * model.key_width + model.num_key_value_heads * (model.key_width + model.value_width)
-
-    def _attention(self, layout: Candidate, tokens: float) -> AttentionWork:
-        """Forward."""
-        flops = tokens * self.sizes.attention / layout.tp
-        return AttentionWork(flops, self.config.model.key_width, False, self.config.train.precision, 0)
-
-    def _products(self, layout: Candidate, tokens: float) -> list[Product]:
-        """The products of a forward pass: four matrices, and those of a rank's experts."""
-        h = self.config.model.hidden_size
-        precision = self.config.train.precision
-        found = [Product(tokens, self.sizes.layer / (4 * h * layout.tp), h, 4, precision, 0)]
-        experts = self.config.model.experts
-        if self.sizes.experts and experts:
-            here = max(experts.num_experts // layout.ep, 1)
-            rows = tokens * experts.num_experts_per_tok * layout.etp / layout.tp
-            width = self.sizes.experts / experts.num_experts / h / layout.etp
-            weights = int(self.sizes.experts / layout.ep / layout.etp * self._width)
-            found.append(Product(rows / here, width, h, here, precision, weights, grouped=True))
-        return found
-
-    def _communication(self, layout: Candidate, tokens: float) -> tuple[Operations, Operations]:
-        """What a layer sends in its forward and in its backward pass, each waited for at once."""
-        model = self.config.model
-        nbytes = int(self._width * tokens * model.hidden_size)
-        forward: list[Started | Waited] = []
-        backward: list[Started | Waited] = []
-
-        def send(both: bool, axis: str, operation: str, size: float) -> None:
-            for direction in (forward, backward) if both else (backward,):
-                direction.append(Started(len(direction), axis, operation, int(size)))
-                direction.append(Waited(len(direction) - 1))
-
-        if layout.tp > 1:
-            for _ in range(2):
-                if layout.sequence_parallel:
-                    send(True, "tp", "all_gather", nbytes)
-                    send(True, "tp", "reduce_scatter", nbytes)
-                else:
-                    send(True, "tp", "all_reduce", nbytes)
-        if layout.cp > 1:
-            if layout.cp_attention == "ulysses":
-                # The outputs are as wide as values.
-                heads = self._width_of_heads(model.num_attention_heads) + model.num_attention_heads * model.value_width
-                send(True, "cp", "all_to_all", self._width * tokens * heads / layout.tp)
-            else:
-                keys = self._width * tokens * layout.cp * self._width_of_heads(0) / layout.tp
-                send(True, "cp", "all_gather", keys)
-                send(False, "cp", "reduce_scatter", 2 * keys)
-        if layout.ep > 1 and model.experts:
-            rows = nbytes * model.experts.num_experts_per_tok * layout.etp / layout.tp
-            # Of the chunks one is waited for. The others travel under the products of experts, if these take as long.
-            here = max(model.experts.num_experts // layout.ep, 1)
-            chunks = min(self.config.parallel.ep_overlap_chunks or here, here)
-            for _ in range(2):
-                send(True, "ep", "all_to_all", rows / chunks)
-        return tuple(forward), tuple(backward)
-
-    # Pipelines
+        return tokens * self.config.model.head_rows / layout.tp * (self.layers.width + 4)
 
     def _pipeline(self, pp: int, schedule: str, vpp: int, micro_batches: int) -> _Pipeline:
         if pp == 1:
@@ -418,61 +504,3 @@ class Estimator:
             idle = (timeline.makespan - 3 * batches) / (_SAMPLE_PP - 1)
             self._pipelines[key] = _Pipeline(schedule, vpp, idle, max(timeline.peak_live) / vpp / _SAMPLE_PP)
         return self._pipelines[key]
-
-    # States
-
-    def _state(self, grid: Candidate, zero_stage: int, shard_ranks: int) -> _State:
-        """What weights, gradients and optimizer state need on the first or the last pipeline rank."""
-        sizes = self.sizes
-        layers = self.config.model.num_hidden_layers / grid.pp
-        ends = sizes.end
-        if grid.pp == 1 and not sizes.tied:
-            ends = 2 * sizes.end
-        dense = (layers * sizes.layer + ends) / grid.tp
-        replicas = grid.dp * grid.cp
-        nbytes = reduce = gather = update = 0.0
-        for parameters, ranks, axis in (
-            (dense, replicas, "grad"),
-            (layers * sizes.experts / (grid.ep * max(grid.etp, 1)), self._expert_replicas(grid), "expert_grad"),
-        ):
-            if not parameters:
-                continue
-            shards = 1
-            if zero_stage:
-                shards = min(shard_ranks or ranks, ranks)
-            unit = parameters / max(layers, 1)
-            offload = self.config.optimizer.offload
-            nbytes += state_bytes(self.config.optimizer, self._width) * parameters / shards * (1 - offload)
-            nbytes += 4 * (parameters / shards + unit if zero_stage >= 2 else parameters)
-            nbytes += self._width * (parameters / shards + 2 * unit if zero_stage == 3 else parameters)
-            network = self._network(grid._replace(shard_ranks=shard_ranks))
-            over = axis
-            if shards < ranks and zero_stage:
-                over = f"{axis}_shards"
-                reduce += network.seconds("all_reduce", f"{axis}_copies", 4 * parameters / shards)
-            operation = "reduce_scatter" if zero_stage else "all_reduce"
-            reduce += network.seconds(operation, over, 4 * parameters)
-            if zero_stage:
-                gather += network.seconds("all_gather", over, self._width * parameters)
-            on_device = self.hardware.memory_seconds(
-                update_traffic(self.config.optimizer) * parameters / shards * (1 - offload)
-            )
-            update += max(on_device, self.hardware.host_update_seconds(offload * parameters / shards, self._width))
-        return _State(zero_stage, shard_ranks, nbytes, reduce, gather, update)
-
-    def _expert_replicas(self, grid: Candidate) -> int:
-        return max(grid.tp * grid.cp * grid.dp // max(grid.ep * grid.etp, 1), 1)
-
-    def _network(self, layout: Candidate) -> Network:
-        """The links of a layout's axes. It keeps what it has found, so there is one for each grid and `shard_ranks`."""
-        key = (*layout[:6], layout.shard_ranks)
-        if key not in self._networks:
-            if layout.shard_ranks:
-                whole = self._network(layout._replace(shard_ranks=0))
-                self._networks[key] = whole.with_shards_of(layout.shard_ranks)
-                return self._networks[key]
-            grid = Grid(layout.tp, layout.cp, layout.dp, layout.pp, order=self.config.parallel.order)
-            if self.config.model.num_experts:
-                grid = replace(grid, ep=layout.ep, etp=layout.etp)
-            self._networks[key] = Network(grid, self.hardware)
-        return self._networks[key]

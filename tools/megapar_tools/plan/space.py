@@ -135,47 +135,15 @@ class GridPart:
                         )
 
 
-class Space:
-    """All layouts of `base` on `world_size` ranks.
+class TriedValues:
+    """The values that a search tries for each part of a layout. `fixed` ones win, and `given` ones are among them."""
 
-    `base` is a result of `searchable`. `fixed` are the values, by dotted path, that no layout may change. `given` is
-    the config's own layout: its values are tried too. `validate` decides what is legal. Parts of a layout are checked
-    one by one, with the mildest values elsewhere: a grid with each form of attention, then with each schedule, each
-    ZeRO stage, each micro-batch. No rule couples these parts in another way. A layout is validated as a whole before it
-    is planned.
-    """
-
-    def __init__(
-        self,
-        base: Config,
-        world_size: int,
-        gpus_per_node: int,
-        validate: Validate,
-        fixed: Mapping[str, Any],
-        given: Candidate,
-    ):
+    def __init__(self, base: Config, world_size: int, gpus_per_node: int, fixed: Mapping[str, Any], given: Candidate):
         self.base = base
         self.world_size = world_size
-        self.rejected: Counter[str] = Counter()
-        """Numbers of layouts that cannot run, by reason."""
-        self.first_problems: dict[str, str] = {}
-        """One whole message for each reason."""
         self._gpus_per_node = gpus_per_node
-        self._validate = validate
         self._fixed = fixed
         self._given = given
-        self._pipelines_of: dict[int, tuple[tuple[str, int], ...]] = {}
-        self.grids = list(self._legal_grids())
-
-    def __len__(self) -> int:
-        """The number of legal layouts."""
-        return sum(map(len, self.grids))
-
-    def check(self, layout: Candidate) -> Config:
-        """The config of a layout, with derived values. Raises ConfigError if it cannot run."""
-        return self._validate(layout.of(self.base), self.world_size)
-
-    # Values that are tried
 
     def _values(self, name: str, candidates: Iterable[Any]) -> list[Any]:
         """The values of a field of `Candidate`: the fixed one, or else `candidates`."""
@@ -188,7 +156,7 @@ class Space:
         """Return `_values` with the value of the given config, which may be none of `candidates`."""
         return sorted(self._values(name, {*candidates, getattr(self._given, name)}))
 
-    def _grids(self) -> Iterator[Candidate]:
+    def grids(self) -> Iterator[Candidate]:
         """Yield all grids, with the mildest values elsewhere."""
         world = self.world_size
         # Tensor ranks exchange activations in every layer, which no network between nodes carries in time.
@@ -214,7 +182,7 @@ class Space:
         etps = [etp or tp for etp in self._with_given("etp", (1, tp))]
         return [(ep, etp) for ep in eps for etp in dict.fromkeys(etps) if ep * etp <= ranks]
 
-    def _pipelines(self, pp: int) -> list[tuple[str, int]]:
+    def pipelines(self, pp: int) -> list[tuple[str, int]]:
         """Pairs of schedule and vpp for so many pipeline ranks."""
         if pp == 1 and "parallel.schedule" not in self._fixed:
             # Without a pipeline all schedules accumulate gradients. breadth gathers a layer once for all micro-batches.
@@ -239,7 +207,7 @@ class Space:
             pairs += [(name, number) for number in numbers]
         return pairs
 
-    def _sequences(self, tp: int, cp: int) -> list[tuple[bool, str]]:
+    def sequences(self, tp: int, cp: int) -> list[tuple[bool, str]]:
         """Pairs of sequence_parallel and cp_attention. With one rank to share with, both would have no effect."""
         in_parts = [False]
         if tp > 1:
@@ -253,7 +221,7 @@ class Space:
             in_parts = [self._fixed["parallel.sequence_parallel"]]
         return [(in_part, form) for in_part in in_parts for form in forms]
 
-    def _states(self, replicas: int) -> list[tuple[int, int]]:
+    def states(self, replicas: int) -> list[tuple[int, int]]:
         """Pairs of zero_stage and shard_ranks for `replicas` ranks of dp x cp."""
         stages = self._values("zero_stage", get_args(option_types()["optimizer.zero_stage"]))
         if replicas == 1 and "optimizer.zero_stage" not in self._fixed:
@@ -262,31 +230,68 @@ class Space:
         groups = [ranks for ranks in groups if ranks < max(replicas, 2)] or groups
         return [(stage, ranks) for stage in stages for ranks in groups if stage or not ranks]
 
-    def _micro_batch_sizes(self, dp: int) -> list[int]:
+    def micro_batch_sizes(self, dp: int) -> list[int]:
         """Powers of two up to the samples of a replica."""
         of_a_replica = -(-self.base.train.global_batch_size // max(dp, 1))
         sizes = [2**n for n in range(_LARGEST_MICRO_BATCH.bit_length()) if 2**n <= of_a_replica]
         return [n for n in self._with_given("micro_batch_size", sizes or [1]) if n <= of_a_replica] or [1]
 
-    def _recomputes(self) -> list[tuple[str, tuple[str, ...]]]:
+    def recomputes(self) -> list[tuple[str, tuple[str, ...]]]:
         names = self._values("recompute", MODES)
         # Layers by number are for the stages of one layout.
         given = self._given.recompute_layers if every_nth(self._given.recompute_layers) else ()
         tried = sorted(self._values("recompute_layers", {*_RECOMPUTE_LAYERS, given}))
         return [(name, layers) for name in names for layers in tried if name in BY_LAYER or not layers]
 
-    # What is legal
+
+class Space:
+    """All layouts of `base` on `world_size` ranks.
+
+    `base` is a result of `searchable`. `fixed` are the values, by dotted path, that no layout may change. `given` is
+    the config's own layout: its values are tried too. `validate` decides what is legal. Parts of a layout are checked
+    one by one, with the mildest values elsewhere: a grid with each form of attention, then with each schedule, each
+    ZeRO stage, each micro-batch. No rule couples these parts in another way. A layout is validated as a whole before it
+    is planned.
+    """
+
+    def __init__(
+        self,
+        base: Config,
+        world_size: int,
+        gpus_per_node: int,
+        validate: Validate,
+        fixed: Mapping[str, Any],
+        given: Candidate,
+    ):
+        self.base = base
+        self.world_size = world_size
+        self.rejected: Counter[str] = Counter()
+        """Numbers of layouts that cannot run, by reason."""
+        self.first_problems: dict[str, str] = {}
+        """One whole message for each reason."""
+        self._validate = validate
+        self._tried = TriedValues(base, world_size, gpus_per_node, fixed, given)
+        self._pipelines_of: dict[int, tuple[tuple[str, int], ...]] = {}
+        self.grids = list(self._legal_grids())
+
+    def __len__(self) -> int:
+        """The number of legal layouts."""
+        return sum(map(len, self.grids))
+
+    def check(self, layout: Candidate) -> Config:
+        """The config of a layout, with derived values. Raises ConfigError if it cannot run."""
+        return self._validate(layout.of(self.base), self.world_size)
 
     def _legal_grids(self) -> Iterator[GridPart]:
-        recomputes = tuple(self._recomputes())
-        for grid in self._grids():
-            pipelines = self._pipelines(grid.pp)
-            states = self._states(grid.dp * grid.cp)
-            sizes = self._micro_batch_sizes(grid.dp)
+        recomputes = tuple(self._tried.recomputes())
+        for grid in self._tried.grids():
+            pipelines = self._tried.pipelines(grid.pp)
+            states = self._tried.states(grid.dp * grid.cp)
+            sizes = self._tried.micro_batch_sizes(grid.dp)
             # How many layouts a refused value rules out. Refused values of two parts are counted once for each.
             layouts = len(pipelines) * len(states) * len(sizes) * len(recomputes)
             sequences = []
-            for in_part, form in self._sequences(grid.tp, grid.cp):
+            for in_part, form in self._tried.sequences(grid.tp, grid.cp):
                 if self._is_legal(grid._replace(sequence_parallel=in_part, cp_attention=form), layouts):
                     sequences.append((in_part, form))
             if not sequences:
