@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -18,8 +19,9 @@ from hypothesis import strategies as st
 from megapar_models.families.gpt import GPTModel
 from megapar_models.families.llama import LlamaModel
 from megapar_models.families.mixtral import MixtralModel
+from megapar_models.family import Codec
 from megapar_models.registry import FAMILIES, FOR_OPTIONS, presets, validate, weight_options
-from megapar_models.rotary_options import RopeScaling
+from megapar_models.rotary import RopeScaling
 
 import megapar.config.model_options
 import megapar.config.options
@@ -825,12 +827,21 @@ def test_the_set_of_options_is_this_and_at_most_130():
     assert len(of_runs) + len(["config"]) <= 130
 
 
+def subclasses(kind: type) -> Iterator[type]:
+    """Yield all classes that derive from a class."""
+    for derived in kind.__subclasses__():
+        yield derived
+        yield from subclasses(derived)
+
+
 def sentences() -> dict[str, str]:
     """The string under each option's field. Sections of Config are described by their class."""
+    assert [*FAMILIES.values()]  # imported, with their codecs: these are frozen dataclasses too, and no options
+    no_options = {codec.__name__ for codec in subclasses(Codec)} | {"Rotary"}
     sections = {f.name for f in fields(Config) if is_dataclass(f.type)}
     found = {}
     models = Path(megapar_models.__file__).parent
-    shared = [models / f"{name}.py" for name in ("rotary_options", "windows", "partial_rotary")]
+    shared = [models / f"{name}.py" for name in ("rotary", "windows")]
     files = [
         Path(megapar.config.options.__file__),
         Path(megapar.config.model_options.__file__),
@@ -838,7 +849,9 @@ def sentences() -> dict[str, str]:
         *models.glob("families/*.py"),
     ]
     for node in chain.from_iterable(ast.parse(file.read_text()).body for file in files):
-        if isinstance(node, ast.ClassDef) and "dataclass" in ast.unparse(node.decorator_list[:1]):
+        if not isinstance(node, ast.ClassDef) or node.name in no_options:
+            continue
+        if "dataclass" in ast.unparse(node.decorator_list[:1]):
             for statement, following in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(statement, ast.AnnAssign) and statement.target.id not in sections:
                     text = following.value.value if isinstance(following, ast.Expr) else ""

@@ -19,8 +19,7 @@ from megapar_models.convert.saved import load_model
 from megapar_models.convert.stream import TensorInfo, shards
 from megapar_models.generation import next_logits
 from megapar_models.registry import FAMILIES, validate
-from megapar_models.rotary import Rotary
-from megapar_models.rotary_options import RopeScaling
+from megapar_models.rotary import RopeScaling, Rotary
 from safetensors.torch import save_file
 from torch import Tensor
 

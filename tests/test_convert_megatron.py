@@ -16,7 +16,7 @@ import torch
 from megapar_models.convert.megatron import FILE, TRACKER, MegatronCheckpoint, read
 from megapar_models.convert.parity import load_fp32, native_logits
 from megapar_models.counts import WholeModel
-from megapar_models.rotary_options import RopeScaling
+from megapar_models.rotary import RopeScaling
 from torch import Tensor
 
 from megapar.base.errors import CheckpointError

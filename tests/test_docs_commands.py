@@ -152,10 +152,10 @@ def test_a_family_is_built_as_the_page_says(tmp_path: Path) -> None:
     assert "5 layouts compute what one process computes" in "".join(printed.values())
     assert "started from the weights of native" in "".join(printed.values())
     # Other families in place of the page's.
-    wrong = rules.replace("partial_rotary(model)", "Rotary.of(model)").replace(
-        "from megapar_models.stage", "from megapar_models.rotary import Rotary\nfrom megapar_models.stage"
-    )
-    assert wrong.count("Rotary.of(model)") == 1
+    whole_heads = "Rotary(model.rope_theta, model.head_dim)"
+    assert f"With `{whole_heads}`" in NEW_FAMILY.read_text()
+    wrong = rules.replace("Rotary.of(model)", whole_heads)
+    assert wrong.count(whole_heads) == 1
     (tmp_path / "drafts/wrong.py").write_text(f"{wrong}\n\n{names}")
     command = next(command for command in printed if "hf-to-native" in command).replace("PYTHONPATH=.", "")
     environment = {**os.environ, "PYTHONPATH": "drafts", "OMP_NUM_THREADS": "1"}

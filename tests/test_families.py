@@ -12,7 +12,7 @@ import torch
 from megapar_models.convert.config_json import to_hugging_face
 from megapar_models.families.gpt import GPTStage
 from megapar_models.registry import FAMILIES, find, validate, weight_options
-from megapar_models.rope import read_rope
+from megapar_models.rotary_fields import read_rope
 
 from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import read_manifest
@@ -80,7 +80,7 @@ def test_the_toy_family_is_short() -> None:
         ("no_such_package.model:FAMILY", r"cannot be imported \(ModuleNotFoundError: No module named 'no_such_pack"),
         ("tests.toy_family:FAMILIES", r"cannot be imported \(AttributeError: .*FAMILIES"),
         ("tests.toy_family:ParallelStage", "is type, not a megapar_models.family.Family"),
-        ("megapar_models.families.llama:_DEFAULTS", "is dict, not a megapar_models.family.Family"),
+        ("megapar_models.families.llama:_FIXED", "is dict, not a megapar_models.family.Family"),
     ],
 )
 def test_a_family_that_is_none_is_refused_in_one_line(family: str, said: str) -> None:

@@ -15,7 +15,7 @@ from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.families.qwen3_moe import Qwen3MoeExperts
 from megapar_models.registry import FAMILIES, presets, validate
-from megapar_models.rotary_options import RopeScaling
+from megapar_models.rotary import RopeScaling
 from megapar_tools.verify import logical
 from torch.utils.flop_counter import FlopCounterMode
 

@@ -236,7 +236,7 @@ def test_fused_and_transposed_tensors_are_seen(tmp_path: Path) -> None:
     assert fused == {f"layers.*.attention.{part}" for part in "qkv"}
     found = sketch_of(saved(tmp_path / "gpt2", "gpt2", {"n_inner": 76}))
     assert found.layouts["transformer.h.*.mlp.c_fc"] == "Packing(transposed=True)"
-    assert found.decide == ["transformer.h.*.attn.c_attn: are its rows q, then k, then v, or head by head (LAYOUTS)?"]
+    assert found.decide == ["transformer.h.*.attn.c_attn: are its rows q, then k, then v, or head by head (layouts)?"]
     assert found.missing == [
         "tensors transformer.wpe.weight: learned positions, which family gpt has and no rule",
     ]

@@ -1,13 +1,56 @@
-"""The fields of a mixture of experts in a config.json of Hugging Face, for the families with experts."""
+"""The fields of a mixture of experts in a config.json: `RoutedExperts`, and what codecs of single families share."""
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from megapar.base.errors import ConfigError
 from megapar.config.messages import shown
 from megapar.config.model_options import MixtureModel, MoEConfig
-from megapar_models.family import Raw, typed, wrong_types
-from megapar_models.rope import factor_warnings
+from megapar_models.family import Codec, Raw, typed, wrong_types
+
+
+@dataclass(frozen=True)
+class Balanced(Codec):
+    """What all codecs of experts say of transformers' loss of balance."""
+
+    def warnings(self, raw: Raw, family: str) -> Iterator[str]:
+        if raw.get("output_router_logits"):
+            # Its loss depends on the micro-batch.
+            text = "is not read: model.moe.balance says which loss balances the experts"
+            yield f"config.json: output_router_logits=true {text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutedExperts(Balanced):
+    """A mixture of experts in every layer, or in those that a family chooses."""
+
+    names: Mapping[str, str]
+    """From their fields to options of model.moe."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Further names that are read, and not written: transformers 5 writes num_local_experts, version 4 wrote others."""
+    defaults: Raw
+    """transformers' defaults for absent fields. A field without a default must be there."""
+    always: Mapping[str, Any] = field(default_factory=dict)
+    """Options of model.moe that every model has, each with its only value."""
+    has_bias: bool = False
+    """Whether routers have a bias that selects experts. Then those of all models have one."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        moe, problems = read_moe(raw, {**self.names, **self.aliases}, self.defaults)
+        balance: dict[str, Any] = {"balance": "bias"} if self.has_bias else {}
+        return {"moe": MoEConfig(**self.always, **balance, **moe)}, problems
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        refuse_unwritable(model, fields["model_type"], self.always, self.refusals(model), has_bias=self.has_bias)
+        fields |= {theirs: getattr(model.moe, ours) for theirs, ours in self.names.items()}
+        if "moe_intermediate_size" not in self.names.values():
+            # All layers have experts, so their width is the only one.
+            fields["intermediate_size"] = model.moe.moe_intermediate_size
+
+    def refusals(self, model: Any) -> Iterable[str]:
+        """Yield what else keeps a model from being written."""
+        return ()
 
 
 def read_moe(raw: Raw, names: Mapping[str, str], defaults: Raw) -> tuple[dict[str, Any], list[str]]:
@@ -38,17 +81,6 @@ def read_moe(raw: Raw, names: Mapping[str, str], defaults: Raw) -> tuple[dict[st
     return ({} if problems else typed(values, MoEConfig)), problems
 
 
-def mixture_warnings(raw: Raw) -> list[str]:
-    """Lines about fields with another meaning in transformers: YaRN's factor, and its loss of balance."""
-    lines = factor_warnings(raw)
-    if raw.get("output_router_logits"):
-        # Its loss depends on the micro-batch.
-        lines.append(
-            "config.json: output_router_logits=true is not read: model.moe.balance says which loss balances the experts"
-        )
-    return lines
-
-
 def refuse_unwritable(
     model: MixtureModel, model_type: str, fixed: Mapping[str, Any], because: Iterable[str], *, has_bias: bool = False
 ) -> None:
@@ -72,16 +104,3 @@ def refuse_unwritable(
         problems.append(f"model.moe.balance={model.moe.balance}: {model_type} of transformers has bias")
     if problems:
         raise ConfigError("\n".join(problems))
-
-
-def refuse_windows(raw: Raw, model_type: str) -> Iterator[str]:
-    """Yield a problem if a sliding window applies to positions of the model. Any other window is allowed."""
-    # What transformers takes for an absent window, and whether it uses one.
-    window = raw.get("sliding_window", None if model_type == "mixtral" else 4096)
-    used = model_type == "mixtral" or raw.get("use_sliding_window", False)
-    longest = raw["max_position_embeddings"]
-    if used and window is not None and window < longest:
-        yield (
-            f"sliding_window={window} is not supported below max_position_embeddings={longest}; with that set to "
-            f"{window} the window never applies"
-        )

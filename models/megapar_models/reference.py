@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megapar.config.model_options import MixtureModel, ModelConfig
-from megapar_models.rotary_options import RotaryModel
+from megapar_models.rotary import RotaryModel
 
 Tensors = Mapping[str, Tensor]  # logical tensors by name
 Part = Callable[[Any, Tensors, str, Tensor], Tensor]  # with the model's options, the name of a module and its input

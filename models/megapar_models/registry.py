@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -154,7 +155,10 @@ def _rules(
     family = find(config.model.family)
 
     def problems(config: Config, model: Any) -> Iterator[str]:
-        yield from family.problems(config, model)
+        names = family.hugging_face
+        # Codecs of several model types may tell the same.
+        of_codecs = names.problems(config, model) if names else ()
+        yield from dict.fromkeys(chain(of_codecs, family.problems(config, model)))
         own = kinds_of(model) if kinds is None else kinds
         yield from _attention_problems(config, own)
         yield from _clip_problems(config, own)

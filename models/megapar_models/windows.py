@@ -1,4 +1,4 @@
-"""Sliding windows: their options, the window of each layer, and their fields in a config.json.
+"""Sliding windows: their options, the window of each layer, and their fields in a config.json (`Windows`, `OneWindow`).
 
 All families with windows by layer share this module.
 """
@@ -11,9 +11,8 @@ from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION
 from megapar.config.options import Config
-from megapar_models.family import Raw
-from megapar_models.rope import scaling_problems
-from megapar_models.rotary_options import RotaryModel
+from megapar_models.family import Codec, Raw
+from megapar_models.rotary import Rotary, RotaryModel
 
 FULL = "full_attention"
 SLIDING = "sliding_attention"
@@ -43,15 +42,24 @@ def window_of(model: WindowModel, number: int) -> int:
     return model.sliding_window
 
 
+@dataclass(frozen=True)
+class LocalRopeModel(WindowModel):
+    """The options of a family whose layers with a window may have a rotary table of their own."""
+
+    rope_local_base_freq: float = field(default=0.0, metadata=OF_FUNCTION)
+    """Base of the rotary wavelengths, not scaled, of layers with a window; 0: they have those of the other layers."""
+
+
+def rotary_of(model: LocalRopeModel, number: int) -> Rotary:
+    """The rotary table of a layer."""
+    if model.rope_local_base_freq and not is_full(model, number):
+        return Rotary(model.rope_local_base_freq, model.head_dim)
+    return Rotary.of(model)
+
+
 def full_every(interval: int, layers: int) -> list[str]:
     """A type for each layer: each layer numbered by a multiple of `interval`, counted from 1, has no window."""
     return [SLIDING if number % interval else FULL for number in range(1, layers + 1)]
-
-
-def rotary_problems(config: Config, model: WindowModel) -> Iterator[str]:
-    """Yield the problems of the rotary options and of the windows."""
-    yield from scaling_problems(config, model)
-    yield from window_problems(config, model)
 
 
 def window_problems(config: Config, model: WindowModel) -> Iterator[str]:
@@ -71,6 +79,92 @@ def window_problems(config: Config, model: WindowModel) -> Iterator[str]:
 
 
 # Hugging Face
+
+
+@dataclass(frozen=True)
+class Windows(Codec):
+    """Windows of some layers, by `layer_types` or by a rule of transformers for files without it."""
+
+    window: int | None = None
+    """transformers' window for an absent sliding_window."""
+    every: int = 0
+    """Each layer of a multiple of this number reads all keys, counted from 1. 0: all layers have the window."""
+    pattern: str = ""
+    """The field for another number than `every`."""
+    switch: str = ""
+    """The field that turns windows on."""
+    keeps_unused: bool = False
+    """Whether a window that no token ever leaves is kept: the family asks whether there is one."""
+    layers: int = 0
+    """transformers' number of layers for an absent num_hidden_layers."""
+
+    def types(self, raw: Raw) -> Sequence[str]:
+        """Return the type of each layer."""
+        stated = raw.get("layer_types")
+        count = raw.get("num_hidden_layers", self.layers)
+        every = raw.get(self.pattern, self.every) if self.pattern else self.every
+        if not stated and self.every:
+            return full_every(every, count)
+        return stated or [SLIDING if self._window(raw) else FULL] * count
+
+    def _window(self, raw: Raw) -> Any:
+        if self.switch and not raw.get(self.switch, False):
+            return None
+        return raw.get("sliding_window", self.window)
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        return read_windows(raw, self._window(raw), self.types(raw), keeps_unused=self.keeps_unused)
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        types = [FULL if is_full(model, number) else SLIDING for number in range(model.num_hidden_layers)]
+        fields |= {"sliding_window": model.sliding_window or None, "layer_types": types}
+        if self.switch:
+            fields |= {self.switch: model.sliding_window > 0}
+
+    def problems(self, config: Config, model: Any) -> Iterator[str]:
+        return window_problems(config, model)
+
+
+@dataclass(frozen=True)
+class OneWindow(Codec):
+    """The same window in all layers, or none."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        window, layers = raw.get("sliding_window"), raw.get("num_hidden_layers")
+        if window is None or not isinstance(layers, int):
+            return {}, []
+        return read_windows(raw, window, [SLIDING] * layers)
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        if model.layer_types:
+            text = f"{fields['model_type']} of Hugging Face has the same window in all layers"
+            raise ConfigError(f"model.layer_types: {text}")
+        fields |= {"sliding_window": model.sliding_window or None}
+
+    def problems(self, config: Config, model: Any) -> Iterator[str]:
+        return window_problems(config, model)
+
+
+@dataclass(frozen=True)
+class NoWindow(Codec):
+    """No window: the family has none, and refuses files of models with one that some token leaves."""
+
+    window: int | None = None
+    """transformers' window for an absent sliding_window."""
+    switch: str = ""
+    """The field that turns windows on; "": there is none."""
+
+    def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
+        window, longest = raw.get("sliding_window", self.window), raw["max_position_embeddings"]
+        used = not self.switch or raw.get(self.switch, False)
+        if used and window is not None and window < longest:
+            yield (
+                f"sliding_window={window} is not supported below max_position_embeddings={longest}; with that set to "
+                f"{window} the window never applies"
+            )
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        fields |= {self.switch: False} if self.switch else {"sliding_window": None}
 
 
 def read_windows(
@@ -98,25 +192,3 @@ def read_windows(
     if FULL not in types:
         values["layer_types"] = ()
     return values, []
-
-
-def read_one_window(raw: Raw) -> tuple[dict[str, Any], list[str]]:
-    """As `read_windows`, for a model_type with the same window in all layers, or with none."""
-    window = raw.get("sliding_window")
-    layers = raw.get("num_hidden_layers")
-    if window is None or not isinstance(layers, int):
-        return {}, []
-    return read_windows(raw, window, [SLIDING] * layers)
-
-
-def write_one_window(model: WindowModel, model_type: str) -> dict[str, Any]:
-    """The field `sliding_window` of such a model_type. Raises ConfigError if only some layers have the window."""
-    if model.layer_types:
-        raise ConfigError(f"model.layer_types: {model_type} of Hugging Face has the same window in all layers")
-    return {"sliding_window": model.sliding_window or None}
-
-
-def write_windows(model: WindowModel) -> dict[str, Any]:
-    """The fields `sliding_window` and `layer_types` of a config.json."""
-    types = [FULL if is_full(model, number) else SLIDING for number in range(model.num_hidden_layers)]
-    return {"sliding_window": model.sliding_window or None, "layer_types": types}

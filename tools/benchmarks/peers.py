@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, cast
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megapar_models.rotary_options import RotaryModel
+from megapar_models.rotary import RotaryModel
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard

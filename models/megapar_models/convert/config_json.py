@@ -16,7 +16,7 @@ from megapar_models.convert.multimodal import MULTIMODAL, OTHER_PARTS, language_
 from megapar_models.convert.quantized import BLOCK
 from megapar_models.family import HuggingFace, typed, wrong_types
 from megapar_models.registry import FAMILIES, find
-from megapar_models.rope import contradictory_ropes
+from megapar_models.rotary_fields import contradictory_ropes
 
 # Tensors that old versions of transformers stored among the weights: causal masks and rotary wavelengths.
 _DERIVED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
@@ -157,12 +157,13 @@ def _examined(file: Mapping[str, Any], family: str, names: HuggingFace) -> tuple
     """The values of our options in a config.json, its problems, and the fields that nobody read."""
     type_name = str(file["model_type"])
     model_type = names.model_types[type_name]
+    defaults = {**names.defaults, **model_type.defaults}
     raw = _Read(file)
     problems = [*contradictory_ropes(file), *_unsupported(raw, model_type.fixed)]
     values: dict[str, Any] = {}
     for theirs, ours in names.fields.items():
-        value = raw.get(theirs, model_type.defaults.get(theirs))
-        if value is None and theirs not in model_type.defaults:
+        value = raw.get(theirs, defaults.get(theirs))
+        if value is None and theirs not in defaults:
             problems.append(f"{theirs} is missing")
         elif ours == "hidden_act" and value not in names.activations:
             problems.append(f"{theirs}={value!r} is not supported; {', '.join(names.activations)} are")
@@ -210,7 +211,8 @@ def _sequence_classes(names: HuggingFace | None) -> Iterable[str]:
 def warnings_of(raw: Mapping[str, Any], family: str = "") -> list[str]:
     """Lines about fields of a supported config.json without an option of ours and without effect on the result."""
     raw = understood(raw)
-    return _of_type(raw.get("model_type"), family)[1].warnings(raw)
+    name, names = _of_type(raw.get("model_type"), family)
+    return names.warnings(raw, find(name).name)
 
 
 def is_multimodal(raw: Mapping[str, Any]) -> bool:
@@ -267,7 +269,7 @@ def to_hugging_face(model: ModelConfig) -> dict[str, Any]:
     Raises ConfigError if no model_type can describe the model.
     """
     names = names_of(model)
-    raw = names.write(model, {theirs: getattr(model, ours) for theirs, ours in names.fields.items()})
+    raw = names.write(model)
     if model.head == "vocabulary":
         return raw
     if raw["model_type"] not in names.sequence_classes:

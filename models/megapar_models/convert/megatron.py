@@ -34,7 +34,7 @@ from megapar_models.convert.megatron_args import unsupported
 from megapar_models.convert.stream import CODES, check_finite
 from megapar_models.family import Megatron
 from megapar_models.registry import FAMILIES
-from megapar_models.rotary_options import RopeScaling
+from megapar_models.rotary import RopeScaling
 
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"

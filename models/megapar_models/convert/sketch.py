@@ -39,9 +39,8 @@ from megapar_models.convert.field_words import (
 )
 from megapar_models.convert.recipes import starred
 from megapar_models.family import Raw, wrong_types
-from megapar_models.partial_rotary import read_partial_rope
 from megapar_models.registry import FAMILIES
-from megapar_models.rope import stated_rope
+from megapar_models.rotary_fields import PartialRope, stated_rope
 from megapar_models.windows import FULL, SLIDING
 
 
@@ -194,7 +193,7 @@ def _read_rotary(found: Sketch) -> None:
     if any(isinstance(value, dict) for value in rope.values()):
         found.decide.append("rope_parameters: a rotary table for each kind of layer; family gemma2 has that")
     else:
-        found.decide += [f"rotary positions: {problem}" for problem in read_partial_rope(found.raw, 1e4, 1.0)[1]]
+        found.decide += [f"rotary positions: {problem}" for problem in PartialRope().read(found.raw, "")[1]]
     part = found.reads(ROTARY_PART)
     found.rotary_part = bool(part) or "partial_rotary_factor" in rope
     shown = ", ".join(f"{name}={found.raw[name]!r}" for name in (*given, *part))
@@ -406,7 +405,7 @@ def _read_matrices(found: Sketch, theirs: Mapping[str, Mapping[str, Sizes | None
     """Matrices of several of ours, and transposed ones."""
     fused = found.modules.get("layers.*.attention.q", "")
     if fused.rpartition(".")[2] in GROUPED:
-        found.decide.append(f"{fused}: are its rows q, then k, then v, or head by head (LAYOUTS)?")
+        found.decide.append(f"{fused}: are its rows q, then k, then v, or head by head (layouts)?")
     sizes = {ours: found.raw[name] for name, ours in found.sizes.items()}
     up = theirs.get(found.modules.get("layers.*.mlp.up", ""), {}).get("weight")
     if up == (sizes.get("hidden_size"), sizes.get("intermediate_size")) and up[0] != up[1]:
@@ -417,7 +416,7 @@ def _read_matrices(found: Sketch, theirs: Mapping[str, Mapping[str, Sizes | None
     if not any(_is_of_experts(found, module) for module in theirs):
         wanted.add("layers.*.mlp.down")
     if lacking := sorted(wanted - found.modules.keys()):
-        found.decide.append(f"no tensors were found for {', '.join(lacking)} (MODULES)")
+        found.decide.append(f"no tensors were found for {', '.join(lacking)} (modules)")
     if not found.raw.get("tie_word_embeddings") and "head" not in found.modules:
-        found.decide.append("no tensor was found for head, and tie_word_embeddings is not true (MODULES)")
+        found.decide.append("no tensor was found for head, and tie_word_embeddings is not true (modules)")
     found.modules.setdefault("head", "lm_head")

@@ -18,22 +18,22 @@ from typing import Any
 from megapar.base.errors import ConfigError
 from megapar.config.model_options import OF_FUNCTION
 from megapar.tensor_parallel.cross_entropy import LogitRule
-from megapar_models.families.llama import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.family import Family, HuggingFace, ModelType, Raw
+from megapar_models.families.llama import LLAMA
+from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.norms import NormRule
-from megapar_models.rope import factor_warnings, read_rope, write_rope
 from megapar_models.rotary import Rotary
+from megapar_models.rotary_fields import (
+    Rope,
+)
 from megapar_models.stage import Stage
 from megapar_models.tensor_layouts import Packing, Pairs
 from megapar_models.windows import (
     WindowModel,
+    Windows,
     full_every,
     is_full,
-    read_windows,
-    rotary_problems,
     window_of,
-    write_windows,
 )
 
 
@@ -71,70 +71,51 @@ class CohereStage(Stage[CohereModel]):
         return Ends(logits=LogitRule(model.logit_scale))
 
 
-_RENAMED = {"rms_norm_eps": "layer_norm_eps"}
-_FIELDS = {_RENAMED.get(name, name): name for name in (*SAME_FIELDS, "attention_bias", "logit_scale")}
-_DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "tie_word_embeddings": True}
-_DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": None, "head_dim": None, "attention_bias": False}
-_DEFAULTS |= {"logit_scale": 0.0625}
-_FIXED = {"attention_dropout": 0.0}
-# What the published files of cohere2 say of the model that transformers computes.
-_FIXED2: dict[str, Any] = {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_qk_norm": False}
-_FIXED2 |= {"order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True, "use_gated_activation": True}
-_ROTATED = tuple(f"layers.*.attention.{name}" for name in ("q", "k", "q_norm", "k_norm"))
-_LAYOUTS = {
-    "model.layers.*.self_attn.q_norm": Packing("num_attention_heads", by_group=True),
-    "model.layers.*.self_attn.k_norm": Packing("num_key_value_heads", by_group=True),
-}
-_MODEL_TYPES = {
-    "cohere": ModelType(_DEFAULTS, _FIXED),
-    "cohere2": ModelType(_DEFAULTS, _FIXED | _FIXED2),
-}
+class _KeyNorms(Codec):
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        return {"qk_norm": raw.get("use_qk_norm", False)}, []
+
+    def write(self, model: CohereModel, fields: dict[str, Any]) -> None:
+        fields |= {"use_qk_norm": model.qk_norm}
+
+
+class _Windows(Windows):
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        windows, problems = super().read(raw, model_type)
+        if not windows and not problems:
+            problems = ["sliding_window=None is not supported; a number of keys is"]
+        return windows, problems
+
+    def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
+        """Yield what other names of the fields of cohere2 say that the fields themselves do not."""
+        tied = raw.get("tie_word_embeddings", True)
+        if raw.get("use_embedding_sharing", tied) != tied:
+            text = f"is not supported beside tie_word_embeddings={tied}"
+            yield f"use_embedding_sharing={raw['use_embedding_sharing']} {text}"
+        switch = raw.get("layer_switch")
+        if switch is not None and (switch < 1 or list(self.types(raw)) != full_every(switch, raw["num_hidden_layers"])):
+            yield f"layer_switch={switch} is not supported unless each layer of that number has no window"
+
+
+def _type_of(model: CohereModel) -> str:
+    if not model.sliding_window:
+        return "cohere"
+    if model.qk_norm:
+        raise ConfigError("model.qk_norm, model.sliding_window: cohere2 of Hugging Face has no norms of q and k")
+    return "cohere2"
 
 
 def _pairs(model: CohereModel) -> dict[str, Pairs]:
     """Return the tensors of q and k, whose rotary pairs are neighbors in Hugging Face's files."""
-    return dict.fromkeys(_ROTATED, Pairs(model.head_dim, 0, model.head_dim))
+    names = (f"layers.*.attention.{name}" for name in ("q", "k", "q_norm", "k_norm"))
+    return dict.fromkeys(names, Pairs(model.head_dim, 0, model.head_dim))
 
 
-def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
-    """Rotary embedding and windows from a config.json; returns option values and problems."""
-    if model_type == "cohere":
-        values, problems = read_rope(raw, default_theta=500000.0)
-        return values | {"qk_norm": raw.get("use_qk_norm", False)}, problems
-    values, problems = read_rope(raw, default_theta=10000.0)
-    pattern = raw.get("sliding_window_pattern", 4)
-    types = raw.get("layer_types") or full_every(pattern, raw.get("num_hidden_layers", 0))
-    # A window decides on positions too, however long it is.
-    windows, wrong = read_windows(raw, raw.get("sliding_window", 4096), types, keeps_unused=True)
-    if not windows and not wrong:
-        wrong = ["sliding_window=None is not supported; a number of keys is"]
-    return values | windows, [*problems, *wrong]
-
-
-def _judge(raw: Raw, model_type: str) -> Iterator[str]:
-    """Yield what other names of the fields of cohere2 say that the fields themselves do not."""
-    if model_type != "cohere2":
-        return
-    tied = raw.get("tie_word_embeddings", True)
-    if raw.get("use_embedding_sharing", tied) != tied:
-        yield f"use_embedding_sharing={raw['use_embedding_sharing']} is not supported beside tie_word_embeddings={tied}"
-    layers = raw["num_hidden_layers"]
-    types = raw.get("layer_types") or full_every(raw.get("sliding_window_pattern", 4), layers)
-    switch = raw.get("layer_switch")
-    if switch is not None and (switch < 1 or list(types) != full_every(switch, layers)):
-        yield f"layer_switch={switch} is not supported unless each layer of that number has no window"
-
-
-def _write(model: CohereModel, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of `model`. Raises ConfigError if neither model_type represents it."""
-    fields |= write_rope(model)
-    if not model.sliding_window:
-        fields |= {"use_qk_norm": model.qk_norm}
-        return {"model_type": "cohere", "architectures": ["CohereForCausalLM"], **fields}
-    if model.qk_norm:
-        raise ConfigError("model.qk_norm, model.sliding_window: cohere2 of Hugging Face has no norms of q and k")
-    return {"model_type": "cohere2", "architectures": ["Cohere2ForCausalLM"], **fields, **write_windows(model)}
-
+# What the published files of cohere2 say of the model that transformers computes.
+_FIXED2 = {"attention_dropout": 0.0, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_qk_norm": False}
+_FIXED2 |= {"order_of_interleaved_layers": "local_attn_first", "use_parallel_block": True, "use_gated_activation": True}
+# A window decides on positions too, however long it is.
+_WINDOWS = _Windows(4096, every=4, pattern="sliding_window_pattern", keeps_unused=True)
 
 COHERE = Family(
     name="cohere",
@@ -142,22 +123,25 @@ COHERE = Family(
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=CohereModel,
     even_head_dim=True,
-    problems=rotary_problems,
-    hugging_face=HuggingFace(
-        model_types=_MODEL_TYPES,
-        modules=MODULES_BUT_MLP | MLP_MODULES,
-        layouts=_LAYOUTS,
+    hugging_face=like(
+        LLAMA,
+        model_types={
+            "cohere": ModelType(
+                "CohereForCausalLM", fixed={"attention_dropout": 0.0}, codecs=(Rope(500000.0), _KeyNorms())
+            ),
+            "cohere2": ModelType("Cohere2ForCausalLM", fixed=_FIXED2, codecs=(Rope(), _WINDOWS)),
+        },
+        type_of=_type_of,
+        layouts={
+            "model.layers.*.self_attn.q_norm": Packing("num_attention_heads", by_group=True),
+            "model.layers.*.self_attn.k_norm": Packing("num_key_value_heads", by_group=True),
+        },
         pairs=_pairs,
-        fields=_FIELDS,
-        activations=ACTIVATIONS,
-        tied=TIED,
+        fields={"layer_norm_eps": "rms_norm_eps", **same("attention_bias", "logit_scale")},
+        defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": False, "logit_scale": 0.0625},
         # The last one is of how it was trained.
         without_effect=(
             *("_sliding_window_pattern", "cache_implementation", "model_max_length", "use_parallel_embedding"),
         ),
-        read=_read,
-        judge=_judge,
-        write=_write,
-        warnings=factor_warnings,
     ),
 )

@@ -11,13 +11,14 @@ from typing import Any
 
 from typing_extensions import TypeVar
 
-from megapar_models.families.llama import MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.family import Family, HuggingFace, ModelType, Raw
+from megapar_models.families.llama import LLAMA
+from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.norms import NormRule
-from megapar_models.rope import factor_warnings, read_rope, scaling_problems, write_rope
-from megapar_models.rotary import Rotary
-from megapar_models.rotary_options import RotaryModel
+from megapar_models.rotary import Rotary, RotaryModel
+from megapar_models.rotary_fields import (
+    Rope,
+)
 from megapar_models.stage import Stage
 
 
@@ -49,51 +50,32 @@ class GemmaStage(Stage[G]):
         return Ends(embedding_multiplier=math.sqrt(model.hidden_size))
 
 
-FIELDS = {name: name for name in (*SAME_FIELDS, "attention_bias")}
-DEFAULTS: dict[str, Any] = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "initializer_range": 0.02,
-    "head_dim": 256,
-}
-DEFAULTS |= {"attention_bias": False, "hidden_act": "gelu_pytorch_tanh"}
-ACTIVATIONS = ("gelu_pytorch_tanh", "silu", "relu2")
+class Causal(Codec):
+    """Attention to earlier tokens alone."""
 
-
-def bidirectional(raw: Raw) -> list[str]:
-    """A problem if attention reads later tokens too."""
-    if raw.get("use_bidirectional_attention"):
-        return ["use_bidirectional_attention=true is not supported; attention is causal"]
-    return []
-
-
-def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
-    """Rotary embedding from a config.json; returns option values and problems."""
-    values, problems = read_rope(raw, default_theta=10000.0)
-    return values, [*problems, *bidirectional(raw)]
-
-
-def _write(model: GemmaModel, fields: dict[str, Any]) -> dict[str, Any]:
-    return {"model_type": "gemma", "architectures": ["GemmaForCausalLM"], **fields, **write_rope(model)}
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        if raw.get("use_bidirectional_attention"):
+            return {}, ["use_bidirectional_attention=true is not supported; attention is causal"]
+        return {}, []
 
 
 GEMMA = Family(
     name="gemma",
     stage=GemmaStage,
-    activations=ACTIVATIONS,
+    activations=("gelu_pytorch_tanh", "silu", "relu2"),
     options=GemmaModel,
     even_head_dim=True,
-    problems=scaling_problems,
-    hugging_face=HuggingFace(
-        model_types={"gemma": ModelType({"num_key_value_heads": 16, **DEFAULTS}, {"attention_dropout": 0.0})},
-        modules=MODULES_BUT_MLP | MLP_MODULES,
-        fields=FIELDS,
+    hugging_face=like(
+        LLAMA,
+        model_types={"gemma": ModelType("GemmaForCausalLM", fixed={"attention_dropout": 0.0})},
+        codecs=(Rope(), Causal()),
+        fields=same("attention_bias"),
+        defaults={
+            **{"tie_word_embeddings": True, "num_key_value_heads": 16, "head_dim": 256, "attention_bias": False},
+            "hidden_act": "gelu_pytorch_tanh",
+        },
         # Its first files say gelu and mean the approximation by tanh, and so transformers reads them.
-        activations={**{name: name for name in ACTIVATIONS}, "gelu": "gelu_pytorch_tanh"},
-        tied=TIED,
+        activations={**same("gelu_pytorch_tanh", "silu", "relu2"), "gelu": "gelu_pytorch_tanh"},
         without_effect=("hidden_activation",),  # transformers reads hidden_act
-        read=_read,
-        write=_write,
-        warnings=factor_warnings,
     ),
 )

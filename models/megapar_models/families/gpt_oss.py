@@ -15,19 +15,23 @@ The gpt-oss family: its options, and its names at Hugging Face.
 Files with experts in mxfp4 are read exactly. What is written has them in bf16.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from megapar.config.model_options import OF_FUNCTION, MoEConfig
-from megapar_models.families.llama import MODULES_BUT_MLP, SAME_FIELDS, TIED
+from megapar.config.model_options import OF_FUNCTION
+from megapar_models.families.llama import LLAMA
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
-from megapar_models.family import Family, HuggingFace, ModelType, overlaid
+from megapar_models.family import Codec, Family, ModelType, Raw, like, overlaid, same
 from megapar_models.layer_kind import LayerKind
-from megapar_models.moe_fields import mixture_warnings, read_moe, refuse_unwritable
-from megapar_models.rope import read_rope, scaling_problems, write_rope
+from megapar_models.moe_fields import RoutedExperts
+from megapar_models.rotary_fields import (
+    Rope,
+)
 from megapar_models.tensor_layouts import Packing
-from megapar_models.windows import full_every
+from megapar_models.windows import (
+    full_every,
+)
 
 
 @dataclass(frozen=True)
@@ -61,63 +65,40 @@ class GptOssStage(MixtralStage[GptOssModel]):
         )
 
 
-_EXPERTS = "model.layers.*.mlp.experts"
-_MODULES = {
-    "layers.*.attention.sinks": "model.layers.*.self_attn.sinks",
-    "layers.*.mlp.router": "model.layers.*.mlp.router",
-    "layers.*.mlp.router.logit_bias": "model.layers.*.mlp.router.bias",
-}
-for _name, _theirs in {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}.items():
-    _MODULES[f"layers.*.mlp.experts.*.{_name}.weight"] = f"{_EXPERTS}.{_theirs}"
-    _MODULES[f"layers.*.mlp.experts.*.{_name}.bias"] = f"{_EXPERTS}.{_theirs}_bias"
-_LAYOUTS = {
-    f"{_EXPERTS}.gate_up_proj": Packing("rows", transposed=True),  # even columns are gates, odd ones ups
-    f"{_EXPERTS}.gate_up_proj_bias": Packing("rows"),
-    f"{_EXPERTS}.down_proj": Packing(transposed=True),
-}
-_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "initializer_range": 0.02}
-_DEFAULTS |= {"num_key_value_heads": 8, "head_dim": 64, "attention_bias": True, "swiglu_limit": 7.0}
-_DEFAULTS |= {"sliding_window": 128}
-_FIXED = {"attention_dropout": 0.0, "swiglu_alpha": 1.702, "partial_rotary_factor": 1.0}
-_MOE = {
-    "num_local_experts": "num_experts",
-    "num_experts": "num_experts",
-    "num_experts_per_tok": "num_experts_per_tok",
-    "router_aux_loss_coef": "router_aux_loss_coef",
-}
-_MOE_DEFAULTS = {"num_local_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001}
+class _Rope(Rope):
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        if raw.get("rope_parameters") is None and "rope_scaling" not in raw:
+            raw = overlaid(raw, {"rope_scaling": _ROPE})
+        return super().read(raw, model_type)
+
+
+class _Windows(Codec):
+    def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
+        if raw.get("sliding_window", 128) is None:
+            yield "sliding_window=null is not supported; transformers fails with it"
+        types = full_every(2, raw["num_hidden_layers"])
+        if (raw.get("layer_types") or types) != types:
+            yield "layer_types is not supported unless it alternates, beginning with sliding_attention"
+
+    def write(self, model: GptOssModel, fields: dict[str, Any]) -> None:
+        fields |= {"layer_types": full_every(2, model.num_hidden_layers), "swiglu_alpha": 1.702}
+
+
 # What transformers takes if a config.json has no field about rotary positions.
 _ROPE = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False}
 _ROPE |= {"original_max_position_embeddings": 4096}
-
-
-def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
-    """Rotary embedding and experts from a config.json; returns option values and problems."""
-    stated = raw
-    if raw.get("rope_parameters") is None and "rope_scaling" not in raw:
-        stated = overlaid(raw, {"rope_scaling": _ROPE})
-    values, problems = read_rope(stated, default_theta=150000.0)
-    moe, wrong = read_moe(raw, _MOE, _MOE_DEFAULTS)
-    values["moe"] = MoEConfig(norm_topk_prob=True, moe_intermediate_size=raw.get("intermediate_size", 2880), **moe)
-    return values, [*problems, *wrong]
-
-
-def _judge(raw: Mapping[str, Any], _: str) -> Iterator[str]:
-    if raw.get("sliding_window", 128) is None:
-        yield "sliding_window=null is not supported; transformers fails with it"
-    types = full_every(2, raw["num_hidden_layers"])
-    if (raw.get("layer_types") or types) != types:
-        yield "layer_types is not supported unless it alternates, beginning with sliding_attention"
-
-
-def _write(model: GptOssModel, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of `model`. Raises ConfigError if gpt_oss does not represent it."""
-    refuse_unwritable(model, "gpt_oss", {"norm_topk_prob": True}, ())
-    fields |= {theirs: getattr(model.moe, ours) for theirs, ours in _MOE.items() if theirs != "num_experts"}
-    fields |= {"intermediate_size": model.moe.moe_intermediate_size}
-    fields |= {"layer_types": full_every(2, model.num_hidden_layers), "swiglu_alpha": 1.702, **write_rope(model)}
-    return {"model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], **fields}
-
+_MOE = RoutedExperts(
+    names={
+        "num_local_experts": "num_experts",
+        **same("num_experts_per_tok", "router_aux_loss_coef"),
+        "intermediate_size": "moe_intermediate_size",
+    },
+    aliases=same("num_experts"),
+    defaults={"num_local_experts": 128, "num_experts_per_tok": 4, "router_aux_loss_coef": 0.001},
+    always={"norm_topk_prob": True},
+)
+_EXPERTS = "model.layers.*.mlp.experts"
+_MATRICES = {"gate": "gate_up_proj", "up": "gate_up_proj", "down": "down_proj"}
 
 GPT_OSS = Family(
     name="gpt_oss",
@@ -125,19 +106,35 @@ GPT_OSS = Family(
     activations=("silu",),
     options=GptOssModel,
     even_head_dim=True,
-    problems=scaling_problems,
-    hugging_face=HuggingFace(
-        model_types={"gpt_oss": ModelType(_DEFAULTS, _FIXED)},
-        modules=MODULES_BUT_MLP | _MODULES,
-        layouts=_LAYOUTS,
-        fields={name: name for name in (*SAME_FIELDS, "attention_bias", "swiglu_limit", "sliding_window")},
-        activations={"silu": "silu"},
-        tied=TIED,
+    hugging_face=like(
+        LLAMA,
+        model_types={
+            "gpt_oss": ModelType(
+                "GptOssForCausalLM",
+                fixed={"attention_dropout": 0.0, "swiglu_alpha": 1.702, "partial_rotary_factor": 1.0},
+            )
+        },
+        codecs=(_MOE, _Windows(), _Rope(150000.0)),
+        modules={
+            **dict.fromkeys(f"layers.*.mlp.{name}" for name in ("gate", "up", "down")),
+            "layers.*.attention.sinks": "model.layers.*.self_attn.sinks",
+            "layers.*.mlp.router": "model.layers.*.mlp.router",
+            "layers.*.mlp.router.logit_bias": "model.layers.*.mlp.router.bias",
+            **{f"layers.*.mlp.experts.*.{our}.weight": f"{_EXPERTS}.{their}" for our, their in _MATRICES.items()},
+            **{f"layers.*.mlp.experts.*.{our}.bias": f"{_EXPERTS}.{their}_bias" for our, their in _MATRICES.items()},
+        },
+        layouts={
+            f"{_EXPERTS}.gate_up_proj": Packing("rows", transposed=True),  # even columns are gates, odd ones ups
+            f"{_EXPERTS}.gate_up_proj_bias": Packing("rows"),
+            f"{_EXPERTS}.down_proj": Packing(transposed=True),
+        },
+        fields=same("attention_bias", "swiglu_limit", "sliding_window"),
+        defaults={
+            **{"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 64},
+            **{"attention_bias": True, "swiglu_limit": 7.0, "sliding_window": 128},
+        },
+        activations=same("silu"),
         # The names of the first two in the original program, beside those that transformers reads.
         without_effect=("initial_context_length", "experts_per_token"),
-        read=_read,
-        judge=_judge,
-        write=_write,
-        warnings=mixture_warnings,
     ),
 )

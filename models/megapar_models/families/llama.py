@@ -27,7 +27,7 @@ megapar_models.stage: the model from tokens to the loss.
 It reads `model_type` llama, mistral, ministral, qwen2, qwen3 and seed_oss, as transformers 4 and 5 write them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,14 +35,24 @@ from typing_extensions import TypeVar
 
 from megapar.base.errors import ConfigError
 from megapar.config.messages import shown
-from megapar_models.family import Family, HuggingFace, Megatron, ModelType, dropout_warnings, refuse_uneven_heads
+from megapar_models.codecs import Dropouts, EvenHeads
+from megapar_models.family import Codec, Family, HuggingFace, Megatron, ModelType, Raw, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.reference import llama_logits
-from megapar_models.rope import factor_warnings, read_rope, write_rope
 from megapar_models.rotary import Rotary
+from megapar_models.rotary_fields import (
+    Rope,
+)
 from megapar_models.stage import Stage
-from megapar_models.windows import FULL, SLIDING, WindowModel, read_windows, rotary_problems, window_of, write_windows
+from megapar_models.windows import (
+    FULL,
+    SLIDING,
+    WindowModel,
+    Windows,
+    read_windows,
+    window_of,
+)
 
 
 @dataclass(frozen=True)
@@ -78,99 +88,66 @@ class LlamaStage(Stage[L]):
         )
 
 
-# Everything but the MLP. Families with the same attention and norms share it.
-MODULES_BUT_MLP = {
-    "embedding": "model.embed_tokens",
-    "layers.*.attention_norm": "model.layers.*.input_layernorm",
-    "layers.*.attention.q": "model.layers.*.self_attn.q_proj",
-    "layers.*.attention.k": "model.layers.*.self_attn.k_proj",
-    "layers.*.attention.v": "model.layers.*.self_attn.v_proj",
-    "layers.*.attention.o": "model.layers.*.self_attn.o_proj",
-    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
-    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
-    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-    "norm": "model.norm",
-    "head": "lm_head",
-}
-MLP_MODULES = {
-    "layers.*.mlp.gate": "model.layers.*.mlp.gate_proj",
-    "layers.*.mlp.up": "model.layers.*.mlp.up_proj",
-    "layers.*.mlp.down": "model.layers.*.mlp.down_proj",
-}
-PLAIN_MLP_MODULES = {ours: theirs for ours, theirs in MLP_MODULES.items() if not ours.endswith("gate")}
-# Fields of config.json whose names are those of our options.
-SAME_FIELDS = (
-    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "vocab_size", "max_position_embeddings"),
-    *("hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range"),
-)
-ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_pytorch_tanh", "relu2": "relu2"}
-TIED = {"lm_head.weight": "model.embed_tokens.weight"}
-_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-6, "tie_word_embeddings": False, "initializer_range": 0.02}
-_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0}
-# Fields that transformers does not read for this model_type: with another value somebody expects something else.
-_NO_BIAS = {**_FIXED, "attention_bias": False, "mlp_bias": False}
-_MODEL_TYPES = {
-    "llama": ModelType(
-        {**_DEFAULTS, "num_key_value_heads": None, "head_dim": None},
-        {**_FIXED, "is_llama_config": True, "rope_interleaved": False},  # in SmolLM2's files
-    ),
-    "mistral": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": None}, _NO_BIAS),
-    "ministral": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": None}, _NO_BIAS),
-    # Its q, k and v have biases, though its config.json has no field for them.
-    "qwen2": ModelType(
-        {**_DEFAULTS, "num_key_value_heads": 32, "head_dim": None},
-        {**_FIXED, "attention_bias": True, "mlp_bias": False, "use_mrope": False},
-    ),
-    "qwen3": ModelType({**_DEFAULTS, "num_key_value_heads": 32, "head_dim": 128}, {**_FIXED, "mlp_bias": False}),
-    # Its files have dropouts of 0.1 (see _warnings).
-    "seed_oss": ModelType({**_DEFAULTS, "num_key_value_heads": 8, "head_dim": 128}, {"partial_rotary_factor": 1.0}),
-}
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "ministral": "Ministral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
-_CLASSES |= {"seed_oss": "SeedOss"}
-_SEQUENCE_CLASSES = {
-    name: f"{_CLASSES[name]}ForSequenceClassification" for name in ("llama", "mistral", "qwen2", "qwen3")
-}
+class _Biases(Codec):
+    """Biases, and norms of queries and keys."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        biased = model_type == "qwen2"  # its config.json has no field for them
+        if model_type in ("llama", "qwen3", "seed_oss"):
+            biased = raw.get("attention_bias", model_type == "seed_oss")
+        out_bias = biased and model_type in ("llama", "qwen3")
+        if model_type == "seed_oss":
+            out_bias = raw.get("attention_out_bias", False)
+        biases = {"attention_bias": biased, "attention_out_bias": out_bias, "mlp_bias": raw.get("mlp_bias", False)}
+        return {**biases, "qk_norm": model_type == "qwen3"}, []
+
+    def write(self, model: LlamaModel, fields: dict[str, Any]) -> None:
+        if fields["model_type"] in ("llama", "seed_oss"):
+            fields |= {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
+        if fields["model_type"] == "seed_oss":
+            fields |= {"attention_out_bias": model.attention_out_bias}
+            fields |= {"attention_dropout": 0.0, "residual_dropout": 0.0}  # its own files have 0.1
+        if fields["model_type"] == "qwen3":
+            fields |= {"attention_bias": model.attention_bias}
 
 
-def _read(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list[str]]:
-    """Rotary embedding, biases, norms and windows from a config.json; returns option values and problems."""
-    values, problems = read_rope(raw, default_theta=10000.0)
-    values["qk_norm"] = model_type == "qwen3"
-    biased = model_type == "qwen2"
-    if model_type in ("llama", "qwen3", "seed_oss"):
-        biased = raw.get("attention_bias", model_type == "seed_oss")
-    values["attention_bias"] = biased
-    values["attention_out_bias"] = biased and model_type in ("llama", "qwen3")
-    if model_type == "seed_oss":
-        values["attention_out_bias"] = raw.get("attention_out_bias", False)
-    values["mlp_bias"] = raw.get("mlp_bias", False)
-    windows, wrong = _read_windows(raw, model_type)
-    return values | windows, [*problems, *wrong]
+class _Windows(Windows):
+    """Windows from some layer on, in the model types that have any."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        if model_type in ("llama", "seed_oss"):
+            return {}, []
+        layers, first = raw["num_hidden_layers"], 0  # the first layer with the window
+        window = raw.get("sliding_window", 4096)
+        if model_type in ("qwen2", "qwen3"):
+            stated = raw.get("max_window_layers")
+            first = 28 if stated is None else stated
+            if not raw.get("use_sliding_window", False):
+                window = None
+        if window is None:
+            first = layers
+        types = [SLIDING if number >= first else FULL for number in range(layers)]
+        if model_type != "mistral":
+            types = raw.get("layer_types") or types
+        return read_windows(raw, window, types)
+
+    def warnings(self, raw: Raw, family: str) -> Iterator[str]:
+        if raw.get("dual_chunk_attention_config"):
+            # Of Qwen2.5 with a million tokens. Another program cuts long texts by it.
+            yield "config.json: dual_chunk_attention_config is not read: as in transformers, chunks are not used"
+
+    def write(self, model: LlamaModel, fields: dict[str, Any]) -> None:
+        if fields["model_type"] in ("llama", "seed_oss"):
+            return
+        if fields["model_type"] in ("qwen2", "qwen3"):
+            fields |= {"use_sliding_window": model.sliding_window > 0}
+        super().write(model, fields)
+        if fields["model_type"] == "mistral":
+            del fields["layer_types"]  # it has none: all its layers have the window
 
 
-def _read_windows(raw: Mapping[str, Any], model_type: str) -> tuple[dict[str, Any], list[str]]:
-    """The windows as transformers fills absent fields."""
-    layers = raw.get("num_hidden_layers")
-    if model_type in ("llama", "seed_oss") or not isinstance(layers, int):
-        return {}, []  # there are none, or the missing number is reported elsewhere
-    window = raw.get("sliding_window", 4096)
-    first = 0  # layer with the window
-    if model_type in ("qwen2", "qwen3"):
-        stated = raw.get("max_window_layers")
-        first = 28 if stated is None else stated
-        if not raw.get("use_sliding_window", False):
-            window = None
-    if window is None:
-        first = layers
-    types = [SLIDING if number >= first else FULL for number in range(layers)]
-    if model_type != "mistral":
-        types = raw.get("layer_types") or types
-    return read_windows(raw, window, types)
-
-
-def _written_type(model: LlamaModel) -> str:
-    """The model_type of Hugging Face with these biases, norms and windows. Raises ConfigError if there is none."""
+def _type_of(model: LlamaModel) -> str:
+    """Return the model_type with these biases, norms and windows. Raises ConfigError if there is none."""
     biases = (model.attention_bias, model.attention_out_bias, model.mlp_bias)
     if model.qk_norm and model.attention_bias == model.attention_out_bias and not model.mlp_bias:
         return "qwen3"
@@ -186,34 +163,13 @@ def _written_type(model: LlamaModel) -> str:
     raise ConfigError(f"{options}: no model_type of Hugging Face has all this and nothing else")
 
 
-def _write(model: LlamaModel, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of `model`. Raises ConfigError if no model_type represents it."""
-    model_type = _written_type(model)
-    if model_type == "llama":
-        refuse_uneven_heads(model, "llama")
-    fields |= write_rope(model)
-    if model_type in ("llama", "seed_oss"):
-        fields |= {"attention_bias": model.attention_bias, "mlp_bias": model.mlp_bias}
-    if model_type == "seed_oss":
-        fields |= {"attention_out_bias": model.attention_out_bias, "attention_dropout": 0.0, "residual_dropout": 0.0}
-    if model_type == "qwen3":
-        fields |= {"attention_bias": model.attention_bias}
-    if model_type in ("qwen2", "qwen3"):
-        fields |= {"use_sliding_window": model.sliding_window > 0}
-    if model_type not in ("llama", "seed_oss"):
-        fields |= write_windows(model)
-    if model_type == "mistral":
-        del fields["layer_types"]  # it has none: all its layers have the window
-    return {"model_type": model_type, "architectures": [f"{_CLASSES[model_type]}ForCausalLM"], **fields}
-
-
-def _warnings(raw: Mapping[str, Any]) -> list[str]:
-    lines = [*factor_warnings(raw), *dropout_warnings(raw, "llama", "attention_dropout", "residual_dropout")]
-    if raw.get("dual_chunk_attention_config"):
-        # Of Qwen2.5 with a million tokens. Another program cuts long texts by it.
-        lines.append("config.json: dual_chunk_attention_config is not read: as in transformers, chunks are not used")
-    return lines
-
+_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0}
+# Fields that transformers does not read for this model_type: with another value somebody expects something else.
+_NO_BIAS = {**_FIXED, "attention_bias": False, "mlp_bias": False}
+_LLAMA = {**_FIXED, "is_llama_config": True, "rope_interleaved": False}  # in SmolLM2's files
+_QWEN2 = {**_FIXED, "attention_bias": True, "mlp_bias": False, "use_mrope": False}
+_SEED_OSS = {"num_key_value_heads": 8, "head_dim": 128}
+_LAYER = "model.layers.*"
 
 LLAMA = Family(
     name="llama",
@@ -222,19 +178,45 @@ LLAMA = Family(
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=LlamaModel,
     even_head_dim=True,
-    problems=rotary_problems,
     hugging_face=HuggingFace(
-        model_types=_MODEL_TYPES,
-        modules=MODULES_BUT_MLP | MLP_MODULES,
-        fields={name: name for name in SAME_FIELDS},
-        activations=ACTIVATIONS,
-        tied=TIED,
-        read=_read,
-        write=_write,
-        warnings=_warnings,
-        sequence_classes=_SEQUENCE_CLASSES,
+        model_types={
+            "llama": ModelType("LlamaForCausalLM", {}, _LLAMA, (EvenHeads(),), scores_sequences=True),
+            "mistral": ModelType("MistralForCausalLM", {"num_key_value_heads": 8}, _NO_BIAS, scores_sequences=True),
+            "ministral": ModelType("MinistralForCausalLM", {"num_key_value_heads": 8}, _NO_BIAS),
+            "qwen2": ModelType("Qwen2ForCausalLM", {"num_key_value_heads": 32}, _QWEN2, scores_sequences=True),
+            "qwen3": ModelType(
+                "Qwen3ForCausalLM",
+                {"num_key_value_heads": 32, "head_dim": 128},
+                {**_FIXED, "mlp_bias": False},
+                scores_sequences=True,
+            ),
+            "seed_oss": ModelType("SeedOssForCausalLM", _SEED_OSS, {"partial_rotary_factor": 1.0}),
+        },
+        type_of=_type_of,
+        codecs=(Rope(), Dropouts(("attention_dropout", "residual_dropout")), _Biases(), _Windows()),
+        fields=same(
+            *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
+            *("intermediate_size", "vocab_size", "max_position_embeddings"),
+            *("hidden_act", "rms_norm_eps", "tie_word_embeddings", "initializer_range"),
+        ),
+        defaults={
+            **{"num_key_value_heads": None, "head_dim": None, "hidden_act": "silu", "rms_norm_eps": 1e-6},
+            **{"tie_word_embeddings": False, "initializer_range": 0.02},
+        },
+        activations={**same("silu"), "swish": "silu", **same("gelu_pytorch_tanh", "relu2")},
         # Some of its model types have windows. The others do not read them. The last one is of the first Llama's files.
         without_effect=("sliding_window", "use_sliding_window", "max_window_layers", "max_sequence_length"),
+        modules={
+            "embedding": "model.embed_tokens",
+            "layers.*.attention_norm": f"{_LAYER}.input_layernorm",
+            **{f"layers.*.attention.{name}": f"{_LAYER}.self_attn.{name}_proj" for name in "qkvo"},
+            **{f"layers.*.attention.{name}_norm": f"{_LAYER}.self_attn.{name}_norm" for name in "qk"},
+            "layers.*.mlp_norm": f"{_LAYER}.post_attention_layernorm",
+            **{f"layers.*.mlp.{name}": f"{_LAYER}.mlp.{name}_proj" for name in ("gate", "up", "down")},
+            "norm": "model.norm",
+            "head": "lm_head",
+        },
+        tied={"lm_head.weight": "model.embed_tokens.weight"},
     ),
     megatron=Megatron(swiglu=True, normalization="RMSNorm", position_embedding_type="rope", add_bias_linear=False),
 )

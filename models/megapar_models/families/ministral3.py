@@ -12,14 +12,23 @@ from typing import Any
 from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION
 from megapar.config.options import Config
-from megapar_models.families.llama import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.family import Family, HuggingFace, ModelType, Raw
+from megapar_models.families.llama import LLAMA
+from megapar_models.family import Family, ModelType, Raw, like
 from megapar_models.layer_kind import LayerKind, Temperature
 from megapar_models.norms import NormRule
-from megapar_models.rope import read_stated_rope, split_rope, stated_rope, write_rope
 from megapar_models.rotary import Rotary
+from megapar_models.rotary_fields import (
+    StatedRope,
+    split_rope,
+    stated_rope,
+    write_rope,
+)
 from megapar_models.stage import Stage
-from megapar_models.windows import WindowModel, read_one_window, rotary_problems, window_of, write_one_window
+from megapar_models.windows import (
+    OneWindow,
+    WindowModel,
+    window_of,
+)
 
 
 @dataclass(frozen=True)
@@ -47,8 +56,30 @@ class Ministral3Stage(Stage[Ministral3Model]):
         )
 
 
+_BETA = "llama_4_scaling_beta"
+
+
+class _Rope(StatedRope):
+    """Rotary positions, and the temperature among their parameters."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        stated = stated_rope(raw)
+        # The length there is that of the file, which transformers reads beside them.
+        raw, beside = split_rope(raw, _BETA, "max_position_embeddings")
+        values, problems = super().read(raw, model_type)
+        if stated and _BETA not in beside:
+            problems.append(f"rope_parameters lacks {_BETA}; transformers fails without it, and 0.0 means none")
+        return {**values, _BETA: beside.get(_BETA, 0.1)}, problems
+
+    def write(self, model: Ministral3Model, fields: dict[str, Any]) -> None:
+        rope = write_rope(model)
+        parameters = {"rope_type": "default", **(rope["rope_scaling"] or {}), "rope_theta": rope["rope_theta"]}
+        # transformers reads the length also if there is no temperature.
+        parameters.setdefault("original_max_position_embeddings", model.max_position_embeddings)
+        fields |= {"rope_parameters": {**parameters, _BETA: model.llama_4_scaling_beta}}
+
+
 def _problems(config: Config, model: Ministral3Model) -> Iterator[str]:
-    yield from rotary_problems(config, model)
     name = "model.llama_4_scaling_beta"
     if model.llama_4_scaling_beta < 0:
         yield problem(config, name, "must be at least 0")
@@ -57,39 +88,10 @@ def _problems(config: Config, model: Ministral3Model) -> Iterator[str]:
         yield problem(config, f"{name} model.rope_scaling.rope_type", text)
 
 
-# Hugging Face
-
-_DEFAULTS = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False, "initializer_range": 0.02}
-_DEFAULTS |= {"num_key_value_heads": 8, "head_dim": 128}
-_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0}
-_BETA = "llama_4_scaling_beta"
 # What transformers takes if a config.json has no field about rotary positions.
 _ROPE = {"rope_type": "yarn", "rope_theta": 1000000.0, "factor": 16.0, "original_max_position_embeddings": 16384}
 _ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0}
-
-
-def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
-    """Rotary embedding, temperature and window from a config.json; returns option values and problems."""
-    stated = stated_rope(raw)
-    # The length there is that of the file, which transformers reads beside them.
-    raw, beside = split_rope(raw, _BETA, "max_position_embeddings")
-    values, problems = read_stated_rope(raw, _ROPE)
-    if stated and _BETA not in beside:
-        problems.append(f"rope_parameters lacks {_BETA}; transformers fails without it, and 0.0 means none")
-    windows, wrong = read_one_window(raw)
-    return {**values, **windows, _BETA: beside.get(_BETA, 0.1)}, [*problems, *wrong]
-
-
-def _write(model: Ministral3Model, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of `model`. Raises ConfigError if ministral3 does not represent it."""
-    rope = write_rope(model)
-    parameters = {"rope_type": "default", **(rope["rope_scaling"] or {}), "rope_theta": rope["rope_theta"]}
-    # transformers reads the length also if there is no temperature.
-    parameters.setdefault("original_max_position_embeddings", model.max_position_embeddings)
-    fields |= {"rope_parameters": {**parameters, _BETA: model.llama_4_scaling_beta}}
-    fields |= write_one_window(model, "ministral3")
-    return {"model_type": "ministral3", "architectures": ["Ministral3ForCausalLM"], **fields}
-
+_FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0}
 
 MINISTRAL3 = Family(
     name="ministral3",
@@ -98,13 +100,10 @@ MINISTRAL3 = Family(
     options=Ministral3Model,
     even_head_dim=True,
     problems=_problems,
-    hugging_face=HuggingFace(
-        model_types={"ministral3": ModelType(_DEFAULTS, _FIXED)},
-        modules=MODULES_BUT_MLP | MLP_MODULES,
-        fields={name: name for name in SAME_FIELDS},
-        activations=ACTIVATIONS,
-        tied=TIED,
-        read=_read,
-        write=_write,
+    hugging_face=like(
+        LLAMA,
+        model_types={"ministral3": ModelType("Ministral3ForCausalLM", fixed=_FIXED)},
+        codecs=(_Rope(warns=False, default=_ROPE), OneWindow()),
+        defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128},
     ),
 )

@@ -18,14 +18,21 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from megapar.base.errors import ConfigError
-from megapar_models.families.llama import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.family import Family, HuggingFace, ModelType, Raw
+from megapar_models.families.llama import LLAMA
+from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
-from megapar_models.local_rope import LocalRopeModel, read_ropes, rotary_of, write_ropes
 from megapar_models.norms import NormRule
-from megapar_models.rope import factor_warnings, read_rope, write_rope
+from megapar_models.rotary_fields import (
+    LocalRope,
+    Rope,
+)
 from megapar_models.stage import Stage
-from megapar_models.windows import SLIDING, full_every, read_windows, rotary_problems, window_of, write_windows
+from megapar_models.windows import (
+    LocalRopeModel,
+    Windows,
+    rotary_of,
+    window_of,
+)
 
 
 @dataclass(frozen=True)
@@ -59,53 +66,27 @@ class OlmoStage(Stage[OlmoModel]):
         )
 
 
-# OLMo 1 has no weights of norms, so these are the names of OLMo 2. Its post_attention_layernorm is behind attention.
-_NORMS = {
-    "layers.*.attention_output_norm": "model.layers.*.post_attention_layernorm",
-    "layers.*.mlp_output_norm": "model.layers.*.post_feedforward_layernorm",
-}
-_FIELDS = {name: name for name in (*SAME_FIELDS, "attention_bias")}
-_DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "tie_word_embeddings": False}
-_DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": None, "head_dim": None, "attention_bias": False}
-_FIXED = {"attention_dropout": 0.0}
-_MODEL_TYPES = {
-    # Its eps is no field. Another one in the file would be without effect.
-    "olmo": ModelType(_DEFAULTS, {**_FIXED, "clip_qkv": None, "rms_norm_eps": 1e-5}),
-    "olmo2": ModelType(_DEFAULTS, _FIXED),
-    "olmo3": ModelType(_DEFAULTS, _FIXED),
-}
-_THETA3 = 500000.0
+class _Norms(Codec):
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        return {"norms": "before" if model_type == "olmo" else "after"}, []
+
+    def write(self, model: OlmoModel, fields: dict[str, Any]) -> None:
+        if fields["model_type"] == "olmo":
+            if model.sliding_window or model.rms_norm_eps != 1e-5:
+                text = "olmo of transformers has no window, and eps 1e-5"
+                raise ConfigError(f"model.sliding_window, model.rms_norm_eps: {text}")
+            del fields["rms_norm_eps"]
 
 
-def _read(raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
-    """Norms, rotary embedding and windows from a config.json; returns option values and problems."""
-    if model_type != "olmo3":
-        values, problems = read_rope(raw, default_theta=10000.0)
-        return {**values, "norms": "before" if model_type == "olmo" else "after"}, problems
-    # transformers takes rope_theta for layers that read all keys alone. The others have its default.
-    values, problems = read_ropes(raw, _THETA3, "", _THETA3)
-    types = raw.get("layer_types") or full_every(4, raw.get("num_hidden_layers", 0))
-    windows, wrong = read_windows(raw, raw.get("sliding_window", 4096), types, keeps_unused=True)
-    if SLIDING not in types:
-        values.pop("rope_local_base_freq", None)
-        windows = {}
-    return {**values, **windows, "norms": "after"}, [*problems, *wrong]
-
-
-def _write(model: OlmoModel, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of `model`. Raises ConfigError if no model_type represents it."""
+def _type_of(model: OlmoModel) -> str:
     if model.norms == "before":
-        if model.sliding_window or model.rms_norm_eps != 1e-5:
-            raise ConfigError(
-                "model.sliding_window, model.rms_norm_eps: olmo of transformers has no window, and eps 1e-5"
-            )
-        del fields["rms_norm_eps"]
-        return {"model_type": "olmo", "architectures": ["OlmoForCausalLM"], **fields, **write_rope(model)}
-    if not model.sliding_window:
-        return {"model_type": "olmo2", "architectures": ["Olmo2ForCausalLM"], **fields, **write_rope(model)}
-    fields |= write_windows(model) | write_ropes(model)
-    return {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], **fields}
+        return "olmo"
+    return "olmo3" if model.sliding_window else "olmo2"
 
+
+_FIXED = {"attention_dropout": 0.0}
+# transformers takes rope_theta for layers that read all keys alone. The others have its default.
+_ROPES3 = LocalRope(500000.0, local_theta=500000.0, windows=Windows(4096, every=4, keeps_unused=True))
 
 OLMO = Family(
     name="olmo",
@@ -113,15 +94,23 @@ OLMO = Family(
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=OlmoModel,
     even_head_dim=True,
-    problems=rotary_problems,
-    hugging_face=HuggingFace(
-        model_types=_MODEL_TYPES,
-        modules=MODULES_BUT_MLP | MLP_MODULES | _NORMS,
-        fields=_FIELDS,
-        activations=ACTIVATIONS,
-        tied=TIED,
-        read=_read,
-        write=_write,
-        warnings=factor_warnings,
+    hugging_face=like(
+        LLAMA,
+        model_types={
+            # Its eps is no field. Another one in the file would be without effect.
+            "olmo": ModelType("OlmoForCausalLM", {}, {**_FIXED, "clip_qkv": None, "rms_norm_eps": 1e-5}, (Rope(),)),
+            "olmo2": ModelType("Olmo2ForCausalLM", {}, _FIXED, (Rope(),)),
+            "olmo3": ModelType("Olmo3ForCausalLM", {}, _FIXED, (_ROPES3,)),
+        },
+        type_of=_type_of,
+        codecs=(_Norms(),),
+        # OLMo 1 has no weights of norms, so these are the names of OLMo 2. Its post_attention_layernorm is behind
+        # attention.
+        modules={
+            "layers.*.attention_output_norm": "model.layers.*.post_attention_layernorm",
+            "layers.*.mlp_output_norm": "model.layers.*.post_feedforward_layernorm",
+        },
+        fields=same("attention_bias"),
+        defaults={"rms_norm_eps": 1e-5, "attention_bias": False},
     ),
 )

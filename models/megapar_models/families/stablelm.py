@@ -11,21 +11,16 @@ At Hugging Face: stablelm.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-from megapar_models.families.gpt_neox import FIELDS, demand
-from megapar_models.families.llama import ACTIVATIONS, MLP_MODULES, MODULES_BUT_MLP, TIED
-from megapar_models.family import Family, HuggingFace, ModelType, Raw, dropout_warnings
+from megapar_models.codecs import Always, Dropouts
+from megapar_models.families.llama import LLAMA
+from megapar_models.family import Family, ModelType, like
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
-from megapar_models.partial_rotary import (
-    PartialRotaryModel,
-    partial_problems,
-    partial_rotary,
-    read_partial_rope,
-    write_partial_rope,
+from megapar_models.rotary import PartialRotaryModel, Rotary
+from megapar_models.rotary_fields import (
+    PartialRope,
 )
-from megapar_models.rope import factor_warnings
 from megapar_models.stage import Stage
 from megapar_models.tensor_layouts import Packing
 
@@ -50,7 +45,7 @@ class StableLmStage(Stage[StableLmModel]):
         return LayerKind(
             norm=NormRule(model.rms_norm_eps, "layer"),
             parallel="one_norm" if model.parallel_residual else "no",
-            rotary=partial_rotary(model),
+            rotary=Rotary.of(model),
             qk_norm=model.qk_norm,
             qk_norm_over="each_head",
             qk_norm_rule=NormRule(model.rms_norm_eps, "layer", biased=False),
@@ -58,55 +53,30 @@ class StableLmStage(Stage[StableLmModel]):
         )
 
 
-# Hugging Face
-
+_LAYER = "model.layers.*"
 # Every head's norm is a tensor of its own.
-_NORMS = {
-    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_layernorm.norms.*",
-    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_layernorm.norms.*",
-}
-_LAYOUTS = {
-    _NORMS["layers.*.attention.q_norm"]: Packing("num_attention_heads"),
-    _NORMS["layers.*.attention.k_norm"]: Packing("num_key_value_heads"),
-}
-_DEFAULTS: dict[str, Any] = {"hidden_act": "silu", "layer_norm_eps": 1e-5, "tie_word_embeddings": False}
-_DEFAULTS |= {"initializer_range": 0.02, "num_key_value_heads": 32, "use_qkv_bias": False}
-_DEFAULTS |= {"use_parallel_residual": False, "qk_layernorm": False}
-_OWN_FIELDS = {"layer_norm_eps": "rms_norm_eps", "num_key_value_heads": "num_key_value_heads"}
-_OWN_FIELDS |= {"use_qkv_bias": "attention_bias", "use_parallel_residual": "parallel_residual"}
-_OWN_FIELDS |= {"qk_layernorm": "qk_norm"}
-
-
-def _read(raw: Raw, _: str) -> tuple[dict[str, Any], list[str]]:
-    return read_partial_rope(raw, 10000.0, 0.25)
-
-
-def _write(model: StableLmModel, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of `model`. Raises ConfigError if stablelm does not represent it."""
-    demand(model, "stablelm")
-    return {"model_type": "stablelm", "architectures": ["StableLmForCausalLM"], **fields, **write_partial_rope(model)}
-
-
-def _warnings(raw: Raw) -> list[str]:
-    return [*factor_warnings(raw), *dropout_warnings(raw, "stablelm", "attention_dropout", "hidden_dropout")]
-
+_NORMS = {name: f"{_LAYER}.self_attn.{name}_layernorm.norms.*" for name in "qk"}
 
 STABLELM = Family(
     name="stablelm",
     stage=StableLmStage,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=StableLmModel,
-    problems=partial_problems,
-    hugging_face=HuggingFace(
-        model_types={"stablelm": ModelType(_DEFAULTS, {"rotary_scaling_factor": 1.0})},
-        modules=MODULES_BUT_MLP | MLP_MODULES | _NORMS,
-        layouts=_LAYOUTS,
-        fields=FIELDS | _OWN_FIELDS,
-        activations=ACTIVATIONS,
-        tied=TIED,
+    hugging_face=like(
+        LLAMA,
+        model_types={"stablelm": ModelType("StableLmForCausalLM", fixed={"rotary_scaling_factor": 1.0})},
+        codecs=(Always(), PartialRope(factor=0.25), Dropouts(("attention_dropout", "hidden_dropout"))),
+        modules={f"layers.*.attention.{name}_norm": theirs for name, theirs in _NORMS.items()},
+        layouts={_NORMS["q"]: Packing("num_attention_heads"), _NORMS["k"]: Packing("num_key_value_heads")},
+        fields={
+            **{"head_dim": None, "rms_norm_eps": None, "layer_norm_eps": "rms_norm_eps"},
+            **{"num_key_value_heads": "num_key_value_heads", "use_qkv_bias": "attention_bias"},
+            **{"use_parallel_residual": "parallel_residual", "qk_layernorm": "qk_norm"},
+        },
+        defaults={
+            **{"layer_norm_eps": 1e-5, "num_key_value_heads": 32, "use_qkv_bias": False},
+            **{"use_parallel_residual": False, "qk_layernorm": False},
+        },
         without_effect=("use_norm_bias",),  # the tensors of the norms say it
-        read=_read,
-        write=_write,
-        warnings=_warnings,
     ),
 )

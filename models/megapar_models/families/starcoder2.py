@@ -3,18 +3,23 @@
 At Hugging Face: starcoder2.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from megapar_models.families.llama import MODULES_BUT_MLP, SAME_FIELDS, TIED
-from megapar_models.family import Family, HuggingFace, ModelType, dropout_warnings
+from megapar_models.codecs import Dropouts
+from megapar_models.families.llama import LLAMA
+from megapar_models.family import Family, ModelType, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
-from megapar_models.rope import factor_warnings, read_rope, write_rope
 from megapar_models.rotary import Rotary
+from megapar_models.rotary_fields import (
+    Rope,
+)
 from megapar_models.stage import Stage
-from megapar_models.windows import WindowModel, read_one_window, rotary_problems, window_of, write_one_window
+from megapar_models.windows import (
+    OneWindow,
+    WindowModel,
+    window_of,
+)
 
 
 @dataclass(frozen=True)
@@ -41,34 +46,7 @@ class StarCoder2Stage(Stage[StarCoder2Model]):
         )
 
 
-# Hugging Face
-
-_MLP = {"layers.*.mlp.up": "model.layers.*.mlp.c_fc", "layers.*.mlp.down": "model.layers.*.mlp.c_proj"}
-_FIELDS = {name: name for name in (*SAME_FIELDS, "use_bias") if name != "rms_norm_eps"}
-_FIELDS |= {"norm_epsilon": "rms_norm_eps"}
-_DEFAULTS = {"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True}
-_DEFAULTS |= {"initializer_range": 0.018042, "num_key_value_heads": 2, "head_dim": None}
-_ACTIVATIONS = {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "gelu_new": "gelu_pytorch_tanh"}
-_ACTIVATIONS |= {"silu": "silu", "relu2": "relu2"}
-_DROPOUTS = ("attention_dropout", "residual_dropout", "embedding_dropout")
-
-
-def _read(raw: Mapping[str, Any], _: str) -> tuple[dict[str, Any], list[str]]:
-    """Rotary embedding and window from a config.json; returns option values and problems."""
-    values, problems = read_rope(raw, default_theta=10000.0)
-    windows, wrong = read_one_window(raw)
-    return values | windows, [*problems, *wrong]
-
-
-def _write(model: StarCoder2Model, fields: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of `model`. Raises ConfigError if starcoder2 does not represent it."""
-    fields |= {**write_one_window(model, "starcoder2"), **dict.fromkeys(_DROPOUTS, 0.0), **write_rope(model)}
-    return {"model_type": "starcoder2", "architectures": ["Starcoder2ForCausalLM"], **fields}
-
-
-def _warnings(raw: Mapping[str, Any]) -> list[str]:
-    return [*factor_warnings(raw), *dropout_warnings(raw, "starcoder2", *_DROPOUTS)]  # its files have 0.1
-
+_DROPOUTS = Dropouts(("attention_dropout", "residual_dropout", "embedding_dropout"), written=True)  # its files have 0.1
 
 STARCODER2 = Family(
     name="starcoder2",
@@ -76,16 +54,21 @@ STARCODER2 = Family(
     activations=("gelu_pytorch_tanh", "silu", "relu2"),
     options=StarCoder2Model,
     even_head_dim=True,
-    problems=rotary_problems,
-    hugging_face=HuggingFace(
-        model_types={"starcoder2": ModelType(_DEFAULTS, {"partial_rotary_factor": 1.0})},
-        modules=MODULES_BUT_MLP | _MLP,
-        fields=_FIELDS,
-        activations=_ACTIVATIONS,
-        tied=TIED,
-        read=_read,
-        write=_write,
-        warnings=_warnings,
+    hugging_face=like(
+        LLAMA,
+        model_types={"starcoder2": ModelType("Starcoder2ForCausalLM", fixed={"partial_rotary_factor": 1.0})},
+        codecs=(OneWindow(), _DROPOUTS, Rope()),
+        modules={
+            "layers.*.mlp.gate": None,
+            "layers.*.mlp.up": "model.layers.*.mlp.c_fc",
+            "layers.*.mlp.down": "model.layers.*.mlp.c_proj",
+        },
+        fields={"rms_norm_eps": None, **same("use_bias"), "norm_epsilon": "rms_norm_eps"},
+        defaults={
+            **{"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": True, "use_bias": True},
+            **{"initializer_range": 0.018042, "num_key_value_heads": 2},
+        },
+        activations={**same("gelu_pytorch_tanh"), "gelu_new": "gelu_pytorch_tanh", **same("silu", "relu2")},
         without_effect=("mlp_type", "norm_type"),  # of the first files; no version of its model reads them
     ),
 )

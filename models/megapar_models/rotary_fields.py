@@ -1,16 +1,19 @@
-"""Options of rotary embeddings: those of `model.rope_scaling` by rope type, and their fields in a config.json.
+"""Rotary positions in a config.json: `Rope` for one table, `PartialRope` for a part of each head, `LocalRope` for two.
 
-All families with rotary positions share this module. rotary.py computes the tables of angles.
+rotary.py has their options, and computes the tables of angles.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.messages import problem, shown
 from megapar.config.options import Config, flatten
-from megapar_models.family import Raw, overlaid, typed, wrong_types
-from megapar_models.rotary_options import RopeScaling, RotaryModel
+from megapar_models.family import Codec, Raw, overlaid, typed, wrong_types
+from megapar_models.rotary import PartialRotaryModel, RopeScaling, RotaryModel
+from megapar_models.windows import FULL, SLIDING, LocalRopeModel, Windows
 
 # The fields of `RopeScaling` that a rope type must have in a config.json, and those that it may have.
 _REQUIRED: Mapping[str, tuple[str, ...]] = {
@@ -29,6 +32,114 @@ _OPTIONAL: Mapping[str, tuple[str, ...]] = {
 def _fields(rope_type: str) -> tuple[str, ...]:
     """The fields of `RopeScaling` read by the rope type, without `rope_type` itself."""
     return (*_REQUIRED[rope_type], *_OPTIONAL.get(rope_type, ()))
+
+
+@dataclass(frozen=True)
+class Rope(Codec):
+    """One rotary table for all layers."""
+
+    theta: float = 10000.0
+    """transformers' base for an absent rope_theta."""
+    warns: bool = True
+    """Whether to tell where releases of transformers disagree on YaRN's factor."""
+
+    reads_first = True
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        return read_rope(raw, self.theta)
+
+    def warnings(self, raw: Raw, family: str) -> list[str]:
+        return factor_warnings(raw) if self.warns else []
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        fields |= write_rope(model)
+
+    def problems(self, config: Config, model: Any) -> Iterator[str]:
+        return scaling_problems(config, model)
+
+
+@dataclass(frozen=True)
+class StatedRope(Rope):
+    """One rotary table for all layers. transformers takes more than a base for a file without any rotary field."""
+
+    default: Raw = field(default_factory=dict)
+    """What transformers takes then, with the base."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        if raw.get("rope_parameters") or raw.get("rope_scaling"):
+            return read_rope(raw, self.default["rope_theta"])
+        if "rope_theta" in raw or "rope_scaling" in raw:
+            # transformers 5 takes all of the default for such a file, and version 4 did not.
+            text = "rope_scaling is missing beside rope_theta, and releases of transformers disagree on its default"
+            return {}, [f'{text}; state it, such as {{"rope_type": "default"}}']
+        return read_rope(overlaid(raw, {"rope_parameters": self.default}), self.default["rope_theta"])
+
+
+@dataclass(frozen=True)
+class PartialRope(Rope):
+    """One rotary table for a part of each head: the options of `PartialRotaryModel`."""
+
+    factor: float = 1.0
+    """transformers' part for an absent partial_rotary_factor."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        raw, beside = split_rope(raw, "partial_rotary_factor")
+        factor = beside.get("partial_rotary_factor", raw.get("partial_rotary_factor", self.factor))
+        values, problems = read_rope(raw, self.theta)
+        return {**values, "partial_rotary_factor": factor}, problems
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        fields |= {**write_rope(model), "partial_rotary_factor": model.partial_rotary_factor}
+
+    def problems(self, config: Config, model: Any) -> Iterator[str]:
+        return partial_problems(config, model)
+
+
+@dataclass(frozen=True)
+class LocalRope(Rope):
+    """Two rotary tables: of the layers that read all keys, and of those with a window (`LocalRopeModel`)."""
+
+    local: str = ""
+    """The field of transformers 4 with the base of layers with a window, "" if there was none."""
+    local_theta: float = 10000.0
+    """transformers' base of these layers for an absent one."""
+    windows: Windows = field(default_factory=Windows)
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        values, problems = self._read_tables(raw)
+        windows, wrong = self.windows.read(raw, model_type)
+        if SLIDING not in self.windows.types(raw):
+            values.pop("rope_local_base_freq", None)
+            windows = {}
+        return values | windows, [*problems, *wrong]
+
+    def judge(self, raw: Raw, model_type: str) -> Iterable[str]:
+        return self.windows.judge(raw, model_type)
+
+    def _read_tables(self, raw: Raw) -> tuple[dict[str, Any], list[str]]:
+        both = raw.get("rope_parameters") or {}
+        if not both.keys() <= {FULL, SLIDING}:
+            return {}, [f"rope_parameters={both!r} is not supported; {FULL} and {SLIDING} with parameters of each are"]
+        full = {**(both.get(FULL) or {}), **(raw.get("rope_scaling") or {})}
+        full.setdefault("rope_theta", raw.get("rope_theta", self.theta))
+        lengths = {name: raw[name] for name in ("max_position_embeddings",) if name in raw}
+        values, problems = read_rope({"rope_parameters": full, **lengths}, self.theta)
+        plain = {"rope_type": "default", "rope_theta": raw.get(self.local, self.local_theta)}
+        sliding = plain | (both.get(SLIDING) or {})
+        if sliding != plain | {"rope_theta": sliding["rope_theta"]}:
+            problems.append(f"rope_parameters: {SLIDING} with {sliding!r} is not supported; rope_type default is")
+        return {**values, "rope_local_base_freq": sliding["rope_theta"]}, problems
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        self.windows.write(model, fields)
+        fields |= write_both_ropes(model)
+
+    def problems(self, config: Config, model: Any) -> Iterator[str]:
+        yield from scaling_problems(config, model)
+        yield from self.windows.problems(config, model)
+
+
+# Options
 
 
 def scaling_problems(config: Config, model: RotaryModel) -> Iterator[str]:
@@ -80,7 +191,17 @@ def _yarn_problems(config: Config, scaling: RopeScaling) -> Iterator[str]:
         yield problem(config, options, "attention_factor takes the place of mscale; leave one of them at 0.0")
 
 
-# Hugging Face
+def partial_problems(config: Config, model: PartialRotaryModel) -> Iterator[str]:
+    """Yield the problems of the rotary options."""
+    yield from scaling_problems(config, model)
+    if not 0 < model.partial_rotary_factor <= 1 or model.rotary_width % 2 or model.rotary_width < 2:
+        text = (
+            f"rotates {model.rotary_width} of a head's {model.head_dim} dimensions; they must be pairs, 1.0 takes all"
+        )
+        yield problem(config, "model.partial_rotary_factor", text)
+
+
+# Fields
 
 
 def read_rope(raw: Raw, default_theta: float) -> tuple[dict[str, Any], list[str]]:
@@ -99,17 +220,6 @@ def read_rope(raw: Raw, default_theta: float) -> tuple[dict[str, Any], list[str]
             rope[name] = tuple(float(factor) for factor in rope[name])
         values["rope_scaling"] = RopeScaling(**typed(rope, RopeScaling))
     return values, problems
-
-
-def read_stated_rope(raw: Raw, default: Raw) -> tuple[dict[str, Any], list[str]]:
-    """As `read_rope`. `default` is what transformers takes for a file without any rotary field, with its base."""
-    if raw.get("rope_parameters") or raw.get("rope_scaling"):
-        return read_rope(raw, default["rope_theta"])
-    if "rope_theta" in raw or "rope_scaling" in raw:
-        # transformers 5 takes all of the default for such a file, and version 4 did not.
-        text = "rope_scaling is missing beside rope_theta, and releases of transformers disagree on its default"
-        return {}, [f'{text}; state it, such as {{"rope_type": "default"}}']
-    return read_rope(overlaid(raw, {"rope_parameters": default}), default["rope_theta"])
 
 
 def stated_rope(raw: Raw) -> Raw:
@@ -190,10 +300,10 @@ def _rope_problems(rope: Mapping[str, Any]) -> Iterator[str]:
         yield f"rope_type={rope_type!r} is not supported; {', '.join(_REQUIRED)} are"
         return
     fields = rope.keys() - {"rope_theta", "rope_type"}
-    for field in sorted(fields - set(_fields(rope_type))):
-        yield f"rope_type {rope_type} does not use {field}"
-    for field in sorted(set(_REQUIRED[rope_type]) - fields):
-        yield f"rope_type {rope_type} lacks {field}"
+    for name in sorted(fields - set(_fields(rope_type))):
+        yield f"rope_type {rope_type} does not use {name}"
+    for name in sorted(set(_REQUIRED[rope_type]) - fields):
+        yield f"rope_type {rope_type} lacks {name}"
     if rope.get("attention_factor") == 0:
         yield "attention_factor=0 is not supported; a model with it would not see positions"
     for name in ("short_factor", "long_factor"):
@@ -201,7 +311,7 @@ def _rope_problems(rope: Mapping[str, Any]) -> Iterator[str]:
         if not isinstance(factors, list) or any(not isinstance(factor, (int, float)) for factor in factors):
             yield f"{name}={factors!r} should be a list of numbers"
     yield from wrong_types({"rope_theta": rope["rope_theta"]}, RotaryModel)
-    yield from wrong_types({field: rope[field] for field in fields}, RopeScaling)
+    yield from wrong_types({name: rope[name] for name in fields}, RopeScaling)
 
 
 def write_rope(model: RotaryModel) -> dict[str, Any]:
@@ -215,6 +325,22 @@ def write_rope(model: RotaryModel) -> dict[str, Any]:
         if getattr(scaling, name) != getattr(RopeScaling, name):
             written[name] = getattr(scaling, name)
     return {"rope_theta": model.rope_theta, "rope_scaling": written}
+
+
+def write_both_ropes(model: LocalRopeModel) -> dict[str, Any]:
+    """The field rope_parameters of a config.json, for both kinds of layers.
+
+    Raises ConfigError if layers with a window have scaled wavelengths.
+    """
+    full = write_rope(model)
+    parameters = {"rope_type": "default", **(full["rope_scaling"] or {}), "rope_theta": full["rope_theta"]}
+    if model.sliding_window and not model.rope_local_base_freq and full["rope_scaling"]:
+        raise ConfigError(
+            "model.rope_local_base_freq=0.0, model.rope_scaling: Hugging Face's file has no scaling for layers with a "
+            "window; set a base for them"
+        )
+    local = {"rope_type": "default", "rope_theta": model.rope_local_base_freq or model.rope_theta}
+    return {"rope_parameters": {FULL: parameters, SLIDING: local}}
 
 
 def factor_warnings(raw: Raw) -> list[str]:

@@ -1,0 +1,87 @@
+"""Codecs of a config.json for what many families share: dropouts, options of one value, fields that never differ."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megapar.base.errors import ConfigError
+from megapar.config.model_options import ModelConfig
+from megapar_models.family import Codec, Raw
+
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
+GELUS |= {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2", "silu": "silu"}
+"""The activations of MLPs without a gate, by their names at Hugging Face."""
+
+
+@dataclass(frozen=True)
+class Dropouts(Codec):
+    """Dropouts of files whose family trains without any."""
+
+    names: tuple[str, ...]
+    written: bool = False
+    """Whether the fields are written, as 0.0: transformers takes another value for absent ones."""
+
+    def warnings(self, raw: Raw, family: str) -> Iterator[str]:
+        for name in self.names:
+            if raw.get(name):
+                yield f"config.json: {name}={raw[name]} is not read: family {family} trains without dropout"
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        if self.written:
+            fields |= dict.fromkeys(self.names, 0.0)
+
+
+@dataclass(frozen=True)
+class Written(Codec):
+    """Fields with the same values in every file."""
+
+    fields: Mapping[str, Any]
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        fields |= self.fields
+
+
+@dataclass(frozen=True)
+class ZeroAsNull(Codec):
+    """Fields whose value null means none, where 0 does here."""
+
+    names: tuple[str, ...]
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        fields |= {name: fields[name] or None for name in self.names}
+
+
+@dataclass(frozen=True)
+class Always(Codec):
+    """Options with the same values in every model, which have no fields. Heads are together as wide as the model."""
+
+    values: Mapping[str, Any] = field(default_factory=dict)
+    key_per_head: bool = False
+    """Whether there are as many key/value heads as heads."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        return {**self.values}, []
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        heads = {"num_key_value_heads": model.num_attention_heads} if self.key_per_head else {}
+        demand(model, fields["model_type"], **heads, **self.values)
+
+
+def demand(model: ModelConfig, model_type: str, **values: Any) -> None:
+    """Raise ConfigError for options with other values than every model of this model_type has."""
+    width = model.hidden_size // model.num_attention_heads
+    for name, value in {**values, "head_dim": width}.items():
+        if getattr(model, name) != value:
+            raise ConfigError(f"model.{name}={getattr(model, name)}: {model_type} of Hugging Face has {value}")
+
+
+@dataclass(frozen=True)
+class EvenHeads(Codec):
+    """transformers refuses a width that does not divide by the heads, also if head_dim is given."""
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        if model.hidden_size % model.num_attention_heads:
+            raise ConfigError(
+                f"model.hidden_size={model.hidden_size}, model.num_attention_heads={model.num_attention_heads}: "
+                f"transformers refuses a {fields['model_type']} whose width does not divide by its heads"
+            )
