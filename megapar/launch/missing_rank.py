@@ -85,7 +85,8 @@ class MissingRankSearch:
         Called by the monitor's thread.
         """
         store = self._logs.store
-        assert store is not None
+        if store is None:  # the main thread has lost it meanwhile
+            return
         try:
             self._logs.post(store)
             self._take_diagnosis(store)

@@ -20,24 +20,53 @@ from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
 from megapar.declare.batch import MicroBatch, PipelineStage, Targets, TensorSpec
 from megapar.declare.stage_set import AddedLoss, Declared
-from megapar.tensor_parallel.cross_entropy import ruled_logits, vocab_parallel_cross_entropy
-from megapar.tensor_parallel.layers import column_linear, vocabulary_bias, vocabulary_cut
-from megapar.tensor_parallel.linear_cross_entropy import linear_cross_entropy
+from megapar.tensor_parallel.layers import vocabulary_bias
 from megapar_models.adapters_off import adapters_off
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
+from megapar_models.head import HeadRule, head_weight
 from megapar_models.layer import Layer
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.moe import ROUTER_LOSS, balance_rule
 from megapar_models.norms import NormRule
 from megapar_models.objectives import USUAL, Scored
-from megapar_models.score_head import score_weight, scores
 
 M = TypeVar("M", bound=ModelConfig, default=ModelConfig)
 """The class of a family's options."""
 
 
-class Stage(PipelineStage, Generic[M]):
+class LayerRules(Generic[M]):
+    """What a family says of its layers and of both ends. Plans, checks and conversions ask without building layers."""
+
+    @classmethod
+    def layer_kind(cls, model: M, number: int) -> LayerKind:
+        """What the layer with this global number is made of."""
+        raise NotImplementedError
+
+    @classmethod
+    def ends_of(cls, model: M) -> Ends:
+        """What stands before the first layer and behind the last."""
+        return Ends()
+
+    @classmethod
+    def last_norm(cls, model: M) -> NormRule:
+        """The rule of the norm before the head: the last layer's."""
+        return cls.layer_kind(model, model.num_hidden_layers - 1).norm
+
+    @classmethod
+    def declared(cls, model: M) -> Declared:
+        """What every rank must know of a model of this family: further targets and losses, and what modules count."""
+        kinds = (cls.layer_kind(model, number) for number in range(model.num_hidden_layers))
+        moe = next((kind.mixture for kind in kinds if kind.mixture is not None), None)
+        if moe is None:
+            return Declared()
+        losses: tuple[AddedLoss, ...] = ()
+        if balance_rule(moe).has_loss:
+            losses = (AddedLoss(ROUTER_LOSS, split_over_tp=True),)
+        return Declared(losses=losses, tallies={"expert": (model.num_hidden_layers, moe.num_experts)})
+
+
+class Stage(LayerRules[M], PipelineStage, Generic[M]):
     """A pipeline stage with the layers `layers`.
 
     Families subclass it: as Stage[CLASS] if they have a class of options.
@@ -48,9 +77,7 @@ class Stage(PipelineStage, Generic[M]):
     last stage holds a copy, and the gradients of both are summed over `tied_over`, the axis of the pipeline ranks with
     copies. `tied_over` is None if one rank holds all of the embedding, or if the embedding is not tied.
 
-    `objective` makes the stage's loss of the values of tokens (`megapar_models.objectives`). `seed` is the seed of
-    dropout. `loss_chunk` is the number of tokens with logits in memory at one time; 0 takes all
-    tokens of a micro-batch.
+    `objective` makes the loss of the values of tokens (`megapar_models.objectives`). `seed` is the seed of dropout.
     """
 
     def __init__(
@@ -72,15 +99,14 @@ class Stage(PipelineStage, Generic[M]):
         super().__init__()
         self.model = model
         self.factory = factory
-        self.first = first
-        self.last = last
+        self.first, self.last = first, last
         self.tied_over = tied_over
         self.recompute_rule = recompute_rule
         self.seed = seed
         self.z_loss = z_loss
-        self.loss_chunk = loss_chunk
         self.objective = objective
         self.ends = self.ends_of(model)
+        self.head_rule = HeadRule(model, factory, self.ends.logits, loss_chunk)
         self.embedding = self.norm = self.head_bias = None
         if first or (last and model.embeds_on_last_stage):
             self.embedding = factory.embedding(
@@ -92,29 +118,14 @@ class Stage(PipelineStage, Generic[M]):
         self.rotary = list(dict.fromkeys(kind.rotary for kind in kinds.values() if kind.rotary is not None))
         if last:
             self.norm = factory.norm("norm", model.hidden_size, self.last_norm(model))
-            # This stage has the embedding too: its parameter is the head.
             if model.tie_word_embeddings and self.embedding is not None:
-                tied_weight = self.embedding.weight
-            self.head = tied_weight if model.tie_word_embeddings and tied_weight is not None else self._make_head()
+                tied_weight = self.embedding.weight  # this stage has the embedding too: its parameter is the head
+            tied = tied_weight if model.tie_word_embeddings else None
+            self.head = head_weight(model, factory, tied_over) if tied is None else tied
             if self.ends.head_bias and model.head == "vocabulary":
                 self.head_bias = vocabulary_bias("head.bias", model.vocab_size, factory.sharding)
             # A loss in chunks adds the gradient of the head while it has the gradients of logits.
             self.adds_gradients_in_i = loss_chunk > 0
-
-    @classmethod
-    def layer_kind(cls, model: M, number: int) -> LayerKind:
-        """What the layer with this global number is made of."""
-        raise NotImplementedError
-
-    @classmethod
-    def ends_of(cls, model: M) -> Ends:
-        """What stands before the first layer and behind the last."""
-        return Ends()
-
-    @classmethod
-    def last_norm(cls, model: M) -> NormRule:
-        """The rule of the norm before the head: the last layer's."""
-        return cls.layer_kind(model, model.num_hidden_layers - 1).norm
 
     def make_layer(self, number: int, kind: LayerKind) -> nn.Module:
         """Make the layer with this global number. It maps (x_sbh, ForwardContext) to x_sbh.
@@ -123,35 +134,10 @@ class Stage(PipelineStage, Generic[M]):
         """
         return Layer(number, kind, self.model, self.factory)
 
-    @classmethod
-    def declared(cls, model: M) -> Declared:
-        """What every rank must know of a model of this family: further targets and losses, and what modules count."""
-        kinds = (cls.layer_kind(model, number) for number in range(model.num_hidden_layers))
-        moe = next((kind.mixture for kind in kinds if kind.mixture is not None), None)
-        if moe is None:
-            return Declared()
-        losses: tuple[AddedLoss, ...] = ()
-        if balance_rule(moe).has_loss:
-            losses = (AddedLoss(ROUTER_LOSS, split_over_tp=True),)
-        return Declared(losses=losses, tallies={"expert": (model.num_hidden_layers, moe.num_experts)})
-
     def embedding_weight(self) -> nn.Parameter:
         """The weight of the input embedding, for a stage that has it."""
         assert self.embedding is not None
         return self.embedding.weight
-
-    def _make_head(self) -> nn.Parameter:
-        model = self.model
-        if model.head == "score":
-            return score_weight(model.hidden_size, self.factory)
-        # The copy of a tied embedding has the embedding's name: it is one tensor in a checkpoint.
-        tie = model.tie_word_embeddings
-        return self.factory.vocabulary(
-            "embedding.weight" if tie else "head.weight",
-            model.vocab_size,
-            model.hidden_size,
-            tied_over=self.tied_over if tie else None,
-        )
 
     def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
         """The hidden states for the next stage; on the last stage the loss sum."""
@@ -165,28 +151,12 @@ class Stage(PipelineStage, Generic[M]):
         return self.loss(x_sbh, batch)  # norm, head and objective
 
     def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """The hidden states after this stage's layers. The first stage gets None for x_sbh, and embeds the tokens.
-
-        train.recompute decides which layers recompute their activations.
-        """
+        """Return the hidden states after this stage's layers. The first stage gets None for x_sbh: it embeds tokens."""
         tables = {rotary: rotary.tables(batch) for rotary in self.rotary}
         rule = self.recompute_rule
         context = ForwardContext(batch, tables, self.seed, rule.attention())
-        if x_sbh is None:
-            x_sbh = self.embed(context)
-        branch_sbh = None  # what the layer before has not yet added to x_sbh
         with recompute.light(rule.mode == "light"):
-            for number, layer in self.layers.items():
-                again, offloads = rule.layer(int(number)), rule.offloads(int(number))
-                # A recomputed layer keeps its one input.
-                if not again and getattr(layer, "leaves_branch", False):
-                    x_sbh, branch_sbh = layer(x_sbh, context, branch_sbh, adds=False)
-                    continue
-                x_sbh, branch_sbh = _added(x_sbh, branch_sbh), None
-                x_sbh = recompute.run(
-                    again, layer, x_sbh, context, keeps_attention=rule.keeps_attention, offloads=offloads
-                )
-        return _added(x_sbh, branch_sbh)
+            return run_layers(self.layers, self.embed(context) if x_sbh is None else x_sbh, context, rule)
 
     def embed(self, context: ForwardContext) -> Tensor:
         """Token embeddings [s or s/tp, b, h]."""
@@ -219,14 +189,7 @@ class Stage(PipelineStage, Generic[M]):
         With model.head=score they are the scores, [s, b, 1], the same on every tp rank.
         """
         assert self.norm is not None
-        return self._head_of(self.norm(x_sbh))
-
-    def _head_of(self, normed_sbh: Tensor) -> Tensor:
-        if self.model.head == "score":
-            return scores(normed_sbh, self.head, self.factory)
-        products = self.factory.products_of("head")
-        products_sbv = column_linear(normed_sbh, self.head, self.head_bias, self.factory.sharding, products)
-        return ruled_logits(products_sbv, self.ends.logits)
+        return self.head_rule.logits(self.norm(x_sbh), self.head, self.head_bias)
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
         """The main loss, from the hidden states after the last layer: the objective of the next tokens."""
@@ -246,50 +209,27 @@ class Stage(PipelineStage, Generic[M]):
         return Scored(-losses_sb, batch, self.factory.sharding.cp)
 
     def cross_entropy(self, normed_sbh: Tensor, targets: Targets) -> Tensor:
-        """The sum of weight * cross entropy over targets: 0-d fp32, the same on every tp rank."""
+        """Return the sum of weight * cross entropy over targets: 0-d fp32, the same on every tp rank."""
         return (self.token_losses(normed_sbh, targets) * targets.weights_bs.t()).sum()
 
     def token_losses(self, normed_sbh: Tensor, targets: Targets, hits_sb: Tensor | None = None) -> Tensor:
-        """The cross entropy of each target, fp32 [s, b], the same on every tp rank. In training with train.z_loss.
-
-        `hits_sb`, bool, is filled with whether a target has the highest logit.
-        """
-        sharding = self.factory.sharding
-        impl = self.factory.kernels.cross_entropy
-        vocab_size = self.model.vocab_size
-        targets_sb = targets.tokens_bs.t()
-        start, _, _ = vocabulary_cut(vocab_size, sharding.tp)
+        """Return `HeadRule.token_losses`, in training with train.z_loss."""
         z_loss = self.z_loss if self.training else 0.0  # a validation loss is the cross entropy alone
-        # In chunks the logits of all tokens are never in memory at one time, but the backward pass computes them again.
-        # A single chunk would save nothing.
-        if 0 < self.loss_chunk < targets_sb.numel():
-            return linear_cross_entropy(
-                normed_sbh,
-                self.head,
-                targets_sb,
-                vocab_size,
-                start,
-                sharding.tp,
-                sequence_parallel=sharding.splits_sequence,
-                chunk_rows=self.loss_chunk,
-                z_loss=z_loss,
-                impl=impl,
-                products=self.factory.products_of("head"),
-                bias=self.head_bias,
-                rule=self.ends.logits,
-                hits_sb=hits_sb,
-            )
-        return vocab_parallel_cross_entropy(
-            self._head_of(normed_sbh),
-            targets_sb,
-            vocab_size,
-            start,
-            sharding.tp,
-            z_loss=z_loss,
-            impl=impl,
-            inplace=not self.ends.logits.cap,  # a cap keeps its logits for its own gradient
-            hits_sb=hits_sb,
-        )
+        return self.head_rule.token_losses(normed_sbh, self.head, self.head_bias, targets, hits_sb, z_loss=z_loss)
+
+
+def run_layers(layers: nn.ModuleDict, x_sbh: Tensor, context: ForwardContext, rule: Recompute) -> Tensor:
+    """Run the layers, named by their global numbers, one after the other. `rule` decides which ones are recomputed."""
+    branch_sbh = None  # what the layer before has not yet added to x_sbh
+    for number, layer in layers.items():
+        again, offloads = rule.layer(int(number)), rule.offloads(int(number))
+        # A recomputed layer keeps its one input.
+        if not again and getattr(layer, "leaves_branch", False):
+            x_sbh, branch_sbh = layer(x_sbh, context, branch_sbh, adds=False)
+            continue
+        x_sbh, branch_sbh = _added(x_sbh, branch_sbh), None
+        x_sbh = recompute.run(again, layer, x_sbh, context, keeps_attention=rule.keeps_attention, offloads=offloads)
+    return _added(x_sbh, branch_sbh)
 
 
 def _added(x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
