@@ -26,6 +26,7 @@ from benchmarks import (
     finetuning,
     generation,
     handoff,
+    harness,
     layouts,
     optimizer_losses,
     optimizers,
@@ -86,7 +87,7 @@ def test_contenders_compute_the_same_and_bytes_equal_the_formulas(layout: str) -
 def test_the_program_measures_the_peers_that_were_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "out.json"
     options = layouts.Options(layouts=("tp2",), peers=("shared memory TP",), json=file, **SIZES)
-    layouts.main(options)
+    harness.run(layouts.measure, options)
     found = json.loads(file.read_text())
     assert found["options"]["layouts"] == "('tp2',)"
     assert {"date", "hardware", "versions", "commit"} < set(found)
@@ -157,7 +158,7 @@ def test_families_are_timed_beside_transformers(
     pytest.importorskip("transformers")
     monkeypatch.setattr(families, "LENGTH", 16)
     file = tmp_path / "out.json"
-    families.main(families.Options(models=("deepseek_v3",), precisions=("fp32",), rounds=2, json=file))
+    harness.run(families.measure, families.Options(models=("deepseek_v3",), precisions=("fp32",), rounds=2, json=file))
     rows = json.loads(file.read_text())["rows"]
     assert [row["beside"] for row in rows] == ["transformers, sdpa", "transformers, eager"]
     for row in rows:
@@ -175,7 +176,7 @@ def test_families_are_timed_beside_transformers(
 def test_a_profile_counts_operations_by_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     small = partial(layouts.Options, seq_length=16, vocab_size=256)
     monkeypatch.setattr(layouts, "Options", lambda **shape: small(**shape | {"global_batch_size": 2}))
-    cpu_profile.main(cpu_profile.Options(num_hidden_layers=1, steps=1, json=tmp_path / "out.json"))
+    harness.run(cpu_profile.measure, cpu_profile.Options(num_hidden_layers=1, steps=1, json=tmp_path / "out.json"))
     found = json.loads((tmp_path / "out.json").read_text())["milliseconds"]
     assert list(found) == ["megapar", "PyTorch"]
     for times in found.values():
@@ -198,7 +199,7 @@ def test_the_program_is_compared_within_a_pair(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(program, "_of_program", of("program", 3000.0))
     monkeypatch.setattr(program, "_of_bare_loop", of("bare loop", 2000.0))
     file = tmp_path / "out.json"
-    program.main(program.Options(pairs=2, json=file))
+    harness.run(program.measure, program.Options(pairs=2, json=file))
     assert ran == ["bare loop", "program", "program", "bare loop"]
     assert json.loads(file.read_text())["speed"] == {"median": 1.875, "min": 0.75, "max": 3.0}
 
@@ -206,7 +207,7 @@ def test_the_program_is_compared_within_a_pair(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.slow
 def test_a_run_and_a_bare_loop_are_timed(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    program.main(program.Options(pairs=1, steps=1, hidden=64, num_hidden_layers=1, json=file))
+    harness.run(program.measure, program.Options(pairs=1, steps=1, hidden=64, num_hidden_layers=1, json=file))
     found = json.loads(file.read_text())
     (ours,), (theirs,) = found["tokens_per_second"].values()
     assert 0.1 < found["speed"]["median"] == ours / theirs < 10
@@ -234,7 +235,7 @@ def test_products_and_attention_are_timed_in_turns(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(cpu_products, "sdpa", partial(attention, 0.002))
     file = tmp_path / "out.json"
     shapes = {"rows": (2, 3), "matrices": ("8x4",), "attention": ("1x4x2x5x3",)}
-    cpu_products.main(cpu_products.Options(**shapes, rounds=2, json=file))
+    harness.run(cpu_products.measure, cpu_products.Options(**shapes, rounds=2, json=file))
     found = json.loads(file.read_text())
     assert [(row["outputs"], row["inputs"], row["rows"]) for row in found["products"]] == [(8, 4, 2), (8, 4, 3)]
     for row in found["products"]:
@@ -246,7 +247,10 @@ def test_schedules_are_timed_beside_their_simulation(tmp_path: Path) -> None:
     """Simulated times are those of the textbook: a fill of one forward, and m forwards and backwards."""
     file = tmp_path / "out.json"
     names = ("1f1b", "zb-h1", "zb-v")
-    schedules.main(schedules.Options(pp=2, schedules=names, microbatches=(3,), milliseconds=4, steps=2, json=file))
+    harness.run(
+        schedules.measure,
+        schedules.Options(pp=2, schedules=names, microbatches=(3,), milliseconds=4, steps=2, json=file),
+    )
     rows = json.loads(file.read_text())["rows"]
     assert [row["schedule"] for row in rows] == list(names)
     expected = [0.004 * (3 + 9), 0.004 * (1 + 9), 0.004 * (0.5 + 9)]
@@ -282,8 +286,9 @@ def test_layouts_of_step_times_can_run(flags: str) -> None:
 def test_generation_is_measured_beside_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
     file = tmp_path / "out.json"
-    generation.main(
-        generation.Options(prompts=(2,), length=5, tokens=4, layers=1, hidden_size=128, rounds=1, json=file)
+    harness.run(
+        generation.measure,
+        generation.Options(prompts=(2,), length=5, tokens=4, layers=1, hidden_size=128, rounds=1, json=file),
     )
     (row,) = json.loads(file.read_text())["rows"]
     rates = row["tokens_per_second"]
@@ -294,14 +299,14 @@ def test_a_handoff_is_measured_to_every_target(tmp_path: Path, monkeypatch: pyte
     """It fails if the two ways hand over other bits to any of them."""
     file = tmp_path / "out.json"
     options = handoff.Options(layers=1, hidden_size=128, bucket_mb=1, rounds=1, json=file)
-    handoff.main(options)
+    harness.run(handoff.measure, options)
     found = json.loads(file.read_text())
     assert list(found["targets"]) == list(handoff.TARGETS)
     assert found["buckets"] > 1
     assert all(min(one["seconds"][way]) > 0 for one in found["targets"].values() for way in handoff.WAYS)
     monkeypatch.setattr(handoff, "gathered", lambda stages: iter([("norm", torch.ones(3))]))
     with pytest.raises(BenchmarkError, match="the two ways handed over other bits to rank"):
-        handoff.main(options)
+        harness.run(handoff.measure, options)
 
 
 @pytest.mark.slow
@@ -310,7 +315,9 @@ def test_fine_tuning_is_the_same_as_that_of_the_trainer(tmp_path: Path) -> None:
     for package in ("accelerate", "peft"):
         pytest.importorskip(package, reason=f"not run: needs {package}, pip install accelerate peft")
     file = tmp_path / "out.json"
-    finetuning.main(finetuning.Options(layers=1, seq_length=128, mean_length=30, packs=4, rounds=2, json=file))
+    harness.run(
+        finetuning.measure, finetuning.Options(layers=1, seq_length=128, mean_length=30, packs=4, rounds=2, json=file)
+    )
     rows = json.loads(file.read_text())["rows"]
     assert [(row["layout"], row["trained"]) for row in rows] == [
         (layout, trained) for layout in ("single", "dp2") for trained in ("all", "adapters")
@@ -324,7 +331,7 @@ def test_fine_tuning_is_the_same_as_that_of_the_trainer(tmp_path: Path) -> None:
 def test_packs_are_compared_with_those_of_trl() -> None:
     for package in ("trl", "datasets"):
         pytest.importorskip(package, reason=f"not run: needs {package}, pip install '.[judges]'")
-    ours, bfd, wrapped = packing.measure("three", [6, 5, 4, 3, 2], 8)
+    ours, bfd, wrapped = packing.packed("three", [6, 5, 4, 3, 2], 8)
     assert [row["packs"] for row in (ours, bfd, wrapped)] == [3, 3, 3]
     assert ours["fullness"] == 20 / 24
     assert wrapped["cut"] == 2, "5 tokens from the 7th on, and 3 from the 16th"
@@ -334,7 +341,7 @@ def test_optimizers_are_measured_by_rank_and_in_turns(tmp_path: Path) -> None:
     """Two ranks own matrices of unequal cost. The shares of offload, and a clip of nothing, give the same losses."""
     file = tmp_path / "optimizers.json"
     sizes: dict[str, Any] = {"ranks": 2, "layers": 1, "hidden_size": 128, "tokens": 128, "rounds": 1}
-    optimizers.main(optimizers.Options(**sizes, json=file))
+    harness.run(optimizers.measure, optimizers.Options(**sizes, json=file))
     found = json.loads(file.read_text())
     whole, heads = found["newton_schulz"]
     flops = [sum(rank["flops"] for rank in one["ranks"]) for one in (whole, heads)]
@@ -357,7 +364,7 @@ def test_losses_of_ended_runs_are_read_and_drawn(tmp_path: Path) -> None:
             (folder / "cpu_seconds.json").write_text('{"cpu": 7.5}')
     files: dict[str, Any] = {"json": tmp_path / "losses.json", "picture": tmp_path / "losses.png"}
     options = optimizer_losses.Options(("fp32", "bf16"), (1, 2), 4, 2, runs=tmp_path, **files)
-    optimizer_losses.main(options)
+    harness.run(optimizer_losses.measure, options)
     found = json.loads(files["json"].read_text())["cases"]["bf16"]
     assert [run["held_out"] for run in found] == [{"2": 6.25, "4": 6.25}, {"2": 7.25, "4": 7.25}]
     assert found[0]["losses"] == [5.0, 4.0, 3.0, 2.0]
@@ -369,10 +376,10 @@ def test_modes_of_recompute_are_measured_beside_their_plan(tmp_path: Path, monke
     in blocks of rows."""
     file = tmp_path / "recompute.json"
     options = recompute.Options(lengths=(16, 192), tokens=384, layers=1, hidden_size=128, rounds=1, json=file)
-    recompute.main(options)
+    harness.run(recompute.measure, options)
     rows = json.loads(file.read_text())["rows"]
     kept = {row["mode"]: row["kept_bytes"] for row in rows}
     assert kept["full"] < kept["all_but_attention"] < kept["light"] < kept["none"]
     monkeypatch.setattr(recompute, "kept_bytes", lambda state, batch: (7, 0))
     with pytest.raises(BenchmarkError, match=r"bytes of device and host are \(7, 0\), and "):
-        recompute.main(options)
+        harness.run(recompute.measure, options)

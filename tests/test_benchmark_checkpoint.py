@@ -8,13 +8,13 @@ import pytest
 import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from benchmarks import checkpoint
+from benchmarks import checkpoint, harness
 
 
 def test_every_contender_moves_the_same_bytes_and_each_figure_is_there(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
     sizes = {"hidden": 64, "num_hidden_layers": 2, "vocab_size": 256, "rounds": 2}
-    checkpoint.main(checkpoint.Options(**sizes, folder=tmp_path, json=file))
+    harness.run(checkpoint.measure, checkpoint.Options(**sizes, folder=tmp_path, json=file))
     found = json.loads(file.read_text())
     parameters = 2 * 256 * 64 + 2 * (4 * 64 * 64 + 3 * 64 * 256 + 2 * 64) + 64
     assert found["bytes"] == 12 * parameters

@@ -12,7 +12,7 @@ from megapar.data.tokenizer import load_tokenizer
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
 import build_corpus
-from benchmarks import data, delivery
+from benchmarks import data, delivery, harness
 
 
 @pytest.mark.slow
@@ -23,7 +23,7 @@ def test_preprocessing_is_measured_for_each_number_of_workers(tmp_path: Path, mo
     train = data.train
     monkeypatch.setattr(data, "train", lambda *args: islice(train(*args), 1))
     file = tmp_path / "out.json"
-    data.main(data.Options(megabytes=0.2, rounds=1, workers=(1, 2), vocab_size=512, json=file))
+    harness.run(data.measure, data.Options(megabytes=0.2, rounds=1, workers=(1, 2), vocab_size=512, json=file))
     found = json.loads(file.read_text())
     (one,) = found["runs"]
     assert one["tokenizer"] == "spm"
@@ -46,7 +46,7 @@ def test_tokenizers_that_are_measured_restore_the_text(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_delivery_is_measured_for_each_size(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    delivery.main(delivery.Options(samples=(1000, 10**6), steps=3, documents=1000, json=file))
+    harness.run(delivery.measure, delivery.Options(samples=(1000, 10**6), steps=3, documents=1000, json=file))
     found = json.loads(file.read_text())
     assert [row["samples"] for row in found["delivery"]] == [1000, 10**6]
     assert all(min(row.values()) > 0 for row in found["delivery"])

@@ -25,7 +25,7 @@ from megapar.base.errors import ConfigError, StorageError
 from megapar.system.atomic_files import write_json
 
 sys.path.append(str(Path(__file__).parents[1] / "tools"))
-from benchmarks import gpu, gpu_contenders, ranks, report
+from benchmarks import gpu, gpu_contenders, harness, ranks
 from benchmarks.contenders import Megapar
 from benchmarks.kernels import attention, measuring, ops, peers, run
 from benchmarks.profiling import Kernel, gather
@@ -164,7 +164,7 @@ def test_rounds_of_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caps
     monkeypatch.setattr(run, "compete", compete)
     monkeypatch.setattr(peers, "liger", dict)
     with pytest.raises(ranks.BenchmarkError, match=r"^RMSNorm tiny 8x32: it differs$") as raised:
-        run.main(run.Options(dry_run=True, only=("RMSNorm",), json=file))
+        harness.run(run.measure, run.Options(dry_run=True, only=("RMSNorm",), json=file))
     assert raised.value.exit_code == 70
     assert "WRONG: RMSNorm tiny 8x32" in capsys.readouterr().out
     rounds = (("megapar", "torch"), ("Liger-Kernel",), ("torch.compile",))
@@ -216,13 +216,13 @@ def test_no_failure_ends_another_contender(
         clock[0] += 60
         take(self, kind, name)
 
-    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(gpu, "measure_steps", measure)
     monkeypatch.setattr(gpu.Training, "take", timed)
-    for module in (gpu, report):
+    for module in (gpu, harness):
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     options = gpu.Options(dry_run=True, workloads=("8b", "1b"), profile=False, minutes=3.5, json=file)
     with pytest.raises(ranks.BenchmarkError, match=r"^1b, megapar: a rank ended without a result, exit code -9$"):
-        gpu.main(options)
+        harness.run(gpu.measure, options)
     crash = "a rank ended without a result, exit code -9"
     lacking = [("8b", kind, "out of memory") for kind in ("megapar", "torch")]
     assert contenders() == sorted([*lacking, ("1b", "megapar", crash), ("1b", "torch", "ok")])
@@ -347,14 +347,14 @@ def test_a_profile_is_summed_by_kernel_and_category() -> None:
     assert rows["attention"] == pytest.approx({"category": "attention", "ms": 0, "calls": 0, "predicted_ms": 8.0})
     assert rows["other kernels"]["ms"] == 0.75
     table = gpu.profile_table({"workload": "1b", "step_ms": 5.0, "categories": list(rows.values())})
-    assert list(table.columns[3].cells) == ["1.00", "0.00 <-- off", "0.19 <-- off", "0.00 <-- off"]
+    assert list(table.columns[4].cells) == ["1.00", "0.00 <-- off", "0.19 <-- off", "0.00 <-- off"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 @pytest.mark.parametrize("program", [run, gpu])
 def test_without_a_gpu_only_dry_runs_are_possible(program: Any) -> None:
     with pytest.raises(ConfigError, match="--dry_run"):
-        program.main(program.Options())
+        harness.run(program.measure, program.Options())
 
 
 @pytest.mark.slow

@@ -27,10 +27,11 @@ import importlib
 import sys
 
 import tyro
+from benchmarks.harness import run
 
 from megapar.launch.reporting import reported
 
-# Each module has Options, and main, which measures. Its docstring is its help.
+# Each module has Options, and measure. Its docstring is its help.
 MODULES = {
     "layouts": "benchmarks.layouts",
     "checkpoint": "benchmarks.checkpoint",
@@ -66,7 +67,8 @@ def main() -> int:
     with reported():
         # By name, so that only the modules of this one benchmark are imported.
         module = importlib.import_module(MODULES[name])
-        module.main(tyro.cli(module.Options, prog=f"benchmark.py {name}", description=module.__doc__))
+        options = tyro.cli(module.Options, prog=f"benchmark.py {name}", description=module.__doc__)
+        run(module.measure, options)
     return 0
 
 

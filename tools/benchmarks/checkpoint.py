@@ -26,14 +26,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed.checkpoint as dcp
 from megapar_models.registry import validate, weight_options
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks.contenders import Megapar
 from benchmarks.counting import Cost, cost, in_turn, ratio, spread
-from benchmarks.layouts import make_batches, make_weights, whole_step
+from benchmarks.harness import Found, Output, progress
+from benchmarks.layouts import make_batches, make_weights
 from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Report, table
 from megapar.checkpoint.load import load
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import CheckpointConfig, Config, LaunchConfig, TrainConfig
@@ -44,7 +42,7 @@ from megapar.train.checkpoints import Saver
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure checkpoints on this machine."""
 
     hidden: int = 512
@@ -59,8 +57,6 @@ class Options:
     """Where the state lives."""
     folder: Path | None = None
     """Where to write; the default is a folder of the system's for temporary files, removed afterwards."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 def make_trainer(options: Options, target: torch.device) -> Megapar:
@@ -81,7 +77,7 @@ def make_trainer(options: Options, target: torch.device) -> Megapar:
 def step(trainer: Megapar) -> Cost:
     """What a training step of one sample costs; CPU seconds are those of this thread."""
     batch = [x.to(trainer.device) for x in make_batches(trainer.config, 1)[0]]
-    return cost(partial(whole_step, trainer, batch), time.thread_time)[0]
+    return cost(partial(trainer.whole_step, *batch), time.thread_time)[0]
 
 
 def tensors(state: TrainState) -> dict[str, torch.Tensor]:
@@ -186,16 +182,8 @@ def summary(rounds: Sequence[dict[str, float]], size: int) -> dict[str, Any]:
     return result
 
 
-def cells(name: str, one: dict[str, Any]) -> list[str]:
-    """A row of the table."""
-    row = [name, f"{one['median']:.4f}", f"{one['min']:.4f}-{one['max']:.4f}"]
-    if speed := one.get("speed_over_copy") or one.get("speed_over_read"):
-        row += [f"{one['gb_per_second']:.2f}", f"{speed['median']:.2f}x ({speed['min']:.2f}-{speed['max']:.2f})"]
-    return row
-
-
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file; raises BenchmarkError if a load is not what was saved."""
+def measure(options: Options) -> Found:
+    """Measure the rounds. Raises BenchmarkError if a load is not what was saved."""
     torch.set_num_threads(1)
     target = device.choose(options.device, 0, 1)
     with tempfile.TemporaryDirectory(dir=options.folder) as name:
@@ -205,9 +193,7 @@ def main(options: Options) -> None:
         size = sum(tensor.nbytes for tensor in tensors(state).values())
         rounds = []
         with Saver(state, root) as saver:
-            for number in track(range(options.rounds + 1), "measuring", console=Console(stderr=True)):
+            for number in progress(range(options.rounds + 1)):
                 rounds.append(bandwidth(state, saver, root, number) | pauses(trainer, root))
     found = summary(rounds[1:], size)
-    numbers = ("seconds", "range", "GB/s", "speed over the plain copy or read")
-    shown = table((cells(*item) for item in found.items()), ["what"], numbers, f"A checkpoint of {size / 1e6:,.0f} MB")
-    Report(options, provenance(target)).finish({"bytes": size, "summary": found, "rounds": rounds[1:]}, shown)
+    return Found({"bytes": size, "summary": found, "rounds": rounds[1:]}, (), (), provenance(target))

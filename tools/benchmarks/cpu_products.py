@@ -8,12 +8,10 @@
 Speed is megapar's choice over torch's: the median of the rounds.
 """
 
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +20,13 @@ from megapar_kernels import onednn
 from megapar_kernels.attention import sdpa
 from torch import Tensor
 
-from benchmarks.report import Report, table
-from megapar.observe.provenance import provenance
+from benchmarks.harness import Found, Output, tables
 
 _SECONDS = 0.02  # of one product and library in a round, so that a short one is repeated
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Time products and attention of several shapes."""
 
     rows: tuple[int, ...] = (64, 512, 4096)
@@ -42,14 +39,12 @@ class Options:
     """Threads of each product."""
     rounds: int = 9
     """Times that the two libraries take turns."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+def measure(options: Options) -> Found:
+    """Time all products, then attention."""
     torch.set_num_threads(options.threads)
-    found, lines = [], []
+    found: list[dict[str, Any]] = []
     for matrix in options.matrices:
         outputs, inputs = (int(size) for size in matrix.split("x"))
         weight = torch.randn(outputs, inputs)
@@ -60,19 +55,10 @@ def main(options: Options) -> None:
                 partial(torch.matmul, grad, weight), partial(onednn.linear, grad, weight.t()), options.rounds
             )
             found.append({"outputs": outputs, "inputs": inputs, "rows": rows, "forward": forward, "backward": backward})
-            lines.append((f"{outputs} x {inputs}", rows, _shown(forward), _shown(backward)))
-    shown = table(lines, ["outputs x inputs"], ["rows", "forward", "backward"], "oneDNN's speed over MKL's", sections=1)
     attention = {shape: _attention_speeds(shape, options.rounds) for shape in options.attention}
-    shown_attention = table(
-        [(" x ".join(shape.split("x")), _shown(speeds)) for shape, speeds in attention.items()],
-        ["samples x heads x kv heads x positions x width"],
-        ["forward and backward"],
-        "the speed of megapar's attention over SDPA's",
-    )
     chosen = "megapar takes oneDNN on this CPU" if onednn.IS_FASTER else "megapar leaves this CPU to MKL"
-    Report(options, provenance(torch.device("cpu"))).finish(
-        {"products": found, "attention": attention}, shown, shown_attention, chosen
-    )
+    numbers = {"products": found, "attention": attention}
+    return Found(numbers, [*tables(numbers), chosen])
 
 
 def _attention_speeds(shape: str, rounds: int) -> list[float]:
@@ -101,7 +87,3 @@ def _seconds(work: Callable[[], Any], times: int) -> float:
     for _ in range(times):
         work()
     return time.perf_counter() - begun
-
-
-def _shown(speeds: list[float]) -> str:
-    return f"{statistics.median(speeds):.2f}x ({min(speeds):.2f}-{max(speeds):.2f})"

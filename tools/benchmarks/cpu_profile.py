@@ -5,18 +5,17 @@ of each operation without the operations within it. The table shows the shortest
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from benchmarks import layouts
 from benchmarks.contenders import LAYOUTS
-from benchmarks.counting import in_turn
-from benchmarks.profiling import kind_of, record
-from benchmarks.report import Report, table
-from megapar.observe.provenance import provenance
+from benchmarks.harness import Case, Contender, Found, Output
+from benchmarks.peers import Peer
+from benchmarks.profiling import Kernel, kind_of, record
 from megapar.system import device
 
 KINDS = {
@@ -34,7 +33,7 @@ OTHER = "other, functions written in Python among it"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Profile training steps of one process. The default shape is that of the first table of docs/performance.md."""
 
     hidden: int = 256
@@ -43,14 +42,18 @@ class Options:
     """Transformer layers."""
     steps: int = 5
     """Profiled steps of each contender, after one that warms up."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
-    cpu = torch.device("cpu")
-    device.prepare(cpu, threads=1, deterministic=False)
+def by_kind(operations: Sequence[Kernel]) -> dict[str, float]:
+    """Add up the milliseconds of operations of each kind."""
+    times: dict[str, float] = defaultdict(float)
+    for operation in operations:
+        times[kind_of(operation.name, KINDS, OTHER)] += operation.ms
+    return times
+
+
+def build(options: Options, target: torch.device) -> dict[str, Contender]:
+    """Make the two that are compared. A turn is one profiled step."""
     shape = layouts.Options(
         hidden=(options.hidden,),
         num_hidden_layers=options.num_hidden_layers,
@@ -59,17 +62,21 @@ def main(options: Options) -> None:
         global_batch_size=16,
         micro_batch_size=2,
     )
-    names = ("megapar", "PyTorch")
-    built = {name: layouts.build_contender(shape, options.hidden, LAYOUTS["single"], name, cpu) for name in names}
-    profiles: dict[str, list[dict[str, float]]] = {name: [] for name in names}
-    for number, batch in enumerate(layouts.make_batches(built["megapar"].config, 1 + options.steps)):
-        for name in in_turn(names, number):
-            times: dict[str, float] = defaultdict(float)
-            for kernel in record(partial(built[name].step, *batch), cpu):
-                times[kind_of(kernel.name, KINDS, OTHER)] += kernel.ms
-            profiles[name].append(times)
+
+    def profiled(peer: Peer) -> Contender:
+        batches = iter(layouts.make_batches(peer.config, 1 + options.steps))
+        return Contender(lambda: record(lambda: peer.step(*next(batches)), target), by_kind)
+
+    return {
+        name: profiled(layouts.build_contender(shape, options.hidden, LAYOUTS["single"], name, target))
+        for name in ("megapar", "PyTorch")
+    }
+
+
+def measure(options: Options) -> Found:
+    """Profile both in turns. The shortest step of each counts."""
+    device.prepare(torch.device("cpu"), threads=1, deterministic=False)
+    turns = Case(partial(build, options), options.steps).measure()
     # Without the first step, which warms up.
-    least = {name: min(found[1:], key=lambda times: sum(times.values())) for name, found in profiles.items()}
-    lines = [(kind, *(f"{least[name].get(kind, 0.0):,.0f}" for name in names)) for kind in (*KINDS, OTHER)]
-    lines.append(("all", *(f"{sum(least[name].values()):,.0f}" for name in names)))
-    Report(options, provenance(cpu)).finish({"milliseconds": least}, table(lines, ["CPU ms of a step"], names))
+    least = {name: min(found.notes[1:], key=lambda times: sum(times.values())) for name, found in turns.items()}
+    return Found({"milliseconds": {name: {**times, "all": sum(times.values())} for name, times in least.items()}})

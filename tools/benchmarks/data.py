@@ -29,19 +29,15 @@ from typing import Any
 from build_corpus import Arguments as CorpusArguments
 from build_corpus import build
 from megapar_tools.prepare.preprocess import PreprocessOptions, preprocess, read_documents
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks.counting import Cost, cost, with_children
-from benchmarks.report import Report, table
+from benchmarks.harness import Found, Output, progress, table
 from megapar.base.errors import ConfigError
 from megapar.data.tokenizer import load_tokenizer, train_sentencepiece
-from megapar.observe.provenance import provenance
-from megapar.system import device
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure preprocessing against the tokenizer libraries, on this machine."""
 
     megabytes: float = 16.0
@@ -52,8 +48,6 @@ class Options:
     """Measurements of everything."""
     vocab_size: int = 8192
     """Ids of the tokenizers."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 def train(texts: Sequence[str], vocab_size: int, folder: Path) -> Iterator[str]:
@@ -112,7 +106,7 @@ def bare(spec: str, texts: Sequence[str], processes: int) -> Cost:
     return Cost(max(one.wall for one in found) / processes, sum(one.cpu for one in found) / processes)
 
 
-def measure(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options: Options) -> dict[str, Any]:
+def measure_tokenizer(spec: str, texts: Sequence[str], inputs: tuple[Path, Path], options: Options) -> dict[str, Any]:
     """All rounds of one tokenizer; `inputs` are the text once, and three times."""
     tokenizer = load_tokenizer(spec)
     tokens = sum(len(tokenizer.encode(text)) for text in texts)
@@ -144,14 +138,8 @@ def rates(found: dict[str, Any], megabytes: float, options: Options) -> dict[str
     return rows
 
 
-def cells(tokenizer: str, name: str, row: dict[str, float]) -> list[str]:
-    """A row of the table."""
-    speeds = [(row[f"mb_per_{unit}"], row[f"tokens_per_{unit}"] / 1e6) for unit in ("second", "cpu_second")]
-    shares = [f"{row[key]:.0%}" if key in row else "" for key in ("of_bare", "of_linear")]
-    return [tokenizer, name, *(f"{speed:.2f}" for pair in speeds for speed in pair), *shares]
-
-
-def main(options: Options) -> None:
+def measure(options: Options) -> Found:
+    """Train the tokenizers and measure each."""
     if options.workers[:1] != (1,) or options.rounds < 1 or not 0 < options.megabytes <= 30:
         raise ConfigError("--workers begins with 1, --rounds is at least 1, --megabytes above 0 and at most 30")
     with tempfile.TemporaryDirectory() as folder:
@@ -163,11 +151,10 @@ def main(options: Options) -> None:
         megabytes = sum(len(text.encode()) for text in texts) / 1e6
         runs = []
         specs = list(train(texts[: len(texts) // 4], options.vocab_size, Path(folder)))
-        for spec in track(specs, "measuring", console=Console(stderr=True)):
-            found = measure(spec, texts, inputs, options)
+        for spec in progress(specs):
+            found = measure_tokenizer(spec, texts, inputs, options)
             runs.append({**found, "medians": rates(found, megabytes, options)})
-    numbers = ("MB/s", "Mtokens/s", "MB/s of CPU time", "Mtokens/s of CPU time", "of bare", "of linear")
-    lines = (cells(run["tokenizer"], name, row) for run in runs for name, row in run["medians"].items())
-    circumstances = provenance(device.choose("cpu", 0, 1))
-    found = {"text_megabytes": megabytes, "documents": len(texts), "runs": runs}
-    Report(options, circumstances).finish(found, table(lines, ("tokenizer", ""), numbers, sections=1))
+    rows = [
+        {"tokenizer": run["tokenizer"], "what": name, **row} for run in runs for name, row in run["medians"].items()
+    ]
+    return Found({"text_megabytes": megabytes, "documents": len(texts), "runs": runs}, [table(rows)])

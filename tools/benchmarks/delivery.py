@@ -13,22 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from benchmarks.counting import cost, memory
-from benchmarks.report import Report, table
+from benchmarks.harness import Found, Output
 from megapar.data.blend import BlendPhase
 from megapar.data.delivery import Delivery
 from megapar.data.indexed import IndexedDataset, IndexedWriter
 from megapar.data.loader import Loader, Mixture
 from megapar.data.sources import ChunkDataset
-from megapar.observe.provenance import provenance
 
 LONGEST = 2**31 - 1  # tokens of a document that the format holds
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure delivery on this machine."""
 
     samples: tuple[int, ...] = (10**6, 10**8, 10**10)
@@ -43,8 +41,6 @@ class Options:
     """Steps read for the rate."""
     workers: int = 0
     """data.workers: 0 is a thread."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 def mock(prefix: Path, num_tokens: int, document: int = LONGEST) -> Path:
@@ -82,8 +78,8 @@ def deliver(prefixes: list[Path], options: Options) -> dict[str, float]:
     return found | {"mebibytes": memory(read)[1] / 2**20}
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+def measure(options: Options) -> Found:
+    """Measure each size in a process of its own, then the index of many documents."""
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         for count in options.samples:
@@ -104,11 +100,4 @@ def main(options: Options) -> None:
         "opening_seconds": opening,
         "starts_of_64_samples_seconds": finding,
     }
-    said = (
-        f"{options.documents:,} documents: opened and checked in {opening:.3f} s; those of 64 samples of 4,096 tokens "
-        f"found in {finding:.3f} s"
-    )
-    figures = ("first_batch_seconds", "mebibytes", "samples_per_second")
-    lines = ([f"{row['samples']:,}", *(f"{row[name]:,.3f}" for name in figures)] for row in rows)
-    shown = table(lines, ["samples"], ("first batch s", "memory taken MiB", "samples/s"))
-    Report(options, provenance(torch.device("cpu"))).finish(found, shown, said)
+    return Found(found)

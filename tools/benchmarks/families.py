@@ -21,11 +21,10 @@ from megapar_models.convert.saved import load_model
 from megapar_models.stage import Stage
 from torch import Tensor, nn
 
-from benchmarks.counting import Cost, cost, in_turn, ratio, spread
+from benchmarks.counting import ratio, spread
+from benchmarks.harness import Case, Contender, Found, Output
 from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Report, table
 from megapar.declare.batch import MicroBatch
-from megapar.observe.provenance import provenance
 
 CONVERT = Path(__file__).parents[1] / "convert_checkpoint.py"
 VOCABULARY, SAMPLES, LENGTH = 4096, 2, 512
@@ -55,7 +54,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure small models of families beside transformers."""
 
     models: tuple[Literal["gemma3_text", "gpt_oss", "deepseek_v3"], ...] = ("gemma3_text", "gpt_oss", "deepseek_v3")
@@ -64,12 +63,10 @@ class Options:
     """The dtypes of weights and activations."""
     rounds: int = 9
     """Rounds that count, after one that warms up."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 @dataclass
-class Contender:
+class Trained:
     """A model, and how its loss is computed: the sum of cross entropies over all tokens of the batch."""
 
     model: nn.Module
@@ -103,29 +100,29 @@ def converted(theirs: Path, folder: Path, precision: Literal["fp32", "bf16"] = "
     return load_model(folder, precision=precision)[1]
 
 
-def contenders(model_type: str, precision: Literal["fp32", "bf16"]) -> dict[str, Contender]:
+def contenders(model_type: str, precision: Literal["fp32", "bf16"]) -> dict[str, Trained]:
     """megapar, and transformers with each of its attentions that the model has, with the same weights."""
     transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     config = transformers.AutoConfig.for_model(model_type, **MODELS[model_type])
     tokens_bs = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     inputs_bs, targets_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
-    found: dict[str, Contender] = {}
+    found: dict[str, Trained] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "theirs")
         stage = converted(folder / "theirs", folder / "ours", precision)
         batch = MicroBatch.of_samples(inputs_bs, targets_bs, torch.ones(SAMPLES, LENGTH), torch.arange(SAMPLES))
-        found["megapar"] = Contender(stage, partial(stage, None, batch))  # in evaluation mode: no loss of balance
+        found["megapar"] = Trained(stage, partial(stage, None, batch))  # in evaluation mode: no loss of balance
         for attention in ATTENTIONS[model_type]:
             options = {"dtype": DTYPES[precision], "attn_implementation": attention, "local_files_only": True}
             theirs = transformers.AutoModelForCausalLM.from_pretrained(folder / "theirs", **options)
-            found[f"transformers, {attention}"] = Contender(theirs, partial(their_loss, theirs, inputs_bs, targets_bs))
+            found[f"transformers, {attention}"] = Trained(theirs, partial(their_loss, theirs, inputs_bs, targets_bs))
     return found
 
 
-def check(found: Mapping[str, Contender], precision: str) -> None:
+def check(found: Mapping[str, Trained], precision: str) -> None:
     """Raise BenchmarkError unless all contenders compute the same."""
     numbers = {name: (one.run(), one.gradient_norm()) for name, one in found.items()}
     for name, theirs in numbers.items():
@@ -134,45 +131,21 @@ def check(found: Mapping[str, Contender], precision: str) -> None:
                 raise BenchmarkError(f"{what}: megapar {ours}, {name} {other}, {precision}")
 
 
-def measure(model_type: str, options: Options, precision: Literal["fp32", "bf16"]) -> dict[str, list[Cost]]:
-    """The costs of each contender, by round."""
+def build(model_type: str, precision: Literal["fp32", "bf16"], _: torch.device) -> dict[str, Contender]:
+    """Make the contenders, which compute the same."""
     found = contenders(model_type, precision)
     check(found, precision)
-    rounds: dict[str, list[Cost]] = {name: [] for name in found}
-    for number in range(options.rounds + 1):
-        for name in in_turn(found, number):
-            rounds[name].append(cost(found[name].run)[0])
-    return {name: costs[1:] for name, costs in rounds.items()}
+    return {name: Contender(one.run) for name, one in found.items()}
 
 
-def compared(costs: Mapping[str, list[Cost]]) -> dict[str, dict[str, dict[str, float]]]:
-    """For each contender but megapar: its time over megapar's and the seconds of both, medians and ranges of rounds."""
-    walls = {name: [one.wall for one in found] for name, found in costs.items()}
-    cpus = {name: [one.cpu for one in found] for name, found in costs.items()}
-    return {
-        name: {
-            "speed": ratio(walls[name], walls["megapar"]),
-            "cpu": ratio(cpus[name], cpus["megapar"]),
-            "seconds": spread(walls["megapar"]),
-            "their_seconds": spread(walls[name]),
-        }
-        for name in walls
-        if name != "megapar"
-    }
-
-
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+def measure(options: Options) -> Found:
+    """Time each contender beside megapar. A row has its time over megapar's, and the seconds of both."""
     torch.set_num_threads(1)
-    circumstances = provenance(torch.device("cpu"))
     rows: list[dict[str, Any]] = []
-    lines = []
     for model_type, precision in product(options.models, options.precisions):
-        for name, figures in compared(measure(model_type, options, precision)).items():
-            rows.append({"model_type": model_type, "precision": precision, "beside": name, **figures})
-            speed, cpu = figures["speed"], figures["cpu"]["median"]
-            times = (f"{1e3 * figures[key]['median']:,.0f}" for key in ("seconds", "their_seconds"))
-            cells = (f"{speed['median']:.2f}x", f"{speed['min']:.2f}-{speed['max']:.2f}", f"{cpu:.2f}x", *times)
-            lines.append((model_type, precision, name, *cells))
-    words, numbers = ["model", "dtype", "beside"], ["speed", "range", "CPU time", "ms, ours", "theirs"]
-    Report(options, circumstances).finish({"rows": rows}, table(lines, words, numbers, sections=2))
+        ours, *others = Case(partial(build, model_type, precision), options.rounds).measure().items()
+        for name, theirs in others:
+            figures = {"speed": ratio(theirs.wall, ours[1].wall), "cpu": ratio(theirs.cpu, ours[1].cpu)}
+            seconds = {"seconds": spread(ours[1].wall), "their_seconds": spread(theirs.wall)}
+            rows.append({"model_type": model_type, "precision": precision, "beside": name, **figures, **seconds})
+    return Found({"rows": rows})

@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -26,24 +25,21 @@ import torch
 import torch.distributed as dist
 from megapar_models.build import build_stages
 from megapar_models.registry import validate
-from rich.console import Console
-from rich.progress import track
 from torch import Tensor, nn
 
 from benchmarks import layouts
 from benchmarks.contenders import LAYOUTS, Variant, load_weights
 from benchmarks.counting import cost, in_turn, memory, ratio, spread
+from benchmarks.harness import Found, Output, progress
 from benchmarks.peers import Weights
 from benchmarks.peers_huggingface import HuggingFace
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
-from benchmarks.report import Report, table
 from megapar.base.errors import ConfigError
 from megapar.config.options import AdapterConfig, Config
 from megapar.data.packs import best_fit
 from megapar.declare import context
 from megapar.declare.batch import MicroBatch
 from megapar.launch.grid import grid_of
-from megapar.observe.provenance import provenance
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.step.trainable import freeze_others
@@ -56,7 +52,7 @@ _MODULES = {"attention": "self_attn", "mlp": "mlp"}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure fine-tuning on this machine."""
 
     layouts: tuple[Literal["single", "dp2"], ...] = ("single", "dp2")
@@ -77,8 +73,6 @@ class Options:
     """Packs of a step over all processes. Each is a micro-batch."""
     rounds: int = 3
     """Rounds that count, after one that warms up."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 @dataclass(frozen=True)
@@ -309,23 +303,11 @@ def compared(options: Options, layout: str, trained: str) -> dict[str, Any]:
     }
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+def measure(options: Options) -> Found:
+    """Compare each layout with all weights trained, and with adapters."""
     if missing := [name for name in PACKAGES if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"the Trainer needs packages: pip install {' '.join(missing)}")
     torch.set_num_threads(1)
-    circumstances = provenance(torch.device("cpu"))
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
-    cases = product(options.layouts, options.trained)
-    rows = [compared(options, *case) for case in track(list(cases), "measuring", console=Console(stderr=True))]
-    lines = []
-    for row in rows:
-        speed, nbytes = row["speed"], row["bytes"]
-        rates = (f"{row['tokens_per_second'][way]['median']:,.0f}" for way in WAYS)
-        memories = (f"{nbytes[way] / 2**20:,.0f}" for way in WAYS)
-        share = f"{nbytes[WAYS[0]] / nbytes[WAYS[1]]:.2f}x"
-        cells = (f"{speed['median']:.2f}x", f"{speed['min']:.2f}-{speed['max']:.2f}", *rates, share, *memories)
-        lines.append((row["layout"], row["trained"], *cells))
-    numbers = ["speed", "range", "tokens/s, ours", "theirs", "memory", "MiB a rank, ours", "theirs"]
-    shown = table(lines, ["layout", "trained"], numbers, " ".join(f"{name} {of}" for name, of in versions.items()))
-    Report(options, circumstances).finish({"peers": versions, "rows": rows}, shown)
+    rows = [compared(options, *case) for case in progress(product(options.layouts, options.trained))]
+    return Found({"peers": versions, "rows": rows})

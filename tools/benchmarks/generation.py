@@ -6,7 +6,7 @@ take the most likely token. The benchmark fails if their texts differ.
 
 import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,18 +16,17 @@ import torch
 from megapar_models.generation import Sampling, generate
 from megapar_models.stage import Stage
 
-from benchmarks.counting import cost, in_turn, ratio, spread
+from benchmarks.counting import ratio, spread
 from benchmarks.families import converted
+from benchmarks.harness import Case, Contender, Found, Output
 from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Report, table
-from megapar.observe.provenance import provenance
 
 OURS, THEIRS = "megapar", "transformers"
 VOCABULARY = 4096
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure generation on this machine."""
 
     prompts: tuple[int, ...] = (1, 8)
@@ -42,8 +41,6 @@ class Options:
     """Its width, a multiple of 128: two query heads of 64 share a key/value head."""
     rounds: int = 3
     """Rounds that count, after one that warms up."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 def models(options: Options) -> tuple[Stage, Any]:
@@ -80,37 +77,29 @@ def of_transformers(model: Any, prompts: list[list[int]], tokens: int) -> list[l
     return rows
 
 
-def measure(options: Options, stage: Stage, theirs: Any, count: int) -> dict[str, list[float]]:
-    """The seconds of each way by round. Raises BenchmarkError if the texts differ."""
+def build(options: Options, stage: Stage, theirs: Any, count: int, _: torch.device) -> dict[str, Contender]:
+    """Make both ways to continue `count` prompts."""
     prompts = torch.randint(VOCABULARY, (count, options.length), generator=torch.Generator().manual_seed(1)).tolist()
-    ways: dict[str, Callable[[], list[list[int]]]] = {
-        OURS: partial(generate, stage, prompts, options.tokens, -1, Sampling(0.0)),
-        THEIRS: partial(of_transformers, theirs, prompts, options.tokens),
+    return {
+        OURS: Contender(partial(generate, stage, prompts, options.tokens, -1, Sampling(0.0))),
+        THEIRS: Contender(partial(of_transformers, theirs, prompts, options.tokens)),
     }
-    seconds: dict[str, list[float]] = {way: [] for way in ways}
-    for number in range(options.rounds + 1):
-        texts = {}
-        for way in in_turn(ways, number):
-            one, texts[way] = cost(ways[way])
-            seconds[way].append(one.wall)
-        if texts[OURS] != texts[THEIRS]:
-            raise BenchmarkError(f"the texts after {count} prompts differ")
-    return {way: found[1:] for way, found in seconds.items()}
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+def check(texts: Mapping[str, list[list[int]]]) -> None:
+    """Raise BenchmarkError if the texts differ."""
+    if texts[OURS] != texts[THEIRS]:
+        raise BenchmarkError(f"the texts after {len(texts[OURS])} prompts differ")
+
+
+def measure(options: Options) -> Found:
+    """Time batches of each number of prompts."""
     torch.set_num_threads(1)
-    circumstances = provenance(torch.device("cpu"))
     stage, theirs = models(options)
     rows: list[dict[str, Any]] = []
-    lines = []
     for count in options.prompts:
-        found = measure(options, stage, theirs, count)
-        rates = {way: spread(count * options.tokens / one for one in seconds) for way, seconds in found.items()}
-        speed = ratio(found[THEIRS], found[OURS])
+        found = Case(partial(build, options, stage, theirs, count), options.rounds, check=check).measure()
+        rates = {way: spread(count * options.tokens / one for one in turns.wall) for way, turns in found.items()}
+        speed = ratio(found[THEIRS].wall, found[OURS].wall)
         rows.append({"prompts": count, "tokens_per_second": rates, "speed": speed})
-        shown = (f"{speed['median']:.2f}x", f"{speed['min']:.2f}-{speed['max']:.2f}")
-        lines.append((count, *shown, *(f"{rates[way]['median']:,.0f}" for way in (OURS, THEIRS))))
-    numbers = ["speed", "range", "tokens/s, ours", "theirs"]
-    Report(options, circumstances).finish({"rows": rows}, table(lines, ["prompts"], numbers))
+    return Found({"rows": rows})

@@ -52,11 +52,11 @@ from benchmarks.gpu_contenders import (
     MixedPrecisionMixture,
     RandomWeights,
 )
-from benchmarks.layouts import largest_error, make_batches, whole_step
+from benchmarks.harness import Found, Output, Session, table
+from benchmarks.layouts import largest_error, make_batches
 from benchmarks.peers import Peer, Result
 from benchmarks.profiling import Kernel, kind_of, record
 from benchmarks.ranks import BenchmarkError, run_ranks
-from benchmarks.report import Session, number, table
 from megapar.base.errors import ConfigError
 from megapar.config.derive import num_microbatches
 from megapar.config.model_options import MixtureModel, ModelConfig, MoEConfig
@@ -132,7 +132,7 @@ PATTERNS = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure training on one GPU."""
 
     workloads: tuple[WorkloadName, ...] = ()
@@ -222,7 +222,7 @@ def take_steps(contender: Peer, config: Config, steps: int) -> tuple[list[float]
     for batch in make_batches(config, steps):
         on_device = [x.to(contender.device) for x in batch]
         device.synchronize(contender.device)
-        found.append(cost(partial(whole_step, contender, on_device)))
+        found.append(cost(partial(contender.whole_step, *on_device)))
     return [spent.wall for spent, _ in found], [result for _, result in found]
 
 
@@ -235,7 +235,7 @@ def build(kind: type[Peer], config: Config, target: torch.device) -> Peer:
     return contender
 
 
-def measure(config: Config, kind: type[Peer], steps: int, target: torch.device) -> dict[str, Any]:
+def measure_steps(config: Config, kind: type[Peer], steps: int, target: torch.device) -> dict[str, Any]:
     """One contender's steps: seconds of the counted ones, results of all, peak bytes of device memory."""
     seconds, results = take_steps(build(kind, config, target), config, WARMUP + steps)
     return {"seconds": seconds[WARMUP:], "results": results, "peak_bytes": device.peak_memory_bytes(target)}
@@ -246,7 +246,7 @@ def measure_kernels(config: Config, target: torch.device) -> dict[str, Any]:
     contender = build(Megapar, config, target)
     seconds, _ = take_steps(contender, config, WARMUP)
     batch = [x.to(target) for x in make_batches(config, 1)[0]]
-    return {"step_ms": seconds[-1] * 1e3, "kernels": record(partial(whole_step, contender, batch), target)}
+    return {"step_ms": seconds[-1] * 1e3, "kernels": record(partial(contender.whole_step, *batch), target)}
 
 
 def categorize(name: str) -> str:
@@ -295,7 +295,6 @@ class Training(Session):
 
     def __init__(self, options: Options, circumstances: dict[str, Any]):
         super().__init__(options, circumstances)
-        self.options = options
         self.target = "cpu" if options.dry_run else "cuda"
         self.machine = machine_of(circumstances)
         self.names = options.workloads or tuple(WORKLOADS)
@@ -317,7 +316,7 @@ class Training(Session):
 
     def apart(self, body: Any, target: str = "") -> dict[str, Any]:
         """`body(device)` in a process of its own, with a status: ok, out of memory, or what went wrong."""
-        left = (self.limit + GRACE_MINUTES - self.minutes) * 60
+        left = (self.options.minutes + GRACE_MINUTES - self.minutes) * 60
         try:
             found = run_ranks(1, target or self.target, body, seconds=round(min(CONTENDER_SECONDS, left), 1))[0]
         except BenchmarkError as error:
@@ -356,7 +355,7 @@ class Training(Session):
         """Measure one contender of one workload, and say what was found."""
         config = make_config(self.options, name)
         contender = (OF_MIXTURES if isinstance(config.model, MixtureModel) else CONTENDERS)[kind]
-        found = self.apart(partial(measure, config, contender, self.options.steps))
+        found = self.apart(partial(measure_steps, config, contender, self.options.steps))
         run = self.run_of(name, config)
         row = {"name": contender.name, "contender": kind} | found | self.figures(found, run)
         run["contenders"].append(row)
@@ -389,7 +388,7 @@ class Training(Session):
             found["step_ms"] = None
             found["kernels"] = [[kernel.name, kernel.calls, None] for kernel in kernels]
             found["categories"] = [row | {"ms": None} for row in found["categories"]]
-        self.console.print(profile_table(found))
+        self.report.console.print(profile_table(found))
 
     def found(self) -> dict[str, Any]:
         more = {"dry_run": self.options.dry_run, "runs": list(self.runs.values()), "profile": self.profile}
@@ -415,10 +414,6 @@ def problems(run: dict[str, Any]) -> list[str]:
     return found
 
 
-def gib(nbytes: float | None) -> str:
-    return number(nbytes and nbytes / 2**30, ".1f")
-
-
 def planned_bytes(run: dict[str, Any]) -> int | None:
     """What megapar needs by its plan."""
     planned = run["predicted"]["bytes"]
@@ -435,43 +430,34 @@ def over(measured: float | None, predicted: float | None) -> str:
 
 def speed_table(options: Options, runs: Sequence[dict[str, Any]]) -> Table:
     """Contenders side by side, megapar beside its predictions."""
-    lines = []
+    rows = []
     for run in runs:
-        workload = f"{run['workload']} ({run['parameters'] / 1e6:,.1f}M)"
         ours = next((row["tokens_per_second"] for row in run["contenders"] if row["contender"] == "megapar"), None)
         for row in run["contenders"]:
-            rate = row["tokens_per_second"]
-            peak = row["peak_bytes"]
-            predicted: tuple[str, str] = ("", "")
+            rate, peak = row["tokens_per_second"], row["peak_bytes"]
+            shown = {"workload": f"{run['workload']} ({run['parameters'] / 1e6:,.1f}M)", "contender": row["name"]}
+            shown |= {"status": row["status"], "tokens/s": rate, "MFU": row["mfu"], "peak GiB": peak and peak / 2**30}
             if row["contender"] == "megapar":
                 step_ms = run["predicted"]["step_ms"]
-                ms = step_ms and step_ms / run["micro_batches"]
-                predicted = (over(row["ms"], ms), over(peak, planned_bytes(run)))
-            faster = f"{ours / rate:.2f}x" if rate and ours else "-"
-            loss = f"{row['results'][-1][0]:.4f}" if "results" in row else "-"
-            figures = (number(rate, ",.0f"), number(row["mfu"], ".1%"), gib(peak), *predicted, faster, loss)
-            lines.append((workload, row["name"], row["status"], *figures))
+                shown["time/predicted"] = over(row["ms"], step_ms and step_ms / run["micro_batches"])
+                shown["peak/planned"] = over(peak, planned_bytes(run))
+            shown["megapar is faster"] = ours / rate if rate and ours else None
+            rows.append(shown | {"last loss": row["results"][-1][0] if "results" in row else None})
     title = f"Training on one GPU (aim: {TARGET_MFU:.0%} MFU); predicted are its time and planned memory"
     if options.dry_run:
         title = "DRY RUN on the CPU: no figures"
-    predictions = ("time/predicted", "peak/planned")
-    numbers = ("tokens/s", "MFU", "peak GiB", *predictions, "megapar is faster", "last loss")
-    return table(lines, ("workload", "contender", "status"), numbers, title, sections=1)
+    return table(rows, title)
 
 
 def profile_table(found: dict[str, Any]) -> Table:
     """Each category of kernels beside its prediction. `found` is what the JSON file holds."""
-    lines = []
-    for row in found["categories"]:
-        figures = (number(row["ms"], ".2f"), f"{row['predicted_ms']:.2f}", over(row["ms"], row["predicted_ms"]))
-        lines.append((row["category"], *figures, row["calls"]))
-    total = sum(row["ms"] or 0.0 for row in found["categories"])
-    title = f"One step of {found['workload']}: {number(found['step_ms'], '.1f')} ms, kernels {total:.1f} ms"
-    return table(lines, ["category"], ("ms", "predicted", "ratio", "launches"), title)
+    rows = [row | {"over predicted": over(row["ms"], row["predicted_ms"])} for row in found["categories"]]
+    total = sum(row["ms"] or 0.0 for row in rows)
+    return table(rows, f"One step of {found['workload']}: {found['step_ms']} ms, kernels {total:.1f} ms")
 
 
-def main(options: Options) -> None:
-    """Measure, print the tables, write the JSON file; raises BenchmarkError if the numbers are worthless."""
+def measure(options: Options) -> Found:
+    """Measure all. A failure of megapar and contenders that differ are problems."""
     began = time.monotonic()
     for name in options.workloads or WORKLOADS:
         make_config(options, name)
@@ -483,6 +469,4 @@ def main(options: Options) -> None:
     session.keep()
     session.work()
     runs = list(session.runs.values())
-    session.end(speed_table(options, runs))
-    if found := [problem for run in runs for problem in problems(run)]:
-        raise BenchmarkError("; ".join(found))
+    return session.end(speed_table(options, runs), problems=[problem for run in runs for problem in problems(run)])

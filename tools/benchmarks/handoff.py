@@ -24,16 +24,15 @@ from megapar_models.registry import validate
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from benchmarks.counting import cost, in_turn, memory, ratio, spread
+from benchmarks.counting import in_turn, memory, ratio
+from benchmarks.harness import Case, Contender, Found, Output
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
-from benchmarks.report import Report, table
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.declare import context
 from megapar.declare.params import spec_of
 from megapar.declare.random import initialize
 from megapar.launch.grid import grid_of
-from megapar.observe.provenance import provenance
 
 WAYS = ("buckets", "tensor by tensor")
 TARGETS = ("rank", "files", "process")
@@ -41,7 +40,7 @@ SECONDS = 60.0  # longest wait of a process for another
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure the hand-off of weights on this machine."""
 
     tp: int = 2
@@ -54,8 +53,6 @@ class Options:
     """MiB of a bucket; a run has 512."""
     rounds: int = 3
     """Rounds that count, between one that warms up and one that shows the memory."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 class Whole:
@@ -182,22 +179,16 @@ class Rank:
         }
 
 
-def measure(options: Options, folder: Path, path: Path, connection: Any, device: torch.device) -> dict[str, Any]:
+def measure_rank(options: Options, folder: Path, path: Path, connection: Any, device: torch.device) -> dict[str, Any]:
     """Of each target, by way: the seconds of each round, and the first rank's bytes above those before."""
     rank = Rank(options, folder, path, connection, device)
     found: dict[str, Any] = {}
     for target in TARGETS:
-        seconds: dict[str, list[float]] = {way: [] for way in WAYS}
-        taken = {}
-        for number in range(options.rounds + 2):
-            for way in in_turn(WAYS, number):
-                work = partial(rank.hand_over, way, target)
-                if number <= options.rounds:
-                    seconds[way].append(cost(work)[0].wall)
-                else:
-                    taken[way] = memory(work)[1]
-        seconds = {way: each[1:] for way, each in seconds.items()}
-        found[target] = {"seconds": seconds, "peak_bytes": taken}
+        works = {way: partial(rank.hand_over, way, target) for way in WAYS}
+        contenders = {way: Contender(work) for way, work in works.items()}
+        turns = Case(lambda _, contenders=contenders: contenders, options.rounds).measure_on(device)  # type: ignore[misc]
+        taken = {way: memory(works[way])[1] for way in in_turn(WAYS, options.rounds + 1)}
+        found[target] = {"seconds": {way: turns[way].wall for way in WAYS}, "peak_bytes": taken}
     if rank.giver:
         for target, sums in rank.received().items():
             if sums[WAYS[0]] != sums[WAYS[1]]:
@@ -206,22 +197,14 @@ def measure(options: Options, folder: Path, path: Path, connection: Any, device:
     return {"targets": found, "bytes": nbytes, "buckets": len(rank.handoff.buckets)}
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
-    circumstances = provenance(torch.device("cpu"))
+def measure(options: Options) -> Found:
+    """Hand the weights over to each target, from ranks that are forked together with the process that takes them."""
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
     with tempfile.TemporaryDirectory() as name, Taker(Path(name), SECONDS) as taker:
         other = fork.Process(target=take, args=(taker, theirs), daemon=True)
         other.start()
-        found, *_ = run_ranks(options.tp, "cpu", partial(measure, options, Path(name), taker.path, ours))
-    lines = []
-    for target, one in found["targets"].items():
+        found, *_ = run_ranks(options.tp, "cpu", partial(measure_rank, options, Path(name), taker.path, ours))
+    for one in found["targets"].values():
         one["speed"] = ratio(*(one["seconds"][way] for way in reversed(WAYS)))
-        seconds = (f"{spread(one['seconds'][way])['median']:.2f}" for way in WAYS)
-        peaks = (f"{one['peak_bytes'][way] / 2**20:,.0f}" for way in WAYS)
-        speed = one["speed"]
-        lines.append((target, f"{speed['median']:.2f}x", f"{speed['min']:.2f}-{speed['max']:.2f}", *seconds, *peaks))
-    numbers = ["speed", "range", "s, buckets", "s, tensor by tensor", "MiB of rank 0, buckets", "tensor by tensor"]
-    title = f"{found['bytes'] / 1e9:.2f} GB from {options.tp} ranks, in {found['buckets']} buckets"
-    Report(options, circumstances).finish(found, table(lines, ["to"], numbers, title))
+    return Found(found)

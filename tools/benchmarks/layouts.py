@@ -25,32 +25,28 @@ Kernels: kernels/run.py.
 
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from itertools import product
 from typing import Any, Literal
 
 import torch
 from megapar_models.build import stage_layers
 from megapar_models.registry import find, validate
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from benchmarks.contenders import LAYOUTS, WITHOUT_ZERO, Layout, Megapar, Variant
-from benchmarks.counting import cost, in_turn, memory, ratio
+from benchmarks.counting import memory, ratio
+from benchmarks.harness import Case, Contender, Found, Output, Turns, progress, table
 from benchmarks.peers import Llama, Peer, Plain, Result, Weights
 from benchmarks.products import Products
-from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
-from benchmarks.report import Report, table
+from benchmarks.ranks import run_ranks
 from benchmarks.traffic import expected_traffic
 from megapar.base.errors import ConfigError
 from megapar.config.derive import num_microbatches
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import Config, KernelsConfig, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.observe.provenance import provenance
 from megapar.system import device
 
 LayoutName = Literal["single", "dp2", "tp2", "tp2+sp", "pp2", "cp2", "compiled", "offload", "moe", "moe_ep2"]
@@ -61,7 +57,7 @@ TOLERANCES = {"loss": 1e-4, "grad_norm": 1e-2}
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure megapar against other ways to train, on this machine."""
 
     hidden: tuple[int, ...] = (256, 512)
@@ -74,8 +70,6 @@ class Options:
     """Names of contenders, as the table spells them; empty: all that are installed. megapar itself always runs."""
     steps: int = 5
     """Timed steps of each contender, after one that warms up."""
-    json: Path | None = None
-    """Write all numbers to this file."""
     num_hidden_layers: int = 4
     """Transformer layers."""
     num_attention_heads: int = 0
@@ -189,35 +183,24 @@ def build_contender(options: Options, hidden: int, layout: Layout, name: str, ta
     return kind(config, make_weights(config), target)
 
 
-def measure_time(options: Options, hidden: int, layout: Layout, names: Sequence[str], target: torch.device) -> Any:
-    """On each rank: for each contender the seconds, results, bytes sent and counts of experts of every step, warm-up
-    included."""
-    contenders = {name: build_contender(options, hidden, layout, name, target) for name in names}
-    fields = ("seconds", "cpu", "results", "sent", "expert_counts")
-    measured: dict[str, dict[str, list[Any]]] = {name: {field: [] for field in fields} for name in names}
-    config = make_config(options, hidden, layout, WITHOUT_ZERO)
-    for number, batch in enumerate(make_batches(config, WARMUP + options.steps)):
-        for name in in_turn(names, number):
-            contender = contenders[name]
-            record = measured[name]
-            before = contender.ctx.traffic() if isinstance(contender, Megapar) else {}
-            synchronize(layout.world, target)
-            spent, result = cost(partial(whole_step, contender, [x.to(target) for x in batch]))
-            record["seconds"].append(spent.wall)
-            record["cpu"].append(spent.cpu)
-            record["results"].append(result)
-            if isinstance(contender, Megapar):
-                sent = contender.ctx.traffic()
-                record["sent"].append({axis: sent[axis] - before.get(axis, 0) for axis in sent})
-                record["expert_counts"].append(contender.expert_counts())
-    return measured
+def build(
+    options: Options, hidden: int, layout: Layout, names: Sequence[str], target: torch.device
+) -> dict[str, Contender]:
+    """Make the contenders of a rank. A turn is a step, and its note what it computed and sent."""
+    batches = make_batches(make_config(options, hidden, layout, WITHOUT_ZERO), WARMUP + options.steps)
+
+    def in_steps(peer: Peer) -> Contender:
+        todo = iter(batches)
+        return Contender(lambda: peer.step(*next(todo)), partial(noted, peer))
+
+    return {name: in_steps(build_contender(options, hidden, layout, name, target)) for name in names}
 
 
-def whole_step(contender: Peer, batch: Sequence[Tensor]) -> Result:
-    """A step until all ranks have done it."""
-    result = contender.step(*batch)
-    synchronize(contender.world, contender.device)
-    return result
+def noted(peer: Peer, result: Result) -> dict[str, Any]:
+    """What the newest step computed. Of megapar also the bytes sent until now, by axis, and counts of experts."""
+    if not isinstance(peer, Megapar):
+        return {"result": result}
+    return {"result": result, "sent": peer.ctx.traffic(), "expert_counts": peer.expert_counts()}
 
 
 def measure_memory(options: Options, hidden: int, layout: Layout, name: str, target: torch.device) -> Any:
@@ -239,41 +222,46 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
     """Everything but memory about one layout at one width, as it goes into the JSON file."""
     layout = LAYOUTS[layout_name]
     names = chosen_contenders(options, layout)
-    ranks = run_ranks(layout.world, "cpu", partial(measure_time, options, hidden, layout, names))
+    case = Case(partial(build, options, hidden, layout, names), options.steps, WARMUP, layout.world)
+    ranks = case.measure_ranks()
+    found = ranks[0]  # ranks wait for each other around a step, so the clock of one of them speaks for all
     tokens = options.global_batch_size * options.seq_length
-    limit = seconds_of(ranks, Products.name) if Products.name in names else []
+    cpu = {name: cpu_seconds(ranks, name) for name in names}
     contenders = []
     for name in names:
         kind, variant = layout.contenders[name]
-        seconds = seconds_of(ranks, name)
+        seconds = found[name].wall
         contender = {
             "name": name,
             "step_seconds": seconds,
             "tokens_per_second": tokens / statistics.median(seconds),
-            "megapar_is_faster": ratio(seconds, seconds_of(ranks, layout.base)),
-            "cpu_seconds": [rank[name]["cpu"][WARMUP:] for rank in ranks],
-            "cpu_time_over_megapar": cpu_seconds(ranks, name) / cpu_seconds(ranks, layout.base),
+            "megapar_is_faster": ratio(seconds, found[layout.base].wall),
+            "cpu_seconds": [rank[name].cpu for rank in ranks],
+            "cpu_time_over_megapar": cpu[name] / cpu[layout.base],
             "errors": {},
         }
-        if limit:
-            contender["share_of_products"] = ratio(limit, seconds)
+        if Products.name in names:
+            contender["share_of_products"] = ratio(found[Products.name].wall, seconds)
         if kind is not Products:
-            results = ranks[0][name]["results"]
+            results = [note["result"] for note in found[name].notes]
             contender["errors"] = {what: largest_error(results, reference, what) for what in TOLERANCES}
         if kind is Megapar:
             config = make_config(options, hidden, layout, variant)
-            contender |= exchanged(config, [rank[name] for rank in ranks])
+            contender |= exchanged(config, [rank[name].notes for rank in ranks])
         contenders.append(contender)
     return {"hidden": hidden, "layout": layout_name, "contenders": contenders}
 
 
-def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What a contender of megapar sent in the last step, by rank, and the formulas.
+def exchanged(config: Config, ranks: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any]:
+    """What a contender of megapar sent in the last step, by rank, and the formulas. `ranks` has the notes of each.
 
-    `ranks` has what `measure_time` returned of it. The bytes of experts follow from where tokens went in that step.
+    The bytes of experts follow from where tokens went in that step.
     """
-    chosen = [record["expert_counts"][-1] for record in ranks]
-    found: dict[str, Any] = {"sent": [record["sent"][-1] for record in ranks]}
+    chosen = [notes[-1]["expert_counts"] for notes in ranks]
+    sent = []
+    for *_, before, last in ranks:
+        sent.append({axis: total - before["sent"].get(axis, 0) for axis, total in last["sent"].items()})
+    found: dict[str, Any] = {"sent": sent}
     stages = config.parallel.pp > 1
     found["formula"] = [expected_traffic(config, rank if stages else 0, chosen, rank) for rank in range(len(ranks))]
     if config.model.num_experts:
@@ -281,15 +269,9 @@ def exchanged(config: Config, ranks: Sequence[dict[str, Any]]) -> dict[str, Any]
     return found
 
 
-def seconds_of(ranks: Sequence[dict[str, Any]], name: str) -> list[float]:
-    """Of each timed step. Ranks wait for each other around a step, so one of them speaks for all."""
-    seconds: list[float] = ranks[0][name]["seconds"][WARMUP:]
-    return seconds
-
-
-def cpu_seconds(ranks: Sequence[dict[str, Any]], name: str) -> float:
+def cpu_seconds(ranks: Sequence[dict[str, Turns]], name: str) -> float:
     """Median over steps of the CPU time of all ranks: what is left of a step when nobody waits."""
-    return statistics.median(map(sum, zip(*(rank[name]["cpu"][WARMUP:] for rank in ranks), strict=True)))
+    return statistics.median(map(sum, zip(*(rank[name].cpu for rank in ranks), strict=True)))
 
 
 def largest_error(results: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], field: str) -> float:
@@ -360,63 +342,30 @@ def run_whole(
     return run
 
 
-def rows(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[tuple[str, str, str], dict[str, Any], dict[str, Any]]]:
-    """(width, layout and name), run and contender of every contender."""
-    for run in runs:
-        for contender in run["contenders"]:
-            yield (str(run["hidden"]), run["layout"], contender["name"]), run, contender
+def rows_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return every contender with the width and the layout of its run."""
+    return [{"hidden": run["hidden"], "layout": run["layout"], **each} for run in runs for each in run["contenders"]]
 
 
-def speed_table(runs: Sequence[dict[str, Any]]) -> Table:
-    """The fastest peer in bold: what megapar wants to reach."""
-    lines = []
-    for (hidden, layout, name), run, contender in rows(runs):
-        peers = [c for c in run["contenders"] if "sent" not in c and c["name"] != Products.name]
-        fastest = max(peers, key=lambda c: c["tokens_per_second"], default=None)
-        faster = contender["megapar_is_faster"]
-        errors = contender["errors"]
-        lines.append(
-            (
-                *(hidden, layout, f"[bold]{name}[/bold]" if contender is fastest else name),
-                f"{contender['tokens_per_second']:,.0f}",
-                f"{faster['median']:.2f}x",
-                f"{faster['min']:.2f}-{faster['max']:.2f}",
-                f"{contender['share_of_products']['median']:.0%}" if "share_of_products" in contender else "",
-                f"{contender['cpu_time_over_megapar']:.2f}x",
-                " ".join(f"{n / 2**20:,.0f}" for n in contender["peak_bytes_above_start"]),
-                *(f"{errors[what]:.0e}" if what in errors else "" for what in Result._fields),
-            )
-        )
-    title = (
-        "megapar's speed over that of each contender, whose losses and norms differ from plain PyTorch's; "
-        "limit: the share of the speed of matrix products and attention alone"
-    )
-    numbers = ("tokens/s", "speed", "range", "limit", "CPU time", "peak MiB a rank", "loss", "norm")
-    return table(lines, ("hidden", "layout", "contender"), numbers, title, sections=2)
+def traffic_of(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the bytes that rank 0 of megapar sends in a step, beside the formulas'."""
+    rows = []
+    for run in rows_of(runs):
+        for axis, sent in run.get("sent", [{}])[0].items():
+            of = {"hidden": run["hidden"], "layout": run["layout"], "name": run["name"], "axis": axis}
+            rows.append({**of, "sent": sent, "formula": run["formula"][0].get(axis)})
+    return rows
 
 
-def traffic_table(runs: Sequence[dict[str, Any]]) -> Table:
-    lines = []
-    for words, _, contender in rows(runs):
-        if "sent" in contender:
-            sent = contender["sent"][0]
-            formula = contender["formula"][0]
-            for axis in sorted(sent | formula):
-                lines.append((*words, axis, *(f"{bytes_.get(axis, 0):,}" for bytes_ in (sent, formula))))
-    title = "Bytes that rank 0 of megapar sends in a step"
-    return table(lines, ("hidden", "layout", "contender", "axis"), ("measured", "formula"), title, sections=2)
-
-
-def main(options: Options) -> None:
-    """Measure, print the tables, write the JSON file; raises BenchmarkError if the numbers are worthless."""
+def measure(options: Options) -> Found:
+    """Measure each layout at each width. Other computations and other bytes than the formulas' are problems."""
     check_options(options)
     device.prepare(torch.device("cpu"), threads=1, deterministic=False)  # ranks are forked from here
     for package, names in missing_packages(options).items():
         print(f"Left out: {', '.join(names)}. To measure them: pip install {package}", file=sys.stderr)
     references: dict[tuple[int, bool], list[Result]] = {}
-    cases = [(hidden, name) for hidden in options.hidden for name in options.layouts]
-    runs = [run_whole(options, *case, references) for case in track(cases, "measuring", console=Console(stderr=True))]
-    Report(options, provenance(torch.device("cpu"))).finish({"runs": runs}, speed_table(runs), traffic_table(runs))
+    runs = [run_whole(options, *case, references) for case in progress(product(options.hidden, options.layouts))]
     found = [problem for run in runs for problem in problems(run)]
-    if found:
-        raise BenchmarkError("\n".join(found))
+    shown = [{name: row[name] for name in row if name != "peak_bytes"} for row in rows_of(runs)]
+    title = "megapar's speed over that of each contender, whose losses and norms differ from plain PyTorch's"
+    return Found({"runs": runs}, [table(shown, title), table(traffic_of(runs))], found)

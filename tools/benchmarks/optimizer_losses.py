@@ -6,22 +6,16 @@ from the first's, beside the spread of the first's seeds.
 """
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+from benchmarks.counting import with_children
+from benchmarks.harness import Found, Output, table
+from benchmarks.programs import PRETRAIN, pretrain
 
-from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Report, table
-from megapar.observe.provenance import provenance
-
-ROOT = Path(__file__).parents[2]
 CASES: Mapping[str, tuple[str, ...]] = {
     "adamw": ("--optimizer.name", "adamw"),
     "muon": ("--optimizer.name", "muon"),
@@ -37,7 +31,7 @@ _ONE_PROCESS = (
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Train the quickstart with several optimizers and seeds."""
 
     cases: tuple[str, ...] = ("adamw", "muon")
@@ -54,8 +48,6 @@ class Options:
     """Folder of the runs."""
     picture: Path | None = None
     """Draw the losses into this file."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 def trained(options: Options, case: str, seed: int) -> Path:
@@ -63,15 +55,12 @@ def trained(options: Options, case: str, seed: int) -> Path:
     folder = options.runs.absolute() / f"{case}-{options.steps}-{seed}"
     ended = folder / "cpu_seconds.json"
     if not ended.exists():
-        words = [sys.executable, "pretrain_scripts/pretrain.py", "--config", "pretrain_scripts/configs/quickstart.toml"]
-        words += ["--run_dir", str(folder), *_ONE_PROCESS, *CASES[case], "--train.seed", str(seed)]
-        words += ["--train.steps", str(options.steps), "--train.eval_every", str(options.eval_every)]
+        words = ["--config", PRETRAIN.parent / "configs/quickstart.toml", *_ONE_PROCESS, *CASES[case]]
+        words += ["--train.seed", seed, "--train.steps", options.steps, "--train.eval_every", options.eval_every]
         words += [word for flag in options.flags for word in ("--" + flag).split("=", 1)]
-        before = sum(os.times()[:4])
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise BenchmarkError(f"{case}, seed {seed}: {done.stderr}")
-        ended.write_text(json.dumps({"cpu": sum(os.times()[:4]) - before}))
+        before = with_children()
+        pretrain(folder, words)
+        ended.write_text(json.dumps({"cpu": with_children() - before}))
     return folder
 
 
@@ -121,19 +110,13 @@ def draw(found: Mapping[str, Sequence[Mapping[str, Any]]], path: Path) -> None:
     plt.close(figure)
 
 
-def main(options: Options) -> None:
-    """Train what is missing, print the table, write the picture and the JSON file."""
-    circumstances = provenance(torch.device("cpu"))
+def measure(options: Options) -> Found:
+    """Train what is missing, and draw the picture."""
     found: dict[str, list[dict[str, Any]]] = {case: [] for case in options.cases}
     for seed in options.seeds:
         for case in options.cases:
             found[case].append(measured(trained(options, case, seed)))
-    steps = list(found[options.cases[0]][0]["held_out"])
-    rows = [
-        (case, *(", ".join(f"{run['held_out'][step]:.2f}" for run in runs) for step in steps))
-        for case, runs in found.items()
-    ]
     if options.picture:
         draw(found, options.picture)
-    shown = table(rows, ["held-out loss"], [f"step {step}" for step in steps])
-    Report(options, circumstances).finish({"seeds": options.seeds, "cases": found}, shown)
+    rows = [{"case": case, **run} for case, runs in found.items() for run in runs]
+    return Found({"seeds": options.seeds, "cases": found}, [table(rows)])

@@ -9,10 +9,9 @@ by more than roundings: its Muon iterates in bf16, ours on a CPU in fp32.
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -20,15 +19,14 @@ from megapar_models.registry import validate
 from torch import Tensor, nn
 
 from benchmarks.contenders import Megapar
-from benchmarks.counting import cost, in_turn, ratio
+from benchmarks.counting import cost, ratio
 from benchmarks.gpu_contenders import RandomWeights
+from benchmarks.harness import Case, Contender, Found, Output
 from benchmarks.layouts import make_batches
 from benchmarks.peers import Peer, Plain
 from benchmarks.ranks import BenchmarkError, run_ranks
-from benchmarks.report import Report, table
 from benchmarks.small_llama import make_batch, make_state, small_llama
 from megapar.config.options import Config, OptimizerConfig, ParallelConfig, TrainConfig
-from megapar.observe.provenance import provenance
 from megapar.optimizer import muon, owners
 from megapar.step.step import train_step
 
@@ -36,7 +34,7 @@ OFFLOADS = (0.0, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure optimizers on this machine."""
 
     ranks: int = 4
@@ -49,8 +47,6 @@ class Options:
     """Tokens of a step of each rank, in samples of 128."""
     rounds: int = 5
     """Rounds that count, after one that warms up."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 def make_config(options: Options, optimizer: OptimizerConfig, ranks: int = 1) -> Config:
@@ -128,9 +124,8 @@ class TorchMuon(Plain):
         return norm
 
 
-def contenders_of(options: Options) -> dict[str, Peer]:
+def contenders_of(options: Options, device: torch.device) -> dict[str, Contender]:
     """megapar with each optimizer, and PyTorch with its own, all from the same weights. By name."""
-    device = torch.device("cpu")
     adamw = OptimizerConfig(schedule="constant")  # the peers have no schedule
     optimizers = {f"adamw, offload {share:g}": replace(adamw, offload=share) for share in OFFLOADS}
     optimizers["adamw, qk_clip 100"] = replace(adamw, qk_clip=100.0)
@@ -142,69 +137,27 @@ def contenders_of(options: Options) -> dict[str, Peer]:
     }
     found["PyTorch, AdamW"] = Plain(make_config(options, adamw), weights, device)
     found[TorchMuon.name] = TorchMuon(make_config(options, muon_options), weights, device)
-    return found
+    batch = make_batches(found["muon"].config, 1)[0]
+    return {name: Contender(partial(peer.step, *batch), lambda result: result.loss) for name, peer in found.items()}
 
 
-def in_turns(options: Options) -> list[dict[str, Any]]:
-    """CPU time of a step with each optimizer, over that of our AdamW on the device, and the last loss."""
-    contenders = contenders_of(options)
-    plain = next(iter(contenders))
-    batch = make_batches(contenders[plain].config, 1)[0]
-    seconds: dict[str, list[float]] = {name: [] for name in contenders}
-    losses: dict[str, float] = {}
-    for number in range(options.rounds + 1):
-        for name in in_turn(contenders, number):
-            one, result = cost(partial(contenders[name].step, *batch))
-            seconds[name].append(one.cpu)
-            losses[name] = result.loss
-        different = len({loss for name, loss in losses.items() if name.startswith("adamw")}) > 1
-        peers = {"PyTorch, AdamW": (plain, 1e-4), TorchMuon.name: ("muon", 1e-3)}
-        far = [name for name, (ours, most) in peers.items() if abs(losses[name] / losses[ours] - 1) > most]
-        if different or far:
-            raise BenchmarkError(f"losses differ: {losses}")
-    return [
-        {
-            "optimizer": name,
-            "seconds": seconds[name][1:],
-            "time": ratio(seconds[name][1:], seconds[plain][1:]),
-            "loss": losses[name],
-        }
-        for name in contenders
-    ]
+def check(losses: Mapping[str, float]) -> None:
+    """Raise BenchmarkError if losses of our AdamW differ in one bit, or those of PyTorch by more than roundings."""
+    different = len({loss for name, loss in losses.items() if name.startswith("adamw")}) > 1
+    peers = {"PyTorch, AdamW": ("adamw, offload 0", 1e-4), TorchMuon.name: ("muon", 1e-3)}
+    far = [name for name, (ours, most) in peers.items() if abs(losses[name] / losses[ours] - 1) > most]
+    if different or far:
+        raise BenchmarkError(f"losses differ: {losses}")
 
 
-def lines_of_ranks(found: Sequence[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows of the table of ranks."""
-    return [
-        (
-            "heads apart" if one["per_head"] else "whole",
-            ", ".join(f"{1e3 * rank['seconds']:.1f}" for rank in one["ranks"]),
-            f"{one['largest_over_mean']['seconds']:.2f}",
-            f"{one['largest_over_mean']['flops']:.2f}",
-            f"{one['share_of_step']:.1%}",
-        )
-        for one in found
-    ]
-
-
-def main(options: Options) -> None:
-    """Measure, print the tables, write the JSON file."""
+def measure(options: Options) -> Found:
+    """Measure Newton-Schulz on ranks, then steps: CPU time over that of our AdamW on the device, and the last loss."""
     torch.set_num_threads(1)
-    circumstances = provenance(torch.device("cpu"))
     ranks = [of_ranks(options, per_head) for per_head in (False, True)]
-    steps = in_turns(options)
-    columns = ["ms of Newton-Schulz by rank", "largest over mean", "by FLOPs", "of the step"]
-    of_steps = [
-        (
-            row["optimizer"],
-            f"{row['time']['median']:.3f}x",
-            f"{row['time']['min']:.3f}-{row['time']['max']:.3f}",
-            f"{row['loss']:.4f}",
-        )
-        for row in steps
+    turns = Case(partial(contenders_of, options), options.rounds, check=check).measure()
+    plain, *_ = turns.values()
+    steps = [
+        {"optimizer": name, "seconds": found.cpu, "time": ratio(found.cpu, plain.cpu), "loss": found.notes[-1]}
+        for name, found in turns.items()
     ]
-    Report(options, circumstances).finish(
-        {"newton_schulz": ranks, "steps": steps},
-        table(lines_of_ranks(ranks), ["muon: matrices"], columns),
-        table(of_steps, ["one process"], ["CPU time of a step", "range", "last loss"]),
-    )
+    return Found({"newton_schulz": ranks, "steps": steps})

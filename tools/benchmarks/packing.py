@@ -18,18 +18,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from megapar_tools.prepare.chat import BUILT_IN, ChatTemplate
 
+from benchmarks.harness import Found, Output
 from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Report, table
 from megapar.base.errors import ConfigError
 from megapar.data.packs import best_fit
-from megapar.observe.provenance import provenance
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure packs on this machine."""
 
     conversations: int = 4_000
@@ -38,8 +36,6 @@ class Options:
     """About the mean tokens of those."""
     seq_lengths: tuple[int, ...] = (2_048, 4_096)
     """Tokens of a sample."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 def docstrings() -> list[int]:
@@ -78,7 +74,7 @@ def cuts(lengths: Sequence[int], seq_length: int) -> int:
     return cut
 
 
-def measure(name: str, lengths: Sequence[int], seq_length: int) -> list[dict[str, Any]]:
+def packed(name: str, lengths: Sequence[int], seq_length: int) -> list[dict[str, Any]]:
     """A row for each way. Raises BenchmarkError if one loses tokens."""
     fitting = [min(length, seq_length) for length in lengths]
     ways = {
@@ -98,11 +94,10 @@ def measure(name: str, lengths: Sequence[int], seq_length: int) -> list[dict[str
     return rows
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+def measure(options: Options) -> Found:
+    """Pack each set of lengths into samples of each length."""
     if missing := [name for name in ("trl", "datasets") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"packs are compared with TRL's: pip install {' '.join(missing)}")
-    circumstances = provenance(torch.device("cpu"))
     rng = np.random.default_rng(0)
     sets = {}
     for mean in options.means:
@@ -110,19 +105,5 @@ def main(options: Options) -> None:
         sets[f"lognormal, {mean:,}"] = np.maximum(drawn, 8).astype(int).tolist()
     sets["docstrings"] = docstrings()
     cases = [(name, lengths, seq_length) for name, lengths in sets.items() for seq_length in options.seq_lengths]
-    rows = [row for case in cases for row in measure(*case)]
-    lines = [
-        (
-            row["lengths"],
-            f"{row['sample']:,}",
-            row["way"],
-            f"{row['mean']:,.0f}",
-            row["packs"],
-            f"{row['fullness']:.2%}",
-            row["cut"],
-        )
-        for row in rows
-    ]
-    versions = {"trl": importlib.metadata.version("trl")}
-    shown = table(lines, ["lengths", "sample", "way"], ["mean", "packs", "full", "conversations cut"], sections=2)
-    Report(options, circumstances).finish({"peers": versions, "rows": rows}, shown)
+    rows = [row for case in cases for row in packed(*case)]
+    return Found({"peers": {"trl": importlib.metadata.version("trl")}, "rows": rows})

@@ -35,6 +35,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.ranks import synchronize
 from benchmarks.traffic import stages_of_rank
 from megapar.config.derive import num_microbatches
 from megapar.config.model_options import MixtureModel, ModelConfig
@@ -271,6 +272,12 @@ class Peer(ABC):
 
     @abstractmethod
     def step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result: ...
+
+    def whole_step(self, tokens_bs: Tensor, targets_bs: Tensor) -> Result:
+        """A step until all ranks have done it."""
+        result = self.step(tokens_bs, targets_bs)
+        synchronize(self.world, self.device)
+        return result
 
     def micro_batches(self, tokens_bs: Tensor, targets_bs: Tensor) -> list[tuple[Tensor, Tensor]]:
         """This rank's micro-batches: the batch is dealt over the data-parallel ranks."""

@@ -9,34 +9,28 @@ and AdamW, and its loss is read.
 - speed: that of pretrain.py over that of the bare loop, median and range over pairs.
 """
 
-import json
 import multiprocessing
 import statistics
-import subprocess
-import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
 from benchmarks import layouts
 from benchmarks.contenders import LAYOUTS
-from benchmarks.counting import cost, in_turn, ratio
+from benchmarks.counting import cost, ratio
+from benchmarks.harness import Case, Contender, Found, Output
 from benchmarks.peers import Plain
-from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Report, table
-from megapar.observe.provenance import provenance
+from benchmarks.programs import pretrain
 
-_PROGRAM = Path(__file__).parents[2] / "pretrain_scripts/pretrain.py"
 _WARMUP = 3  # steps: memory is taken, oneDNN compiles
+_BARE_LOOP = "a bare loop around plain PyTorch"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure pretrain.py on this machine."""
 
     pairs: int = 5
@@ -47,8 +41,6 @@ class Options:
     """Width of the model; the MLP is 11/4 as wide."""
     num_hidden_layers: int = 8
     """Transformer layers."""
-    json: Path | None = None
-    """File for the figures."""
 
     @property
     def of_layouts(self) -> layouts.Options:
@@ -84,13 +76,9 @@ def _of_program(options: Options) -> float:
         "launch.device": "cpu",
         "launch.threads": 1,
     }
+    given = [word for name, value in flags.items() for word in (f"--{name}", value)]
     with tempfile.TemporaryDirectory() as folder:
-        given = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, str(_PROGRAM), "--run_dir", f"{folder}/run", *given]
-        ended = subprocess.run(command, capture_output=True, text=True)
-        if ended.returncode:
-            raise BenchmarkError(f"pretrain.py ended with {ended.returncode}:\n{ended.stderr}")
-        lines = [json.loads(line) for line in Path(folder, "run/metrics.jsonl").read_text().splitlines()]
+        lines = pretrain(Path(folder, "run"), given)
     return statistics.median([line["tokens_per_second"] for line in lines if "tokens_per_second" in line][_WARMUP:])
 
 
@@ -113,23 +101,16 @@ def _of_bare_loop(options: Options) -> float:
         return pool.apply(_bare_loop, (options,))
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
-    measured: dict[str, list[float]] = {"pretrain.py": [], "a bare loop around plain PyTorch": []}
-    ways = dict(zip(measured, (_of_program, _of_bare_loop), strict=True))
-    for number in track(range(options.pairs), "measuring", console=Console(stderr=True)):
-        for name in in_turn(ways, number):
-            measured[name].append(ways[name](options))
-    ours, theirs = measured.values()
-    speed = ratio(ours, theirs)
-    ours_shown, theirs_shown = (f"{statistics.median(found):,.0f}" for found in (ours, theirs))
-    program, bare_loop = measured
-    shown = [
-        (program, ours_shown, "", ""),
-        (bare_loop, theirs_shown, f"{speed['median']:.2f}x", f"{speed['min']:.2f}-{speed['max']:.2f}"),
-    ]
-    title = "megapar's speed over that of plain PyTorch"
-    Report(options, provenance(torch.device("cpu"))).finish(
-        {"tokens_per_second": measured, "speed": speed},
-        table(shown, ("program",), ("tokens/s", "speed", "range"), title),
-    )
+def build(options: Options, _: torch.device) -> dict[str, Contender]:
+    """Make the two that are compared: each turn is a process of its own."""
+    return {
+        "pretrain.py": Contender(partial(_of_program, options)),
+        _BARE_LOOP: Contender(partial(_of_bare_loop, options)),
+    }
+
+
+def measure(options: Options) -> Found:
+    """Run the pairs, the two in reversed order in each next pair."""
+    turns = Case(partial(build, options), options.pairs, warmup=0, bar=True).measure()
+    tokens = {name: found.notes for name, found in turns.items()}
+    return Found({"tokens_per_second": tokens, "speed": ratio(*tokens.values())})

@@ -3,10 +3,9 @@
 All modes train the same Llama on the same batches. The benchmark fails if a loss differs in one bit.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 import torch
@@ -15,15 +14,14 @@ from megapar_models.registry import validate
 from megapar_tools.plan.memory import reports
 from megapar_tools.plan.parts import Parts
 
-from benchmarks.counting import cost, in_turn, ratio
+from benchmarks.counting import ratio
+from benchmarks.harness import Case, Contender, Found, Output
 from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Report, table
 from benchmarks.small_llama import make_batch, make_state, small_llama
 from megapar.activations.recompute import Mode
 from megapar.config.options import BY_LAYER, Config, KernelsConfig, ParallelConfig, TrainConfig
 from megapar.declare.batch import MicroBatch
 from megapar.observe.kept import KeptBytes
-from megapar.observe.provenance import provenance
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
 
@@ -32,7 +30,7 @@ OFFLOAD = ", inputs on the host"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure the modes of train.recompute on this machine."""
 
     lengths: tuple[int, ...] = (256, 2048)
@@ -45,8 +43,6 @@ class Options:
     """Its width, a multiple of 128: two query heads of 64 share a key/value head."""
     rounds: int = 5
     """Rounds that count, after one that warms up."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 def make_config(options: Options, length: int, mode: str) -> Config:
@@ -74,49 +70,38 @@ def kept_bytes(state: TrainState, batch: MicroBatch) -> tuple[int, int]:
     return kept.peak + inputs.most_on_device, inputs.nbytes
 
 
-def measure(options: Options, length: int, modes: Sequence[str]) -> list[dict[str, Any]]:
+def require_equal(losses: Mapping[str, float]) -> None:
+    """Raise BenchmarkError if losses differ in one bit."""
+    if len(set(losses.values())) > 1:
+        raise BenchmarkError(f"losses differ: {losses}")
+
+
+def compared(options: Options, length: int, modes: Sequence[str]) -> list[dict[str, Any]]:
     """The modes with samples of one length. Raises BenchmarkError if losses or planned bytes differ."""
     configs = {mode: make_config(options, length, mode) for mode in modes}
     states = {mode: make_state(config) for mode, config in configs.items()}
     batch = make_batch(configs["none"])
     kept = {mode: kept_bytes(state, batch) for mode, state in states.items()}
-    seconds: dict[str, list[float]] = {mode: [] for mode in modes}
-    for number in range(options.rounds + 1):
-        losses = {}
-        for mode in in_turn(modes, number):
-            one, result = cost(partial(train_step, states[mode], [batch]))
-            seconds[mode].append(one.cpu)
-            losses[mode] = result.loss
-        if len(set(losses.values())) > 1:
-            raise BenchmarkError(f"losses differ: {losses}")
-    rows = []
+    steps = {
+        mode: Contender(partial(train_step, state, [batch]), lambda result: result.loss)
+        for mode, state in states.items()
+    }
+    turns = Case(lambda _: steps, options.rounds, check=require_equal).measure()
+    rows: list[dict[str, Any]] = []
     for mode in modes:
         device = replace(configs[mode].launch, device="cuda")
         (report,) = reports(replace(configs[mode], launch=device), Parts(StageBuilder()))
         planned = report.activations, report.inputs_on_host
         if planned != kept[mode]:
             raise BenchmarkError(f"{mode}: bytes of device and host are {kept[mode]}, and {planned} planned")
-        time = ratio(seconds[mode][1:], seconds["none"][1:])
         on_device, on_host = kept[mode]
+        time = ratio(turns[mode].cpu, turns["none"].cpu)
         rows.append({"length": length, "mode": mode, "time": time, "kept_bytes": on_device, "host_bytes": on_host})
     return rows
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+def measure(options: Options) -> Found:
+    """Measure all modes with samples of each length."""
     torch.set_num_threads(1)
-    circumstances = provenance(torch.device("cpu"))
     modes = [*get_args(Mode), *(f"{mode}{OFFLOAD}" for mode in BY_LAYER)]
-    rows: list[dict[str, Any]] = []
-    for length in options.lengths:
-        rows += measure(options, length, modes)
-    lines = []
-    for row in rows:
-        time = row["time"]
-        none = next(x["kept_bytes"] for x in rows if (x["length"], x["mode"]) == (row["length"], "none"))
-        shown = (f"{time['median']:.2f}x", f"{time['min']:.2f}-{time['max']:.2f}")
-        kept = (f"{row['kept_bytes'] / 2**20:.1f}", f"{row['kept_bytes'] / none:.2f}x")
-        on_host = f"{row['host_bytes'] / 2**20:.1f}"
-        lines.append((row["length"], row["mode"], *shown, *kept, on_host))
-    numbers = ["CPU time", "range", "kept MiB", "of none", "host MiB"]
-    Report(options, circumstances).finish({"rows": rows}, table(lines, ["length", "recompute"], numbers))
+    return Found({"rows": [row for length in options.lengths for row in compared(options, length, modes)]})

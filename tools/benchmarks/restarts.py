@@ -11,62 +11,58 @@ killed in the middle.
 import json
 import os
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
 
-from benchmarks.counting import in_turn
+from benchmarks.harness import Case, Contender, Found, Output, table
+from benchmarks.programs import PRETRAIN, TINY
 from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Report, table
-from megapar.observe.provenance import provenance
 from megapar.system import events
 
-_PROGRAM = Path(__file__).parents[2] / "pretrain_scripts/pretrain.py"
-_TINY = _PROGRAM.parent / "configs/tiny.toml"
+_SNAPSHOTS = ("--launch.max_restarts", "1", "--checkpoint.memory_every", "1")
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure restarts on this machine."""
 
     rounds: int = 5
     """Runs, each with a killed rank."""
     steps: int = 60
     """Steps of a run."""
-    json: Path | None = None
-    """File for the figures."""
 
 
-def _run(folder: Path, options: Options, *flags: str, kill_at: int = 0) -> dict[str, float]:
-    """One run in `folder`; returns when it was killed, and the times of its events."""
+def _run(options: Options, flags: tuple[str, ...], kill_at: int) -> dict[str, float]:
+    """Run the program, kill a rank after a step unless `kill_at` is 0, and return the times of events."""
     shape = ("--launch.nproc", "2", "--launch.device", "cpu", "--train.steps", str(options.steps), "--run_dir", "run")
-    command = [sys.executable, str(_PROGRAM), "--config", str(_TINY), *shape, "--log.no-tensorboard", *flags]
-    running = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    assert running.stdout is not None
-    assert running.stderr is not None
+    command = [sys.executable, str(PRETRAIN), "--config", str(TINY), *shape, "--log.no-tensorboard", *flags]
     found: dict[str, float] = {}
-    for line in running.stdout:
-        step = _step(line)
-        if step == kill_at and kill_at and "killed" not in found:
-            ranks = json.loads((folder / "run/ranks.json").read_text())["ranks"]
-            found["killed"] = time.time()
-            os.kill(ranks[1]["pid"], signal.SIGKILL)
-            running.stderr.readline()
-            found["report"] = time.time() - found["killed"]
-            kill_at = -step - 1  # the steps until here are computed again
-        elif "killed" in found and "step" not in found and step > -kill_at:
-            found["step"] = time.time() - found["killed"]
-    if running.wait():
-        raise BenchmarkError(running.stderr.read())
-    times = {event["event"]: event["time"] for event in events.read(folder / "run")}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        running = subprocess.Popen(command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        assert running.stdout is not None
+        assert running.stderr is not None
+        for line in running.stdout:
+            step = _step(line)
+            if step == kill_at and kill_at and "killed" not in found:
+                ranks = json.loads((folder / "run/ranks.json").read_text())["ranks"]
+                found["killed"] = time.time()
+                os.kill(ranks[1]["pid"], signal.SIGKILL)
+                running.stderr.readline()
+                found["report"] = time.time() - found["killed"]
+                kill_at = -step - 1  # the steps until here are computed again
+            elif "killed" in found and "step" not in found and step > -kill_at:
+                found["step"] = time.time() - found["killed"]
+        if running.wait():
+            raise BenchmarkError(running.stderr.read())
+        times = {event["event"]: event["time"] for event in events.read(folder / "run")}
     return {**found, "seconds_of_a_step": (times["exit"] - times["start"]) / options.steps}
 
 
@@ -76,25 +72,21 @@ def _step(line: str) -> int:
     return int(words[1]) if words[:1] == ["step"] and "loss" in words else 0
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
-    every = ("--launch.max_restarts", "1", "--checkpoint.memory_every", "1")
+def build(options: Options, _: torch.device) -> dict[str, Contender]:
+    """Make the three runs of a round."""
+    return {
+        "lost": Contender(partial(_run, options, _SNAPSHOTS, options.steps // 2)),
+        "snapshots": Contender(partial(_run, options, _SNAPSHOTS, 0)),
+        "alone": Contender(partial(_run, options, (), 0)),
+    }
+
+
+def measure(options: Options) -> Found:
+    """Make the runs of all rounds. A row has the four figures of a round."""
+    turns = Case(partial(build, options), options.rounds, warmup=0, bar=True).measure()
     rows: list[dict[str, float]] = []
-    for number in track(range(options.rounds), "rounds", console=Console(stderr=True)):
-        turns = in_turn(["lost", "snapshots", "alone"], number)
-        found = {}
-        for turn in turns:
-            with tempfile.TemporaryDirectory() as folder:
-                flags = () if turn == "alone" else every
-                at = options.steps // 2 if turn == "lost" else 0
-                found[turn] = _run(Path(folder), options, *flags, kill_at=at)
-        alone, with_them = found["alone"]["seconds_of_a_step"], found["snapshots"]["seconds_of_a_step"]
-        lost = {name: found["lost"][name] for name in ("report", "step")}
-        rows.append({**lost, "snapshot": with_them - alone, "share": with_them / alone - 1})
-    lines = []
-    for name, form in (("report", ".2f"), ("step", ".2f"), ("snapshot", ".4f"), ("share", ".1%")):
-        values = sorted(row[name] for row in rows)
-        lines.append((name, *(format(x, form) for x in (statistics.median(values), values[0], values[-1]))))
-    Report(options, provenance(torch.device("cpu"))).finish(
-        {"rows": rows}, table(lines, ["seconds"], ["median", "least", "most"])
-    )
+    for lost, snapshots, alone in zip(*(found.notes for found in turns.values()), strict=True):
+        added = snapshots["seconds_of_a_step"] - alone["seconds_of_a_step"]
+        times = {"report": lost["report"], "step": lost["step"]}
+        rows.append({**times, "snapshot": added, "share": added / alone["seconds_of_a_step"]})
+    return Found({"rows": rows}, [table([{name: [row[name] for row in rows] for name in rows[0]}])])

@@ -10,15 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.counting import cost
+from benchmarks.harness import Found, Output
 from benchmarks.ranks import run_ranks, synchronize
-from benchmarks.report import Report, table
 from megapar.base.errors import ConfigError
 from megapar.base.grid import Grid
 from megapar.data_parallel.layout import FlatLayout
@@ -30,7 +29,6 @@ from megapar.declare.params import ONES, shared_piece
 from megapar.declare.sharding import Sharding
 from megapar.linear.function import LOCAL, LinearFunction
 from megapar.linear.torch_products import TorchProducts
-from megapar.observe.provenance import provenance
 from megapar.pipeline.lowering import lower
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import SCHEDULES, make, placement
@@ -40,7 +38,7 @@ WIDTH = 8  # of the tensors that ranks send: so small that transfers cost no tim
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure pipeline schedules on ranks that sleep."""
 
     pp: int = 4
@@ -53,8 +51,6 @@ class Options:
     """Time of a forward through all stages of a rank; its gradients of inputs and of weights take as long each."""
     steps: int = 5
     """Timed steps of each case, after one that warms up."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +99,7 @@ class SleepingStage(PipelineStage):
         return y
 
 
-def measure(options: Options, schedule: str, target: torch.device) -> dict[str, list[float]]:
+def measure_rank(options: Options, schedule: str, target: torch.device) -> dict[str, list[float]]:
     """On each rank: the seconds of every timed step, by number of micro-batches."""
     ctx = context.create(Grid(pp=options.pp), device=target)
     vpp = stages_on_a_rank(schedule)
@@ -160,29 +156,13 @@ def compared(options: Options, schedule: str, count: int, ranks: Sequence[dict[s
     }
 
 
-def cells(row: dict[str, Any]) -> list[str]:
-    """A row of the table."""
-    milliseconds = (1e3 * statistics.median(row["step_seconds"]), 1e3 * row["simulated_seconds"])
-    return [
-        row["schedule"],
-        row["microbatches"],
-        *(f"{time:.1f}" for time in milliseconds),
-        f"{row['measured_over_simulated']:.3f}",
-        f"{row['idle']:.1%}",
-        f"{row['simulated_idle']:.1%}",
-        f"{row['peak_microbatches']:g}",
-    ]
-
-
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+def measure(options: Options) -> Found:
+    """Time every schedule on ranks of its own."""
     unknown = [name for name in options.schedules if name not in SCHEDULES]
     if unknown:
         raise ConfigError(f"--schedules {' '.join(unknown)}: no such schedule; there are {', '.join(SCHEDULES)}")
     rows = []
     for schedule in options.schedules:
-        ranks = run_ranks(options.pp, "cpu", partial(measure, options, schedule))
+        ranks = run_ranks(options.pp, "cpu", partial(measure_rank, options, schedule))
         rows += [compared(options, schedule, count, ranks) for count in numbers_of_microbatches(options)]
-    numbers = ("micro-batches", "ms", "simulated", "ratio", "idle", "simulated", "micro-batches kept")
-    shown = table(map(cells, rows), ["schedule"], numbers, sections=1)
-    Report(options, provenance(torch.device("cpu"))).finish({"rows": rows}, shown)
+    return Found({"rows": rows})

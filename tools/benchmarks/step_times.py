@@ -5,23 +5,18 @@ what it measured (metrics.jsonl). The layouts take turns, `rounds` times; of eac
 other work on the machine only ever slows a run.
 """
 
-import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
-import torch
 from megapar_tools.plan import hardware
 
-from benchmarks.report import Report, table
-from megapar.base.errors import MegaparError
+from benchmarks.harness import Found, Output, table
+from benchmarks.programs import pretrain
 from megapar.observe.prediction import STEPS
-from megapar.observe.provenance import provenance
 
 LAYOUTS = {
     "one process": "",
@@ -42,19 +37,16 @@ SIZES = (
     *("--model.num_attention_heads", "4", "--model.num_key_value_heads", "2", "--model.vocab_size", "2048"),
     *("--train.seq_length", "256", "--train.global_batch_size", "8"),
 )
-PRETRAIN = Path(__file__).parents[2] / "pretrain_scripts/pretrain.py"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Compare predicted step times with measured ones."""
 
     gpu: Path
     """The hardware file of this machine."""
     rounds: int = 3
     """How often each layout is run."""
-    json: Path | None = None
-    """Write all numbers to this file."""
 
 
 @dataclass(frozen=True)
@@ -71,14 +63,10 @@ class Times:
 
 
 def run(flags: Sequence[str], machine: Path, folder: Path) -> Times:
-    """Train for as many steps as a comparison needs. Raises MegaparError if the run fails."""
-    command = [sys.executable, str(PRETRAIN), *SIZES, *flags, "--train.steps", str(STEPS + 1), "--gpu", str(machine)]
-    command += ["--launch.device", "cpu", "--checkpoint.every", "0", "--run_dir", str(folder)]
+    """Train for as many steps as a comparison needs. Raises BenchmarkError if the run fails."""
+    more = ("--train.steps", STEPS + 1, "--gpu", machine, "--launch.device", "cpu", "--checkpoint.every", 0)
     # A core for each rank, as in the calibration.
-    ended = subprocess.run(["env", "OMP_NUM_THREADS=1", *command], capture_output=True, text=True)
-    if ended.returncode:
-        raise MegaparError(f"{' '.join(flags)}: the run failed: {ended.stderr.strip()}")
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = pretrain(folder, (*SIZES, *flags, *more), OMP_NUM_THREADS="1")
     (line,) = (line for line in lines if "predicted_step_seconds" in line)
     return Times(line["predicted_step_seconds"], line["measured_step_seconds"])
 
@@ -108,27 +96,18 @@ def summary(found: Mapping[str, Times]) -> dict[str, Any]:
     }
 
 
-def main(options: Options) -> None:
-    """Measure, print and write. Raises ConfigError for a hardware file that cannot be read."""
+def measure(options: Options) -> Found:
+    """Run all layouts in every round. Raises ConfigError for a hardware file that cannot be read."""
     hardware.load(str(options.gpu))
     rounds: dict[str, list[Times]] = {name: [] for name in LAYOUTS}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(options.rounds):
             for index, (name, flags) in enumerate(LAYOUTS.items()):
-                options_of_layout = flags.split()
                 world = "2" if "parallel" in flags else "1"
                 place = Path(folder) / f"{number}-{index}"
-                rounds[name].append(run([*options_of_layout, "--launch.nproc", world], options.gpu.absolute(), place))
+                rounds[name].append(run([*flags.split(), "--launch.nproc", world], options.gpu.absolute(), place))
     found = {name: min(some, key=lambda times: times.measured) for name, some in rounds.items()}
-    rows = [
-        (name, f"{times.predicted:.3f}", f"{times.measured:.3f}", f"{times.error:+.0%}")
-        for name, times in found.items()
-    ]
     outcome = summary(found)
-    words = (
-        f"mean error {outcome['mean_error']:.1%}, rank correlation {outcome['rank_correlation']:.2f}; the "
-        f"first choice, {outcome['first_choice']}, takes {outcome['regret']:.1%} longer than the fastest"
-    )
     measured = {name: [[times.predicted, times.measured] for times in some] for name, some in rounds.items()}
-    shown = table(rows, ["layout"], ["predicted s", "measured s", "error"])
-    Report(options, provenance(torch.device("cpu"))).finish({"layouts": measured, "summary": outcome}, shown, words)
+    rows = [{"layout": name, **asdict(times), "error": times.error} for name, times in found.items()]
+    return Found({"layouts": measured, "summary": outcome}, [table(rows), table([outcome])])

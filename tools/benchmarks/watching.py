@@ -8,7 +8,6 @@ runs would show nothing: steps of one machine differ by more than these calls ta
 
 import json
 import runpy
-import subprocess
 import sys
 import tempfile
 import threading
@@ -18,22 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Report, table
+from benchmarks.harness import Found, Output
+from benchmarks.programs import PRETRAIN, TINY, pretrain
 from megapar.comm.flight import AxisLog, Flight
 from megapar.observe import replicas
 from megapar.observe.metrics import Meter, Reporter
-from megapar.observe.provenance import provenance
 from megapar.observe.stragglers import Stragglers, Waits
 from megapar.observe.watch import Watch
 from megapar.train import trainer
 
-_PROGRAM = Path(__file__).parents[2] / "pretrain_scripts/pretrain.py"
 _FILE = "watching.json"
 _SHAPE = (
-    *("--config", str(_PROGRAM.parent / "configs/tiny.toml"), "--launch.device", "cpu", "--launch.nproc", "2"),
+    *("--config", str(TINY), "--launch.device", "cpu", "--launch.nproc", "2"),
     *("--parallel.dp", "2", "--model.hidden_size", "256", "--model.num_hidden_layers", "8"),
     *("--model.num_attention_heads", "8", "--model.num_key_value_heads", "4", "--model.head_dim", "32"),
     *("--model.intermediate_size", "704", "--model.vocab_size", "4096", "--train.seq_length", "256"),
@@ -49,15 +44,13 @@ _WATCHED: dict[str, list[tuple[Any, str]]] = {
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure the cost of watching on this machine."""
 
     steps: int = 60
     """Steps of the run."""
     hashes_every: int = 20
     """guard.check_replicas_every of the run."""
-    json: Path | None = None
-    """File for the figures."""
 
 
 class Stopwatch:
@@ -120,23 +113,15 @@ def watched_run(*flags: str) -> None:
         return reason
 
     trainer._train = measured
-    sys.argv = [str(_PROGRAM), *flags]
-    runpy.run_path(str(_PROGRAM), run_name="__main__")
+    sys.argv = [str(PRETRAIN), *flags]
+    runpy.run_path(str(PRETRAIN), run_name="__main__")
 
 
-def main(options: Options) -> None:
-    """Measure, print the table, write the JSON file."""
+def measure(options: Options) -> Found:
+    """Make the run. Each mechanism has its seconds a step."""
     code = "import sys; from benchmarks.watching import watched_run; watched_run(*sys.argv[1:])"
-    length = ("--train.steps", str(options.steps), "--guard.check_replicas_every", str(options.hashes_every))
+    steps = ("--train.steps", options.steps, "--guard.check_replicas_every", options.hashes_every)
     with tempfile.TemporaryDirectory() as folder:
-        run_dir = ("--run_dir", folder, "--checkpoint.no-save_last")
-        words = [sys.executable, "-c", code, *_SHAPE, *length, *run_dir]
-        paths = ":".join(str(_PROGRAM.parents[1] / part) for part in ("", "tools", "models", "kernels"))
-        ended = subprocess.run(words, capture_output=True, text=True, env={"PYTHONPATH": paths}, check=False)
-        if ended.returncode:
-            raise BenchmarkError(ended.stderr)
+        pretrain(Path(folder), (*_SHAPE, *steps, "--checkpoint.no-save_last"), code)
         found = json.loads((Path(folder) / _FILE).read_text())
-    rows = [*found["seconds"].items(), ("all", sum(found["seconds"].values()))]
-    lines = [(name, f"{1e3 * seconds:.3f}", f"{seconds / found['step']:.2%}") for name, seconds in rows]
-    shown = table(lines, ["watched by"], ["ms a step", f"of {found['step']:.3f} s"])
-    Report(options, provenance(torch.device("cpu"))).finish(found, shown)
+    return Found({**found, "share": {name: each / found["step"] for name, each in found["seconds"].items()}})

@@ -25,19 +25,18 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.harness import Found, Output, Session, table
 from benchmarks.kernels import attention, experts, measuring, peers
 from benchmarks.kernels.measuring import Contender, brief, evaluate
 from benchmarks.kernels.ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, cases
 from benchmarks.kernels.timing import Stopwatch
-from benchmarks.ranks import BenchmarkError
-from benchmarks.report import Session, number, table
 from megapar.base.errors import ConfigError
 
 NOT_RUN = "not run"
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(Output):
     """Measure the fused kernels."""
 
     dry_run: bool = False
@@ -167,19 +166,13 @@ def ratio(row: dict[str, Any], name: str) -> str:
     return f"{over:.2f}x" if over is not None else "ran" if status == "ok" else status[:40]
 
 
-def results_table(circumstances: dict[str, Any], found: dict[str, Any]) -> Table:
-    lines = []
+def results_table(dry_run: bool, found: dict[str, Any]) -> Table:
+    rows = []
     for row in found["rows"]:
-        rate = number(row["gb_per_second"] or row["tflops"], ",.0f")
-        megabytes = number(row["bytes"] and row["bytes"] / 1e6, ",.0f")
-        figures = (number(row["ms"], ".3f"), rate, number(row["share"], ".0%"), megabytes)
-        others = (ratio(row, name) for name in peers.NAMES)
-        lines.append((row["op"], f"{row['model']} {row['shape']}", row["direction"], *figures, *others))
-    name = "Fused kernels: time, and other times over it"
-    if circumstances["dry_run"]:
-        name = "DRY RUN on the CPU: no figures"
-    numbers = ("ms", "GB/s or TFLOP/s", "of copy", "peak MB", *peers.NAMES)
-    return table(lines, ("op", "shape", "direction"), numbers, name, sections=2)
+        shown = {"op": row["op"], "shape": f"{row['model']} {row['shape']}"}
+        shown |= {name: row[name] for name in ("direction", "ms", "gb_per_second", "tflops", "share", "bytes")}
+        rows.append(shown | {name: ratio(row, name) for name in peers.NAMES})
+    return table(rows, "Fused kernels: time, and other times over it" if not dry_run else "DRY RUN: no figures")
 
 
 def choose_cases(options: Options, kernels: Kernels) -> list[Case]:
@@ -198,14 +191,12 @@ def choose_cases(options: Options, kernels: Kernels) -> list[Case]:
     return list(todo.values())
 
 
-def main(options: Options) -> None:
-    """Measure, report, write the file; raises BenchmarkError if a kernel of ours is wrong."""
+def measure(options: Options) -> Found:
+    """Measure in rounds. Wrong kernels of ours are problems."""
     bench, kernels, circumstances = measuring.prepare(options.dry_run)
     session = KernelSession(options, bench, circumstances, choose_cases(options, kernels))
     session.work()
-    limits = (number(circumstances[name], ",.0f") for name in ("copy_gb_per_second", "gemm_tflops"))
-    said = "copy {} GB/s, GEMM {} TFLOP/s".format(*limits)
+    limits = f"copy {circumstances['copy_gb_per_second']} GB/s, GEMM {circumstances['gemm_tflops']} TFLOP/s"
     wrong = session.wrong()
-    session.end(results_table(circumstances, session.found()), said, *(f"WRONG: {what}" for what in wrong))
-    if wrong:
-        raise BenchmarkError("; ".join(wrong))
+    shown = results_table(options.dry_run, session.found())
+    return session.end(shown, limits, *(f"WRONG: {what}" for what in wrong), problems=wrong)
