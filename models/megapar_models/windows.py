@@ -108,9 +108,8 @@ class Windows(Codec):
         return stated or [SLIDING if self._window(raw) else FULL] * count
 
     def _window(self, raw: Raw) -> Any:
-        if self.switch and not raw.get(self.switch, False):
-            return None
-        return raw.get("sliding_window", self.window)
+        window = raw.get("sliding_window", self.window)
+        return None if self.switch and not raw.get(self.switch, False) else window
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         return read_windows(raw, self._window(raw), self.types(raw), keeps_unused=self.keeps_unused)
