@@ -23,6 +23,8 @@ WIDTHS = {"q": 12, "k": 12, "v": 8}
 
 
 class UnlikeAttention(nn.Module):
+    OVER_CP = True
+
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
         name = f"layers.{number}.attention"

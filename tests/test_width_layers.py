@@ -44,6 +44,8 @@ WINDOW = 5
 class KeysAreValues(nn.Module):
     """A mixer outside the tree: attention with its keys as values, without positions."""
 
+    OVER_CP = True
+
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
         name = f"layers.{number}.attention"

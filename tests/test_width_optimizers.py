@@ -35,6 +35,7 @@ from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.base import Optimizer
 from megapar.optimizer.muon import Muon
 from megapar.optimizer.table import check
+from megapar.optimizer.table import find as find_optimizer
 from megapar.optimizer.visits import UpdateArgs, UpdateShard
 from megapar.step.step import TrainState, train_step
 from megapar.train.checkpoints import FOLDER, Saver, find, resume
@@ -58,14 +59,12 @@ class NormalizedMomentum(Optimizer):
     WHOLE = True
 
     def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
-        momentum = shard.state["momentum"].mul_(0.9).add_(grad.mul_(step.clip))
+        momentum = shard.state["momentum"].mul_(0.9).add_(grad)
         (slot,) = shard.slots
         for _, start, stop in slot.spec.segments():  # gate and up are two matrices of one parameter
             squares = momentum[start:stop].double().square().sum()
             norm = collectives.all_reduce(squares, self.ctx.tp).sqrt().float()
             shard.main[start:stop] -= step.lr * momentum[start:stop] / (norm + 1e-12)
-        if params is not None:
-            params.copy_(shard.main)
 
 
 class MomentumMLP(DenseMLP):
@@ -123,9 +122,40 @@ class Momentum(Optimizer):
     STATE = (StateTensor("momentum"),)
 
     def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
-        shard.main.sub_(step.lr * shard.state["momentum"].mul_(0.9).add_(grad.mul_(step.clip)))
-        if params is not None:
-            params.copy_(shard.main)
+        assert params is None
+        assert step.clip is None
+        shard.main.sub_(step.lr * shard.state["momentum"].mul_(0.9).add_(grad))
+
+
+def test_an_optimizer_of_ones_own_is_clipped_and_rounded_for() -> None:
+    """Fault own-optimizer-not-rounded: in bf16, where main weights are apart. `Momentum` itself does neither."""
+    config = Layout(LLAMA, optimizer=f"{__name__}:Momentum").config("bf16")
+    state = make_state(config)
+    before = [param.detach().clone() for param in state.stages[0].parameters()]
+    train_step(state, micro_batches(config, state.ctx, 0))
+    (optimizer,) = state.optimizer.each
+    for visit in optimizer.visits:
+        assert torch.equal(visit.params, visit.shard.main.bfloat16())
+    changed = [not torch.equal(now, then) for now, then in zip(state.stages[0].parameters(), before, strict=True)]
+    assert sum(changed) > len(changed) / 2
+    norm = torch.cat([visit.shard.state["momentum"] for visit in optimizer.visits]).norm()
+    assert norm.item() == pytest.approx(config.optimizer.clip_grad, rel=1e-2), (
+        "the first momentum is the clipped gradient"
+    )
+
+
+class Eager(Optimizer):
+    @dataclass(frozen=True)
+    class OPTIONS:
+        eagerness: float
+
+    def update(self, *_: Any) -> None:
+        raise AssertionError
+
+
+def test_options_that_the_section_lacks_are_told() -> None:
+    with pytest.raises(ConfigError, match="its OPTIONS has eagerness, which the section optimizer lacks"):
+        find_optimizer(f"{__name__}:Eager")
 
 
 class MomentumExperts(MixtureOfExperts):

@@ -15,6 +15,7 @@ from megapar_models.generation import Sampling, generate, next_logits, why_no_ca
 from megapar_models.layer_kind import LayerKind
 from torch import Tensor, nn
 
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.context_parallel.states import begins_sb, incoming_states, runs_of
 from megapar.declare import context
@@ -29,6 +30,8 @@ class Fading(nn.Module):
 
     The scan is sequential: a toy.
     """
+
+    OVER_CP = True
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
@@ -111,6 +114,27 @@ def test_it_trains_as_one_process(sizes: dict[str, object], packed: bool) -> Non
 def test_states_pass_over_the_ranks_of_a_sample(sizes: dict[str, object]) -> None:
     """On samples of several documents: ranks' chunks end inside of some of them."""
     trains_as_one_process(MODEL, {**sizes, "packed": True})
+
+
+class Forgetful(Fading):
+    OVER_CP = False
+
+
+class ForgetfulStage(LlamaStage):
+    @classmethod
+    def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
+        return replace(super().layer_kind(model, number), mixer=f"{__name__}:Forgetful", rotary=None)
+
+
+FORGETFUL = replace(LLAMA_FAMILY, name="forgetful", stage=ForgetfulStage)
+
+
+def test_a_mixer_that_forgets_other_ranks_is_refused() -> None:
+    """Fault mixer-over-cp: each rank would train on its part of a sample alone."""
+    model = replace(MODEL, family=f"{__name__}:FORGETFUL")
+    grid.Layout(model, tp=2).config()
+    with pytest.raises(ConfigError, match=r"parallel\.cp=2, .*Forgetful does not declare OVER_CP"):
+        grid.Layout(model, cp=2).config()
 
 
 def test_a_document_begins_with_nothing() -> None:

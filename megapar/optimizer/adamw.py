@@ -39,6 +39,7 @@ class AdamW(Optimizer):
     STATE = (StateTensor("exp_avg"), StateTensor("exp_avg_sq", nonnegative=True))
     OPTIONS = AdamWOptions
     OFFLOADS = True
+    FUSES = True
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)

@@ -77,25 +77,38 @@ class Optimizer(OptimizerDeclaration, ABC):
 
     @abstractmethod
     def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
-        """Update `shard` once with its reduced gradient `grad`, 1-D fp32. The update may change `grad`.
+        """Change `shard.main` and `shard.state` once by the reduced gradient `grad`, 1-D fp32, already clipped.
 
-        `params` are the 16-bit weights. The new main weights are rounded into them. `params` is None if the main
-        weights are the parameters, and for state on the host: its main weights are copied into the parameters
+        The update may change `grad`. `params` is None, and `step.clip` too, unless the class declares `FUSES`: then
+        `grad` is not clipped yet, and `params` are the 16-bit weights to round the new main weights into. These are
+        None if the main weights are the parameters, and for state on the host, whose main weights are copied
         afterwards.
         """
 
     def step(self, step: UpdateArgs) -> None:
         """Update all shards. An optimizer overrides this if its update takes several passes over them."""
         for visit in self.visits:
-            if not visit.shard.on_host:
+            if visit.shard.on_host:
+                continue
+            if self.FUSES:
                 self.update(visit.shard, visit.grad, None if self.aliased(visit.shard) else visit.params, step)
+                continue
+            self.update(visit.shard, clipped(visit.grad, step), None, replace(step, clip=None))
+            self.round_weights(visit)
         # A device has the updates above to compute meanwhile.
         if self.on_host:
             clip = None if step.clip is None else step.clip.cpu()
             self.host_updates.run(replace(step, clip=clip))
 
     def _update_on_host(self, visit: Visit, grad: Tensor, step: UpdateArgs) -> None:
+        if not self.FUSES:
+            grad, step = clipped(grad, step), replace(step, clip=None)
         self.update(visit.shard, grad, None, step)
+
+    def round_weights(self, visit: Visit) -> None:
+        """Round the main weights of a visit into the parameters, unless they are the parameters themselves."""
+        if not self.aliased(visit.shard):
+            visit.params.copy_(visit.shard.main)
 
     def aliased(self, shard: UpdateShard) -> bool:
         """Whether the main weights of a shard are the parameters themselves."""
@@ -153,3 +166,8 @@ class Optimizer(OptimizerDeclaration, ABC):
             return [(shard.start, shard.stop)]
         ends = list(itertools.accumulate(self.host_sizes(shard.stop - shard.start), initial=shard.start))
         return list(itertools.pairwise(ends))
+
+
+def clipped(grad: Tensor, step: UpdateArgs) -> Tensor:
+    """Return `grad` times the step's clip coefficient, in place."""
+    return grad if step.clip is None else grad.mul_(step.clip)

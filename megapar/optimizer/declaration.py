@@ -44,6 +44,12 @@ class OptimizerDeclaration:
     HOST_ELEMENTS: ClassVar[int] = 16 << 20
     """How many elements are updated on the host at one time: it takes four times 64 MiB or less for them to travel."""
 
+    FUSES: ClassVar[bool] = False
+    """Whether `update` multiplies the gradient by `UpdateArgs.clip`, and rounds main weights into `params`, by itself.
+
+    A fused kernel does so. Around any other update both are done for it, and it gets neither.
+    """
+
     takes_found_inf = False
     """Whether `update` takes `UpdateArgs.found_inf`. Otherwise the host reads it before the updates, and waits for
     it."""

@@ -25,12 +25,8 @@ class Lion(Optimizer):
     OFFLOADS = True
 
     def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
-        if step.clip is not None:
-            grad.mul_(step.clip)
         momentum = shard.state["momentum"]
         first, second = self.options.betas
         self.decay(shard, step)
         shard.main.sub_(momentum.lerp(grad, 1 - first).sign_(), alpha=step.lr)
         momentum.lerp_(grad, 1 - second)
-        if params is not None:
-            params.copy_(shard.main)

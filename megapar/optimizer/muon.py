@@ -22,6 +22,7 @@ from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients
 from megapar.declare.context import ParallelContext
 from megapar.declare.params import Sizes
+from megapar.optimizer.base import clipped
 from megapar.optimizer.owners import Fragment, MatrixPart, PlaneMember, Routes, parts_of
 from megapar.optimizer.sgd import SGD
 from megapar.optimizer.visits import UpdateArgs
@@ -99,14 +100,15 @@ class Muon(SGD):
 
     def step(self, step: UpdateArgs) -> None:
         for visit in self.visits:
-            self.direction(visit.shard, visit.grad, step)
+            self.direction(visit.shard, clipped(visit.grad, step))
         for name, axis in sorted(self.axes.items()):
             cut, plane = self.ctx.plane_of(name)
             if name not in self.routes:
                 self.routes[name] = self._meet(axis, cut, plane)
             self._orthogonalize(self.routes[name], plane)
         for visit in self.visits:
-            self.follow(visit.shard, visit.grad, None if self.aliased(visit.shard) else visit.params, step)
+            self.follow(visit.shard, visit.grad, step)
+            self.round_weights(visit)
 
     def _meet(self, axis: Axis, cut: Axis, plane: Axis) -> Routes:
         """Ranks tell each other their parts, once. A collective.

@@ -27,19 +27,15 @@ class SGD(Optimizer):
     OFFLOADS = True
 
     def update(self, shard: UpdateShard, grad: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
-        self.follow(shard, self.direction(shard, grad, step), params, step)
+        self.follow(shard, self.direction(shard, grad), step)
 
-    def direction(self, shard: UpdateShard, grad: Tensor, step: UpdateArgs) -> Tensor:
+    def direction(self, shard: UpdateShard, grad: Tensor) -> Tensor:
         """Add the gradient to the momentum. Returns the momentum, or G + mu M with Nesterov's, in memory of `grad`."""
-        if step.clip is not None:
-            grad.mul_(step.clip)
         mu = self.options.momentum
         momentum = shard.state["momentum"].mul_(mu).add_(grad)
         return grad.add_(momentum, alpha=mu) if self.options.nesterov else grad.copy_(momentum)
 
-    def follow(self, shard: UpdateShard, direction: Tensor, params: Tensor | None, step: UpdateArgs) -> None:
+    def follow(self, shard: UpdateShard, direction: Tensor, step: UpdateArgs) -> None:
         """Decay the weights, and move them by the learning rate against `direction`."""
         self.decay(shard, step)
         shard.main.sub_(direction, alpha=step.lr)
-        if params is not None:
-            params.copy_(shard.main)

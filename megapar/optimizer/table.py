@@ -28,6 +28,10 @@ def find(name: str) -> type[Optimizer]:
     found = named("optimizer.name", name, OPTIMIZERS, type)
     if not issubclass(found, Optimizer):
         raise ConfigError(f"optimizer.name={name}: is no subclass of {Optimizer.__module__}.{Optimizer.__name__}")
+    read, there = ({field.name for field in fields(of)} for of in (found.OPTIONS, OptimizerConfig))
+    if unknown := sorted(read - there):
+        text = f"its OPTIONS has {', '.join(unknown)}, which the section optimizer lacks; that has "
+        raise ConfigError(f"optimizer.name={name}: {text}{', '.join(sorted(there))}")
     return found
 
 

@@ -36,9 +36,9 @@ class UpdateShard:
 class UpdateArgs:
     """What the update number `number`, counted from 1, has besides gradients: `lr` is the learning rate.
 
-    The gradient is multiplied by `clip`, 0-d fp32 on the device of the state, or by 1 if `clip` is None. `found_inf` is
-    None unless the optimizer takes it (`takes_found_inf`). Then it is 0-d on the device, and unless it is zero, an
-    update must change no weight and no state.
+    `clip`, 0-d fp32 on the device of the state, is what the gradient is to be multiplied by; None: by nothing, or it
+    has been. `found_inf` is None unless the optimizer takes it (`takes_found_inf`). Then it is 0-d on the device, and
+    unless it is zero, an update must change no weight and no state.
     """
 
     number: int

@@ -53,7 +53,10 @@ class LayerKind:
     """The parts of a layer, and how they are put together (`megapar_models.layer.Layer`)."""
 
     mixer: str = "attention"
-    """What mixes tokens: a name in `megapar_models.layer.MIXERS`, or MODULE:NAME of a class of your own."""
+    """What mixes tokens: a name in `megapar_models.layer.MIXERS`, or MODULE:NAME of a class of your own.
+
+    With parallel.cp above 1 a class of your own must declare `OVER_CP = True`: tokens meet those of other ranks.
+    """
     mlp: str = "dense"
     """What works on each token: a name in `megapar_models.layer.MLPS`, or MODULE:NAME of a class of your own."""
     norm: NormRule

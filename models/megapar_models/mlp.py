@@ -1,7 +1,7 @@
 """The MLP of a layer, gated or plain, and that of a mixture's shared expert."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -24,6 +24,7 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
 from megapar.activations import recompute
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.declare.params import Init
 from megapar.declare.random import Tokens
@@ -58,14 +59,21 @@ def gated_activation(kind: LayerKind, model: ModelConfig, impl: Implementation) 
 
     A second argument has weights [..., 1], which multiply the result.
 
-    Raises ValueError for a name that GATED does not have.
+    Raises ConfigError for a name that GATED does not have.
     """
     name = kind.activation or model.hidden_act
     if name == "clamped_swiglu":
         return partial(clamped_swiglu, limit=kind.activation_limit)
     if name not in GATED:
-        raise ValueError(f"no gated activation is called {name}; there are {', '.join(GATED)} and clamped_swiglu")
+        raise _unknown(name, "gated", (*GATED, "clamped_swiglu"))
     return partial(GATED[name], impl=impl)
+
+
+def _unknown(name: str, kind: str, known: Sequence[str]) -> ConfigError:
+    text = f"there are {', '.join(known)}; for another one name an MLP of your own, MODULE:NAME, in LayerKind.mlp"
+    error = ConfigError(f"LayerKind.activation={name}: no {kind} activation; {text}")
+    error.everywhere = True  # every rank builds such a layer, or none needs one
+    return error
 
 
 class GatedMLP(nn.Module):
@@ -120,7 +128,7 @@ class PlainMLP(nn.Module):
         self.impl = factory.kernels.activation
         self.xielu = XIELU(f"{name}.activation", factory) if self.activation == "xielu" else None
         if self.xielu is None and self.activation not in PLAIN:
-            raise ValueError(f"no plain activation is called {self.activation}; there are {', '.join(PLAIN)} and xielu")
+            raise _unknown(self.activation, "plain", (*PLAIN, "xielu"))
         columns = [Columns.even(f"{name}.up", width, factory.sharding.tp)]
         self.up = factory.column_parallel(model.hidden_size, columns, bias=kind.mlp_bias)
         self.down = factory.row_parallel(f"{name}.down", width, model.hidden_size, bias=kind.mlp_bias)

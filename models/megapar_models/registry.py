@@ -161,6 +161,7 @@ def _rules(
         yield from dict.fromkeys(chain(of_codecs, family.problems(config, model)))
         own = kinds_of(model) if kinds is None else kinds
         yield from _attention_problems(config, own)
+        yield from _mixer_problems(config, own)
         yield from _clip_problems(config, own)
         yield from _router_problems(config, own)
         if trains:
@@ -179,6 +180,18 @@ def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
     if windows and parallel.cp > 1 and parallel.cp_attention != "ulysses":
         text = f"the family has layers that read {listed(sorted(windows))} keys; use cp_attention ulysses, or cp 1"
         yield problem(config, "parallel.cp parallel.cp_attention", text)
+
+
+def _mixer_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
+    """A mixer of the user's reads tokens of other context-parallel ranks only if the class does so, and says so."""
+    for name in sorted({kind.mixer for kind in kinds} - set(MIXERS)):
+        mixer = named("LayerKind.mixer", name, MIXERS, type)
+        if config.parallel.cp > 1 and not getattr(mixer, "OVER_CP", False):
+            text = (
+                f"mixer {name} does not declare OVER_CP, that tokens meet those of other ranks (by the factory's "
+                "core_attention, or by megapar.context_parallel.states); use cp 1"
+            )
+            yield problem(config, "parallel.cp model.family", text)
 
 
 def _clip_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
