@@ -23,9 +23,10 @@ run_dir = Path(config.run_dir)
 with job(config, env) as (ctx, process):
     train_data, validation_sets = open_loaders(config, ctx, num_targets(config))
     with lock_run_dir(run_dir, ctx, process):
+        # Step 0, or the checkpoint of checkpoint.resume; the second result are lines for the user.
         state, _ = start(config, ctx, build_stages(config, ctx), identity(train_data, validation_sets))
-        go_on(state, train_data, validation_sets)
-        process.arm()
+        go_on(state, train_data, validation_sets)  # with the samples behind those of the checkpoint
+        process.arm()  # from here on a request to stop ends the run with a save
         with Saver(state, run_dir) as saver, closing(train_data):
             stop = state.step == config.train.steps
             while not stop:

@@ -24,9 +24,9 @@ def checksum(values: Tensor) -> int:
 
 
 def content(name: str, shape: Sizes, offset: Sizes, values: Tensor) -> int:
-    """The part of a box in the content of tensor `name`: the contents of boxes add up to that of the tensor, mod 2^64.
+    """Return this box's share of the checksum of tensor `name`. Shares add up mod 2^64, however the tensor is cut.
 
-    So it does not depend on how a tensor is cut. `values` is contiguous, on the CPU, and lies at `offset`. The bits of
+    `values` is contiguous, on the CPU, and lies at `offset`. The bits of
     each element are multiplied by odd numbers that follow from its place, and by one that follows from the name
     (multilinear hashing, arXiv 1202.4961). A CRC cannot be added up where a cut goes through rows. It takes as long as
     a CRC.

@@ -140,7 +140,7 @@ class AxisLog:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A context in which the host waits for its device to compute from the newest operation.
+        """Log, within the block, that the host waits for its device to finish the newest operation.
 
         Under NCCL the wait for the operation itself has returned at once, and the device waits.
         """

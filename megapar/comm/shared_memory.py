@@ -317,7 +317,7 @@ class RunningExchange:
             host.start(self)
 
     def go_on(self) -> None:
-        """Go on. Called when all messages it needs have arrived."""
+        """Run the exchange until it needs more messages. Called when all that it needs have arrived."""
         # Steps may yield no messages: then there is nothing to wait for, and they go on at once.
         self.needs = next((messages for messages in self._steps if messages), ())
 

@@ -233,7 +233,7 @@ class ScaledColumns(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, d: Tensor, norms: Tensor, columns: Sequence[slice]) -> Tensor:
-        # A row of zeros stays one.
+        # `tiny` avoids 0 / 0: the outputs of a weight row of zeros stay zero.
         norm_of_weight, norm = norms[0], norms[1].clamp(min=torch.finfo(norms.dtype).tiny)
         of_rows = (norm_of_weight + d) / norm
         factors = norms.new_ones(y.shape[-1])

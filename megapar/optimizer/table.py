@@ -87,7 +87,10 @@ def groups_used(config: OptimizerConfig, modules: Iterable[HasParameters]) -> tu
 
 
 def check_groups(config: OptimizerConfig, ranks: Iterable[tuple[Iterable[str], Iterable[str]]]) -> None:
-    """Raise ConfigError if a group of optimizer.groups is torn or decides nothing. `ranks` have found `groups_used`."""
+    """Raise ConfigError if a pattern of optimizer.groups matches a part of a fused parameter, or nothing on any rank.
+
+    `ranks` have found `groups_used`.
+    """
     used: set[str] = set()
     problems: set[str] = set()
     for found in ranks:

@@ -18,10 +18,11 @@ from megapar.comm.pending import Pending
 from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec, scaling_added_losses
 from megapar.declare.context import ParallelContext
 from megapar.linear.main_grad import WeightGradientQueue, main_grads
+from megapar.pipeline.actions import Action, Kind
 from megapar.pipeline.input_gradient import InputGradient
 from megapar.pipeline.lowering import MessageBatch, lower_one
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
-from megapar.pipeline.schedules import Action, Kind, Schedule, find, make, placement
+from megapar.pipeline.schedules import Schedule, find, make, placement
 from megapar.pipeline.sharding_plan import Item, UnitAction, Units, first_microbatches, insert_unit_actions
 
 

@@ -119,7 +119,7 @@ class Savers:
         return [*(Saved(path, saver.tier, self._seconds[saver.tier.root]) for path in paths), *lost]
 
     def change(self, one: Saved | Lost) -> str:
-        """A line if a tier has failed with `one`, or works again; "" if it did so before too."""
+        """Return the line to print if snapshot `one` shows that its tier has just failed or just recovered, else ""."""
         name = {"memory": "in memory", "local": "on the local disk"}.get(one.tier.name, "")
         if isinstance(one, Lost) and one.tier.name not in self._out:
             self._out.add(one.tier.name)

@@ -116,7 +116,7 @@ class Giver:
 
 
 class Taker:
-    """The end that takes, made first. Its folder `path`, a new one in `parent`, is what the giver must know.
+    """The process that takes weights. It exists before the giver, which needs its `path`, a new folder in `parent`.
 
     It waits at most `timeout_seconds` inside of a stream, and for ever between streams. Folders in `parent` of takers
     that were killed are removed.

@@ -87,7 +87,7 @@ class ActivationMemory:
         return moments.at_peak(orders.moments(ctx.pp.rank), fine, kept, deferred)
 
     def limit(self) -> ScheduleMemory:
-        """Return what each stage keeps, as `ScheduleMemory` has it.
+        """Return what each stage keeps from F to B, and from I to W, for a schedule searched within a memory limit.
 
         A schedule orders stages, so fine stages are added up.
         """

@@ -195,8 +195,8 @@ def _options(schedule: str, vpp: int, costs: Sequence[float]) -> dict[str, objec
 def planned_schedule(given: Config, config: Config, parts: Parts) -> Config:
     """Replace parallel.schedule auto in a dry run, which measures nothing, by the best one for equal times.
 
-    All stages and actions then take as long. A run fills in its schedule when its ranks run (`with_chosen_schedule`).
-    `given` has the options as the user gave them.
+    A dry run takes all stages and actions to be equally long. A run fills in its schedule when its ranks run
+    (`with_chosen_schedule`). `given` has the options as the user gave them.
     """
     parallel = config.parallel
     if parallel.schedule != "auto" or not config.dry_run:

@@ -91,7 +91,7 @@ def time_parts(config: Config, parts: Parts, timer: PartTimer) -> list[list[Part
 
 
 class StageTime(NamedTuple):
-    """One micro-batch through a stage: all of it, the seconds of F, and those of B, or of I and W."""
+    """The time of one micro-batch through a stage: in all, forward (F), and backward (B, or I and W)."""
 
     whole: Duration
     forward: float
