@@ -25,13 +25,12 @@ BEGIN = "<!-- what follows is written by python -m tests.families_page -->"
 # What another value than the default means. A new field needs its words here.
 IN_WORDS: dict[type, dict[str, str]] = {
     LayerKind: {
-        "mixer": "a mixer other than attention with keys and values of heads",
+        "mixer": "a mixer other than attention with keys and values of heads, such as multi-head latent attention",
         "mlp": "an MLP without a gate, or with experts",
         "norms": "norms behind a branch, or on both sides of a branch",
         "parallel": "attention and MLP read the same residual stream",
         "residual_multiplier": "a factor of both branches",
         "rotary": "rotary positions",
-        "latent": "multi-head latent attention",
         "window": "a window of keys",
         "qkv_bias": "biases of queries, keys and values",
         "out_bias": "a bias of attention's output",

@@ -1,6 +1,6 @@
 """A mixer outside the tree whose memory is a state: it trains in every layout, generates, and has its cost in plans."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from megapar_models.families.llama import LlamaStage
 from megapar_models.forward import ForwardContext
 from megapar_models.generation import Sampling, generate, next_logits, why_no_cache
-from megapar_models.layer_kind import LayerKind
+from megapar_models.layer_kind import LayerKind, MixerRule
 from torch import Tensor, nn
 
 from megapar.base.errors import ConfigError
@@ -30,8 +30,6 @@ class Fading(nn.Module):
 
     The scan is sequential: a toy.
     """
-
-    OVER_CP = True
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
@@ -87,11 +85,19 @@ class CachedFading(nn.Module):
         return self.mixer.out(torch.stack(found).to(x_sbh.dtype))
 
 
+@dataclass(frozen=True)
+class FadingRule(MixerRule):
+    OVER_CP = True
+
+    def make(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory) -> nn.Module:
+        return Fading(number, kind, model, factory)
+
+
 class FadingStage(LlamaStage):
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
         kind = super().layer_kind(model, number)
-        return replace(kind, mixer=f"{__name__}:Fading", rotary=None) if number % 2 else kind
+        return replace(kind, mixer=FadingRule(), rotary=None) if number % 2 else kind
 
 
 FAMILY = replace(LLAMA_FAMILY, name="fading", stage=FadingStage)
@@ -116,14 +122,10 @@ def test_states_pass_over_the_ranks_of_a_sample(sizes: dict[str, object]) -> Non
     trains_as_one_process(MODEL, {**sizes, "packed": True})
 
 
-class Forgetful(Fading):
-    OVER_CP = False
-
-
 class ForgetfulStage(LlamaStage):
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
-        return replace(super().layer_kind(model, number), mixer=f"{__name__}:Forgetful", rotary=None)
+        return replace(super().layer_kind(model, number), mixer=f"{__name__}:Fading", rotary=None)
 
 
 FORGETFUL = replace(LLAMA_FAMILY, name="forgetful", stage=ForgetfulStage)
@@ -133,7 +135,7 @@ def test_a_mixer_that_forgets_other_ranks_is_refused() -> None:
     """Fault mixer-over-cp: each rank would train on its part of a sample alone."""
     model = replace(MODEL, family=f"{__name__}:FORGETFUL")
     grid.Layout(model, tp=2).config()
-    with pytest.raises(ConfigError, match=r"parallel\.cp=2, .*Forgetful does not declare OVER_CP"):
+    with pytest.raises(ConfigError, match=r"parallel\.cp=2, .*Fading does not declare OVER_CP"):
         grid.Layout(model, cp=2).config()
 
 

@@ -19,6 +19,8 @@ each head n dimensions without rotation, r rotated ones, and v of a value:
 Shapes: s positions of this context-parallel rank, b micro-batch, n this rank's heads.
 """
 
+from dataclasses import dataclass
+
 import torch
 from megapar_kernels.block_attention import ScoreRule
 from megapar_kernels.rope import rotate
@@ -32,21 +34,43 @@ from megapar.tensor_parallel.layers import Columns, local_linear, shared_vector
 from megapar.tensor_parallel.regions import copy_to_tp, gather_sequence
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
-from megapar_models.layer_kind import LayerKind
+from megapar_models.layer_kind import LayerKind, MixerRule
+from megapar_models.norms import NormRule
+
+
+@dataclass(frozen=True)
+class Latent(MixerRule):
+    """The rule of multi-head latent attention: its widths, and the norm of its latents.
+
+    `q_rank` and `kv_rank` are the widths of the latents of queries and of keys with values. With `q_rank` 0 queries
+    have no latent. Queries and keys of a head have `nope_width` dimensions, then `rope_width` rotated ones.
+    """
+
+    q_rank: int
+    kv_rank: int
+    nope_width: int
+    rope_width: int
+    value_width: int
+    norm: NormRule
+
+    OVER_CP = True
+    MEASURES_LOGITS = True
+
+    def make(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory) -> nn.Module:
+        return LatentAttention(self, number, kind, model, factory)
 
 
 class LatentAttention(nn.Module):
-    """Causal self-attention of layer `number`. `kind.latent` has its widths, and `model` its heads.
+    """Causal self-attention of layer `number`. `rule` has its widths, and `model` its heads.
 
     `kind.qkv_bias` adds biases to the projections to latents, and `kind.out_bias` one to the output.
     """
 
-    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+    def __init__(self, rule: Latent, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
-        assert kind.latent is not None, "a layer with mixer latent has widths of it"
         assert kind.rotary is not None, "the keys of latent attention are rotated in part"
         self.kind = kind
-        self.rule = rule = kind.latent
+        self.rule = rule
         self.rotary = kind.rotary
         self.sharding = factory.sharding
         self.impl = factory.kernels.rope

@@ -10,15 +10,22 @@ from megapar.config.plugins import named
 from megapar_models.attention import Attention
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
-from megapar_models.latent_attention import LatentAttention
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mlp import DenseMLP, PlainMLP
 from megapar_models.moe import MixtureOfExperts
 from megapar_models.norms import NoNorm, Norm, add_and_norm
 
-# A mixer and an MLP are made as CLASS(number, kind, model, factory), and map x_sbh and a ForwardContext to x_sbh.
-MIXERS: Mapping[str, type] = {"attention": Attention, "latent": LatentAttention}
+# Mixers and MLPs by name are made as CLASS(number, kind, model, factory), and map x_sbh and a ForwardContext to x_sbh.
+MIXERS: Mapping[str, type] = {"attention": Attention}
 MLPS: Mapping[str, type] = {"dense": DenseMLP, "plain": PlainMLP, "mixture": MixtureOfExperts}
+
+
+def make_mixer(number: int, kind: LayerKind, model: ModelConfig, factory: Factory) -> nn.Module:
+    """Make the mixer of layer `number` that `kind.mixer` says. Raises ConfigError if there is no such class."""
+    if not isinstance(kind.mixer, str):
+        return kind.mixer.make(number, kind, model, factory)
+    mixer: nn.Module = named(f"the mixer of layer {number}", kind.mixer, MIXERS, type)(number, kind, model, factory)
+    return mixer
 
 
 class Layer(nn.Module):
@@ -42,10 +49,9 @@ class Layer(nn.Module):
                 return NoNorm()
             return factory.norm(f"{name}.{module}", model.hidden_size, kind.norm)
 
-        mixer = named(f"the mixer of layer {number}", kind.mixer, MIXERS, type)
         mlp = named(f"the MLP of layer {number}", kind.mlp, MLPS, type)
         self.attention_norm = norm("attention_norm", "before")
-        self.attention: nn.Module = mixer(number, kind, model, factory)
+        self.attention = make_mixer(number, kind, model, factory)
         self.attention_output_norm = norm("attention_output_norm", "after")
         self.mlp_norm = NoNorm() if kind.parallel == "one_norm" else norm("mlp_norm", "before")
         self.mlp: nn.Module = mlp(number, kind, model, factory)

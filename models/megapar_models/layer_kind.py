@@ -1,15 +1,17 @@
 """What the layers of a model are made of, and its two ends. A family says both (`Stage.layer_kind`, `Stage.ends`)."""
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from megapar.config.model_options import MoEConfig
+from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.declare.batch import MicroBatch
 from megapar.expert_parallel.route import RouterRule
 from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, LogitRule
+from megapar_models.factory import Factory
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
 
@@ -32,30 +34,31 @@ class Temperature:
         return 1.0 + self.beta * torch.log1p((positions // self.original).to(torch.float32))
 
 
-@dataclass(frozen=True)
-class Latent:
-    """The widths of multi-head latent attention (`megapar_models.latent_attention`), and the norm of its latents.
+class MixerRule(ABC):
+    """A mixer with fields of its own, which makes its module. Subclasses are frozen dataclasses: kinds are compared."""
 
-    `q_rank` and `kv_rank` are the widths of the latents of queries and of keys with values. With `q_rank` 0 queries
-    have no latent. Queries and keys of a head have `nope_width` dimensions, then `rope_width` rotated ones.
-    """
+    OVER_CP: ClassVar[bool] = False
+    """Whether tokens meet those of other context-parallel ranks. If not, parallel.cp above 1 is refused."""
+    MEASURES_LOGITS: ClassVar[bool] = False
+    """Whether the module measures its largest logits, as optimizer.qk_clip needs."""
 
-    q_rank: int
-    kv_rank: int
-    nope_width: int
-    rope_width: int
-    value_width: int
-    norm: NormRule
+    @abstractmethod
+    def make(self, number: int, kind: "LayerKind", model: ModelConfig, factory: Factory) -> nn.Module:
+        """Make the mixer of layer `number`. It maps x_sbh and a ForwardContext to x_sbh.
+
+        Its weights count as products for each token. What it multiplies besides, its modules declare by
+        `flops_per_token(seq_length)` (`megapar_models.counts`).
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """The parts of a layer, and how they are put together (`megapar_models.layer.Layer`)."""
 
-    mixer: str = "attention"
-    """What mixes tokens: a name in `megapar_models.layer.MIXERS`, or MODULE:NAME of a class of your own.
+    mixer: "str | MixerRule" = "attention"
+    """What mixes tokens: attention of heads, a rule with fields of its own, or MODULE:NAME of a class of your own.
 
-    With parallel.cp above 1 a class of your own must declare `OVER_CP = True`: tokens meet those of other ranks.
+    Such a class is made as CLASS(number, kind, model, factory). Rules and classes declare what `MixerRule` has.
     """
     mlp: str = "dense"
     """What works on each token: a name in `megapar_models.layer.MLPS`, or MODULE:NAME of a class of your own."""
@@ -72,8 +75,6 @@ class LayerKind:
 
     If its width is below that of a head, only the first dimensions of a head are rotated.
     """
-    latent: Latent | None = None
-    """The widths of mixer "latent"."""
     window: int = 0
     """Attention reads this many keys, the token's own among them. 0: all keys up to its own."""
     qkv_bias: bool = False

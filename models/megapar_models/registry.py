@@ -184,14 +184,24 @@ def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
 
 def _mixer_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
     """A mixer of the user's reads tokens of other context-parallel ranks only if the class does so, and says so."""
-    for name in sorted({kind.mixer for kind in kinds} - set(MIXERS)):
-        mixer = named("LayerKind.mixer", name, MIXERS, type)
+    for name, mixer in _mixers(kinds).items():
         if config.parallel.cp > 1 and not getattr(mixer, "OVER_CP", False):
             text = (
                 f"mixer {name} does not declare OVER_CP, that tokens meet those of other ranks (by the factory's "
                 "core_attention, or by megapar.context_parallel.states); use cp 1"
             )
             yield problem(config, "parallel.cp model.family", text)
+
+
+def _mixers(kinds: Set[LayerKind]) -> dict[str, object]:
+    """Return the rules and the classes of mixers other than MIXERS, by name. Raises ConfigError for a wrong name."""
+    found: dict[str, object] = {}
+    for mixer in {kind.mixer for kind in kinds} - set(MIXERS):
+        if isinstance(mixer, str):
+            found[mixer] = named("LayerKind.mixer", mixer, MIXERS, type)
+        else:
+            found[type(mixer).__name__] = mixer
+    return dict(sorted(found.items()))
 
 
 def _clip_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
@@ -201,7 +211,7 @@ def _clip_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
     if any(kind.qk_norm for kind in kinds):
         text = "the family norms queries and keys, so to scale their weights changes no logit; use 0"
         yield problem(config, "optimizer.qk_clip", text)
-    if others := sorted({kind.mixer for kind in kinds} - set(MIXERS)):
+    if others := [name for name, mixer in _mixers(kinds).items() if not getattr(mixer, "MEASURES_LOGITS", False)]:
         yield problem(config, "optimizer.qk_clip", f"{', '.join(others)} measures no logits; use 0")
 
 

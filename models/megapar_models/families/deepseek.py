@@ -23,7 +23,8 @@ from megapar.config.options import Config
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
 from megapar_models.families.qwen3_moe import QWEN3_MOE
 from megapar_models.family import Codec, Family, ModelType, Raw, like, same
-from megapar_models.layer_kind import Latent, LayerKind
+from megapar_models.latent_attention import Latent
+from megapar_models.layer_kind import LayerKind
 from megapar_models.moe import router_rule
 from megapar_models.moe_fields import Balanced, read_moe
 from megapar_models.norms import NormRule
@@ -93,8 +94,7 @@ class DeepseekStage(MixtralStage[DeepseekModel]):
         )
         kind = replace(
             super().layer_kind(model, number),
-            mixer="latent",
-            latent=latent,
+            mixer=latent,
             attention_scale=scale,
             qkv_bias=model.attention_bias,
             out_bias=model.attention_bias,
