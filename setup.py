@@ -16,7 +16,8 @@ setup(
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",
-    license_files=["LICENSE"],
+    license_files=["LICENSE", "tools/megapar_tools/dashboard/LICENSE-uPlot"],
+    keywords=["transformers", "pretraining", "tensor parallelism", "pipeline parallelism", "ZeRO", "Triton"],
     classifiers=[
         "Intended Audience :: Developers",
         "Intended Audience :: Science/Research",
@@ -45,10 +46,9 @@ setup(
         "megapar_programs.tools",  # without tools/benchmarks, which measure a checkout
     ],
     package_data={
-        "megapar": ["py.typed"],
-        "megapar_tools": ["migrate/flags/*.toml", "plan/machines/*.toml", "dashboard/*.*"],
+        "megapar_tools": ["migrate/flags/*.toml", "plan/machines/*.toml", "dashboard/*.*", "dashboard/LICENSE-uPlot"],
         "megapar_programs.pretrain_scripts": ["configs/*.toml"],
-        "": ["presets/*.toml"],
+        "": ["py.typed", "presets/*.toml"],
     },
     entry_points={"console_scripts": ["megapar = megapar.__main__:main"]},
     install_requires=[

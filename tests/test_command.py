@@ -104,7 +104,9 @@ def test_the_wheel_has_every_module_program_preset_and_config(wheel: Path) -> No
     needed = {name.removeprefix("models/").removeprefix("kernels/").removeprefix("tools/") for name in needed}
     needed |= {f"megapar_programs/{relative(path)}" for path in programs}
     assert needed - {*files} == set()
-    assert "megapar/py.typed" in files
+    packages = ("megapar", "megapar_models", "megapar_kernels", "megapar_tools")
+    assert {f"{package}/py.typed" for package in packages} <= {*files}
+    assert "megapar_tools/dashboard/LICENSE-uPlot" in files, "uPlot.min.js is MIT's, which asks for its license"
     assert not [name for name in files if "benchmarks" in name or name.startswith("tests")]
 
 
