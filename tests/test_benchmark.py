@@ -133,6 +133,63 @@ def test_costs_and_turns() -> None:
     assert taken < 2**24, "the peak of earlier work counts"
 
 
+def test_contenders_of_a_case_take_turns() -> None:
+    """In reversed order every other round. The warm-up has notes and no times, and a check sees each round whole."""
+    did: list[str] = []
+    rounds: list[dict[str, str]] = []
+
+    def work(name: str) -> str:
+        did.append(name)
+        return name.upper()
+
+    works = {name: partial(work, name) for name in ("a", "b", "c")}
+    turns = harness.Case(works, 2, note=lambda name, result: name + result, check=rounds.append).measure()
+    assert did == [*"cba", *"abc", *"cba"]
+    assert rounds == [{"a": "aA", "b": "bB", "c": "cC"}] * 3
+    assert {name: (len(found.wall), len(found.cpu), found.notes) for name, found in turns.items()} == {
+        name: (2, 2, [name + name.upper()] * 3) for name in ("a", "b", "c")
+    }
+
+
+def test_a_case_is_measured_on_ranks() -> None:
+    """Each rank makes its own contenders, and a turn ends when the slowest rank has ended it."""
+
+    def make(device: torch.device) -> harness.Case:
+        rank = torch.distributed.get_rank()
+        return harness.Case({"sleeper": lambda: schedules.time.sleep(0.05 * rank) or rank}, 1, world=2)
+
+    first, second = harness.on_ranks(2, make)
+    assert (first["sleeper"].notes, second["sleeper"].notes) == ([0, 0], [1, 1])
+    assert min(first["sleeper"].wall[0], second["sleeper"].wall[0]) >= 0.05
+
+
+def test_tables_follow_from_the_numbers_of_the_file() -> None:
+    """Words and numbers have columns, rounds and medians their ranges, bytes are MiB; what a row lacks is empty."""
+    rows = [
+        {"name": "ours", "speed": {"median": 1.05, "min": 1.0, "max": 1.25}, "bytes": {"a": 2**21}, "loss": None},
+        {"name": "theirs", "seconds": [0.5, 0.125, 0.25], "results": [[1.0]]},
+    ]
+    of_rows, of_names, others = harness.tables({"rows": rows, "by": {"x": {"n": 1}, "y": {"n": 12345}}, "steps": 7})
+    found = {str(column.header): list(column.cells) for column in of_rows.columns}
+    assert found == {
+        "name": ["ours", "theirs"],
+        "speed": ["1.05 (1-1.25)", ""],
+        "bytes, a, MiB": ["2.0", ""],
+        "loss": ["-", ""],
+        "seconds": ["", "0.25 (0.125-0.5)"],
+    }
+    assert [list(column.cells) for column in of_names.columns] == [["x", "y"], ["1", "12,345"]]
+    assert [column.header for column in others.columns] == ["steps"]
+
+
+def test_worthless_numbers_are_written_and_end_the_benchmark(tmp_path: Path) -> None:
+    options = harness.Output(json=tmp_path / "out.json")
+    with pytest.raises(BenchmarkError, match=r"^another computation$") as end:
+        harness.run(lambda _: harness.Found({"loss": 7.0}, problems=["another computation"]), options)
+    assert end.value.exit_code == 70
+    assert json.loads((tmp_path / "out.json").read_text())["loss"] == 7.0
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

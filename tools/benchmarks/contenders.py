@@ -1,9 +1,9 @@
 """Who is measured in each layout: megapar, in one or several variants, and its peers."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from megapar_models.build import build_stages
@@ -80,27 +80,20 @@ def load_weights(modules: Iterable[nn.Module], weights: Weights) -> None:
             param.view(-1)[first:last].copy_(part.flatten())
 
 
-@dataclass(frozen=True)
-class Variant:
-    """Options to tell several contenders of megapar apart. `parallel` None: the layout's own."""
-
-    zero_stage: Literal[0, 1, 2, 3] = 1
-    parallel: ParallelConfig | None = None
-    grad_reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    compile: bool = False
-    offload: float = 0.0
+Variant = Mapping[str, Any]
+"""Fields of `parallel`, `optimizer` and `kernels` in which a contender differs from its layout."""
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to place the model, and who can: classes of contenders, megapar's own as (name, variant).
+    """A way to place the model, and who can: classes of peers, and variants of megapar by name.
 
     The first one of megapar is what all contenders are compared with. With `experts` the MLPs are mixtures of experts.
     """
 
     parallel: ParallelConfig
     peers: tuple[type[Peer], ...]
-    megapar: tuple[tuple[str, Variant], ...] = (("megapar", Variant()),)
+    megapar: Mapping[str, Variant] = field(default_factory=lambda: {"megapar": {}})
     experts: bool = False
 
     @property
@@ -110,24 +103,17 @@ class Layout:
     @property
     def contenders(self) -> dict[str, tuple[type[Peer], Variant]]:
         """Class and variant by name; megapar as it is by default comes first, and the limit of all last."""
-        found: dict[str, tuple[type[Peer], Variant]] = {name: (Megapar, variant) for name, variant in self.megapar}
+        found: dict[str, tuple[type[Peer], Variant]] = {name: (Megapar, given) for name, given in self.megapar.items()}
         everybody: tuple[type[Peer], ...] = (*self.peers, Products)
-        for peer in everybody:
-            found[peer.name] = (peer, Variant(zero_stage=0, parallel=replace(self.parallel, **peer.parallel)))
-        return found
+        return found | {peer.name: (peer, {**WITHOUT_ZERO, **peer.parallel}) for peer in everybody}
 
     @property
     def base(self) -> str:
         """The name of the contender to compare all others with."""
-        return self.megapar[0][0]
+        return next(iter(self.megapar))
 
 
-WITHOUT_ZERO = Variant(zero_stage=0)
-TP2 = ParallelConfig(dp=1, tp=2)
-TP2_SP = replace(TP2, sequence_parallel=True)
-CP2 = ParallelConfig(dp=1, cp=2)
-PP2 = ParallelConfig(dp=1, pp=2)
-EP2 = ParallelConfig(dp=2, ep=2)
+WITHOUT_ZERO: Variant = {"zero_stage": 0}
 LAYOUTS: dict[str, Layout] = {
     "single": Layout(ParallelConfig(dp=1), (peers.Plain, HuggingFace)),
     "dp2": Layout(
@@ -136,75 +122,71 @@ LAYOUTS: dict[str, Layout] = {
             *(peers.DDP, peers.ZeroRedundancy, peers.FSDP2, peers.FSDP2Reshard),
             *(HuggingFaceDDP, DeepSpeedZeRO1, DeepSpeedZeRO2, DeepSpeedZeRO3),
         ),
-        (
-            ("megapar", Variant()),
-            ("megapar, zero_stage 0", WITHOUT_ZERO),
-            ("megapar, zero_stage 1, gradients sent in bf16", Variant(grad_reduce_dtype="bf16")),
-            ("megapar, zero_stage 2", Variant(zero_stage=2)),
-            ("megapar, zero_stage 3", Variant(zero_stage=3)),
-            ("megapar, zero_stage 3, breadth", Variant(3, ParallelConfig(dp=2, schedule="breadth"))),
-        ),
+        {
+            "megapar": {},
+            "megapar, zero_stage 0": WITHOUT_ZERO,
+            "megapar, zero_stage 1, gradients sent in bf16": {"grad_reduce_dtype": "bf16"},
+            "megapar, zero_stage 2": {"zero_stage": 2},
+            "megapar, zero_stage 3": {"zero_stage": 3},
+            "megapar, zero_stage 3, breadth": {"zero_stage": 3, "schedule": "breadth"},
+        },
     ),
     "tp2": Layout(
-        TP2,
+        ParallelConfig(dp=1, tp=2),
         (peers.TensorParallel, SharedMemoryTensorParallel, MegatronCore),
-        (("megapar", Variant()), ("megapar, 2 chunks", Variant(parallel=replace(TP2, tp_overlap_chunks=2)))),
+        {"megapar": {}, "megapar, 2 chunks": {"tp_overlap_chunks": 2}},
     ),
     "tp2+sp": Layout(
-        TP2_SP,
+        ParallelConfig(dp=1, tp=2, sequence_parallel=True),
         (peers.SequenceTensorParallel,),
-        (
-            ("megapar", Variant()),
-            ("megapar, 2 chunks", Variant(parallel=replace(TP2_SP, tp_overlap_chunks=2))),
-            ("megapar, 4 chunks", Variant(parallel=replace(TP2_SP, tp_overlap_chunks=4))),
-        ),
+        {
+            "megapar": {},
+            "megapar, 2 chunks": {"tp_overlap_chunks": 2},
+            "megapar, 4 chunks": {"tp_overlap_chunks": 4},
+        },
     ),
     "pp2": Layout(
-        PP2,
+        ParallelConfig(dp=1, pp=2),
         (peers.Pipeline1F1B, peers.PipelineDualPipeV, peers.PipelineZeroBubbleV),
-        (
-            ("megapar", Variant()),
-            ("megapar, zb-h1", Variant(parallel=replace(PP2, schedule="zb-h1"))),
-            ("megapar, zb-v", Variant(parallel=replace(PP2, schedule="zb-v", vpp=2))),
-        ),
+        {
+            "megapar": {},
+            "megapar, zb-h1": {"schedule": "zb-h1"},
+            "megapar, zb-v": {"schedule": "zb-v", "vpp": 2},
+        },
     ),
     "cp2": Layout(
-        CP2,
+        ParallelConfig(dp=1, cp=2),
         (GatherByHand,),
-        (
-            ("megapar, gather", Variant()),
-            ("megapar, ring", Variant(parallel=replace(CP2, cp_attention="ring"))),
-            ("megapar, ulysses", Variant(parallel=replace(CP2, cp_attention="ulysses"))),
+        {
+            "megapar, gather": {},
+            "megapar, ring": {"cp_attention": "ring"},
+            "megapar, ulysses": {"cp_attention": "ulysses"},
             # The other way to cut activations along the sequence, for comparison.
-            ("megapar, tp2+sp", Variant(parallel=TP2_SP)),
-        ),
+            "megapar, tp2+sp": {"cp": 1, "tp": 2, "sequence_parallel": True},
+        },
     ),
     # Beside torch's ops one by one. It is a layout of its own, because compiling takes a minute.
     "compiled": Layout(
         ParallelConfig(dp=1),
         (peers.Plain, peers.CompiledLayers),
-        (("megapar", Variant()), ("megapar, compiled", Variant(compile=True))),
+        {"megapar": {}, "megapar, compiled": {"compile": True}},
     ),
     "offload": Layout(
         ParallelConfig(dp=1),
         (),
-        (
-            ("megapar", Variant()),
-            ("megapar, offload 0.5", Variant(offload=0.5)),
-            ("megapar, offload 1", Variant(offload=1.0)),
-        ),
+        {"megapar": {}, "megapar, offload 0.5": {"offload": 0.5}, "megapar, offload 1": {"offload": 1.0}},
     ),
     "moe": Layout(ParallelConfig(dp=1), (peers.Plain, HuggingFaceMixture), experts=True),
     "moe_ep2": Layout(
-        EP2,
+        ParallelConfig(dp=2, ep=2),
         (peers.DDP, HuggingFaceMixtureDDP, MegatronCoreExperts),
         # Without ep each rank holds all experts, and their gradients are summed over ranks, as those of peers are.
-        (
-            ("megapar", Variant()),
-            ("megapar, ep 1", Variant(parallel=replace(EP2, ep=1))),
-            ("megapar, 2 chunks", Variant(parallel=replace(EP2, ep_overlap_chunks=2))),
-            ("megapar, 4 chunks", Variant(parallel=replace(EP2, ep_overlap_chunks=4))),
-        ),
+        {
+            "megapar": {},
+            "megapar, ep 1": {"ep": 1},
+            "megapar, 2 chunks": {"ep_overlap_chunks": 2},
+            "megapar, 4 chunks": {"ep_overlap_chunks": 4},
+        },
         experts=True,
     ),
 }

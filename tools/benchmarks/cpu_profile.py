@@ -13,8 +13,7 @@ import torch
 
 from benchmarks import layouts
 from benchmarks.contenders import LAYOUTS
-from benchmarks.harness import Case, Contender, Found, Output
-from benchmarks.peers import Peer
+from benchmarks.harness import Case, Found, Output
 from benchmarks.profiling import Kernel, kind_of, record
 from megapar.system import device
 
@@ -52,31 +51,17 @@ def by_kind(operations: Sequence[Kernel]) -> dict[str, float]:
     return times
 
 
-def build(options: Options, target: torch.device) -> dict[str, Contender]:
-    """Make the two that are compared. A turn is one profiled step."""
-    shape = layouts.Options(
-        hidden=(options.hidden,),
-        num_hidden_layers=options.num_hidden_layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        global_batch_size=16,
-        micro_batch_size=2,
-    )
-
-    def profiled(peer: Peer) -> Contender:
-        batches = iter(layouts.make_batches(peer.config, 1 + options.steps))
-        return Contender(lambda: record(lambda: peer.step(*next(batches)), target), by_kind)
-
-    return {
-        name: profiled(layouts.build_contender(shape, options.hidden, LAYOUTS["single"], name, target))
-        for name in ("megapar", "PyTorch")
-    }
-
-
 def measure(options: Options) -> Found:
     """Profile both in turns. The shortest step of each counts."""
-    device.prepare(torch.device("cpu"), threads=1, deterministic=False)
-    turns = Case(partial(build, options), options.steps).measure()
+    cpu = torch.device("cpu")
+    device.prepare(cpu, threads=1, deterministic=False)
+    shape = layouts.first_table(options.hidden, options.num_hidden_layers)
+    works = {}
+    for name in ("megapar", "PyTorch"):
+        peer = layouts.build_contender(shape, options.hidden, LAYOUTS["single"], name, cpu)
+        step = layouts.steps_of(peer, layouts.make_batches(peer.config, 1 + options.steps))
+        works[name] = partial(record, step, cpu)
+    turns = Case(works, options.steps, note=lambda _, operations: by_kind(operations)).measure()
     # Without the first step, which warms up.
     least = {name: min(found.notes[1:], key=lambda times: sum(times.values())) for name, found in turns.items()}
     return Found({"milliseconds": {name: {**times, "all": sum(times.values())} for name, times in least.items()}})

@@ -94,10 +94,5 @@ def measure(options: Options) -> Found:
         ids = np.random.default_rng(0).permutation(len(source))[:64]
         samples = source.read(ids)
         finding = cost(lambda: source.starts(ids, samples))[0].wall
-    found = {
-        "delivery": rows,
-        "documents": options.documents,
-        "opening_seconds": opening,
-        "starts_of_64_samples_seconds": finding,
-    }
-    return Found(found)
+    documents = {"documents": options.documents, "opening_seconds": opening, "starts_of_64_samples_seconds": finding}
+    return Found({"delivery": rows, **documents})

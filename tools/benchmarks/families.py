@@ -22,7 +22,7 @@ from megapar_models.stage import Stage
 from torch import Tensor, nn
 
 from benchmarks.counting import ratio, spread
-from benchmarks.harness import Case, Contender, Found, Output
+from benchmarks.harness import Case, Found, Output
 from benchmarks.ranks import BenchmarkError
 from megapar.declare.batch import MicroBatch
 
@@ -131,19 +131,14 @@ def check(found: Mapping[str, Trained], precision: str) -> None:
                 raise BenchmarkError(f"{what}: megapar {ours}, {name} {other}, {precision}")
 
 
-def build(model_type: str, precision: Literal["fp32", "bf16"], _: torch.device) -> dict[str, Contender]:
-    """Make the contenders, which compute the same."""
-    found = contenders(model_type, precision)
-    check(found, precision)
-    return {name: Contender(one.run) for name, one in found.items()}
-
-
 def measure(options: Options) -> Found:
     """Time each contender beside megapar. A row has its time over megapar's, and the seconds of both."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for model_type, precision in product(options.models, options.precisions):
-        ours, *others = Case(partial(build, model_type, precision), options.rounds).measure().items()
+        found = contenders(model_type, precision)
+        check(found, precision)
+        ours, *others = Case({name: one.run for name, one in found.items()}, options.rounds).measure().items()
         for name, theirs in others:
             figures = {"speed": ratio(theirs.wall, ours[1].wall), "cpu": ratio(theirs.cpu, ours[1].cpu)}
             seconds = {"seconds": spread(ours[1].wall), "their_seconds": spread(theirs.wall)}

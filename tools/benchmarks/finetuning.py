@@ -28,7 +28,7 @@ from megapar_models.registry import validate
 from torch import Tensor, nn
 
 from benchmarks import layouts
-from benchmarks.contenders import LAYOUTS, Variant, load_weights
+from benchmarks.contenders import LAYOUTS, load_weights
 from benchmarks.counting import cost, in_turn, memory, ratio, spread
 from benchmarks.harness import Found, Output, progress
 from benchmarks.peers import Weights
@@ -123,7 +123,7 @@ def make_config(options: Options, layout: str, trained: str) -> Config:
     sizes = layouts.Options(
         num_hidden_layers=options.layers, seq_length=options.seq_length, global_batch_size=options.packs
     )
-    config = layouts.make_config(sizes, options.hidden_size, LAYOUTS[layout], Variant())
+    config = layouts.make_config(sizes, options.hidden_size, LAYOUTS[layout], {})
     if trained == "adapters":
         config = replace(config, adapter=AdapterConfig(options.rank))
     return validate(config, LAYOUTS[layout].world)

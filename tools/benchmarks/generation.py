@@ -18,7 +18,7 @@ from megapar_models.stage import Stage
 
 from benchmarks.counting import ratio, spread
 from benchmarks.families import converted
-from benchmarks.harness import Case, Contender, Found, Output
+from benchmarks.harness import Case, Found, Output
 from benchmarks.ranks import BenchmarkError
 
 OURS, THEIRS = "megapar", "transformers"
@@ -77,15 +77,6 @@ def of_transformers(model: Any, prompts: list[list[int]], tokens: int) -> list[l
     return rows
 
 
-def build(options: Options, stage: Stage, theirs: Any, count: int, _: torch.device) -> dict[str, Contender]:
-    """Make both ways to continue `count` prompts."""
-    prompts = torch.randint(VOCABULARY, (count, options.length), generator=torch.Generator().manual_seed(1)).tolist()
-    return {
-        OURS: Contender(partial(generate, stage, prompts, options.tokens, -1, Sampling(0.0))),
-        THEIRS: Contender(partial(of_transformers, theirs, prompts, options.tokens)),
-    }
-
-
 def check(texts: Mapping[str, list[list[int]]]) -> None:
     """Raise BenchmarkError if the texts differ."""
     if texts[OURS] != texts[THEIRS]:
@@ -98,7 +89,13 @@ def measure(options: Options) -> Found:
     stage, theirs = models(options)
     rows: list[dict[str, Any]] = []
     for count in options.prompts:
-        found = Case(partial(build, options, stage, theirs, count), options.rounds, check=check).measure()
+        generator = torch.Generator().manual_seed(1)
+        prompts = torch.randint(VOCABULARY, (count, options.length), generator=generator).tolist()
+        ways = {
+            OURS: partial(generate, stage, prompts, options.tokens, -1, Sampling(0.0)),
+            THEIRS: partial(of_transformers, theirs, prompts, options.tokens),
+        }
+        found = Case(ways, options.rounds, check=check).measure()
         rates = {way: spread(count * options.tokens / one for one in turns.wall) for way, turns in found.items()}
         speed = ratio(found[THEIRS].wall, found[OURS].wall)
         rows.append({"prompts": count, "tokens_per_second": rates, "speed": speed})

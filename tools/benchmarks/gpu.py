@@ -52,7 +52,7 @@ from benchmarks.gpu_contenders import (
     MixedPrecisionMixture,
     RandomWeights,
 )
-from benchmarks.harness import Found, Output, Session, table
+from benchmarks.harness import Found, Output, Session, figure, table
 from benchmarks.layouts import largest_error, make_batches
 from benchmarks.peers import Peer, Result
 from benchmarks.profiling import Kernel, kind_of, record
@@ -453,7 +453,7 @@ def profile_table(found: dict[str, Any]) -> Table:
     """Each category of kernels beside its prediction. `found` is what the JSON file holds."""
     rows = [row | {"over predicted": over(row["ms"], row["predicted_ms"])} for row in found["categories"]]
     total = sum(row["ms"] or 0.0 for row in rows)
-    return table(rows, f"One step of {found['workload']}: {found['step_ms']} ms, kernels {total:.1f} ms")
+    return table(rows, f"One step of {found['workload']}: {figure(found['step_ms'])} ms, kernels {total:.1f} ms")
 
 
 def measure(options: Options) -> Found:

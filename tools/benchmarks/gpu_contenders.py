@@ -116,10 +116,8 @@ def compiled(loss: Loss, device: torch.device) -> Loss:
     return torch.compile(loss, backend=backend, dynamic=False)
 
 
-class Compiled(MixedPrecision):
-    """Model and loss as one graph of torch.compile."""
-
-    name = "PyTorch, compiled"
+class CompiledLoss(MixedPrecision):
+    """Model and loss compiled together by torch.compile."""
 
     def __init__(self, config: Config, weights: Weights, device: torch.device):
         super().__init__(config, weights, device)
@@ -127,6 +125,12 @@ class Compiled(MixedPrecision):
 
     def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
         return self.compiled(tokens_bs, targets_bs)
+
+
+class Compiled(CompiledLoss):
+    """Model and loss as one graph of torch.compile."""
+
+    name = "PyTorch, compiled"
 
 
 class MixedPrecisionMixture(HuggingFaceMixture, MixedPrecision):
@@ -136,14 +140,7 @@ class MixedPrecisionMixture(HuggingFaceMixture, MixedPrecision):
     dtype = torch.bfloat16
 
 
-class CompiledMixture(MixedPrecisionMixture):
+class CompiledMixture(CompiledLoss, MixedPrecisionMixture):
     """Hugging Face's mixture in bf16, compiled by torch.compile, which breaks the graph where it must."""
 
     name = "Hugging Face, compiled"
-
-    def __init__(self, config: Config, weights: Weights, device: torch.device):
-        super().__init__(config, weights, device)
-        self.compiled = compiled(super().loss, device)
-
-    def loss(self, tokens_bs: Tensor, targets_bs: Tensor) -> Tensor:
-        return self.compiled(tokens_bs, targets_bs)

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from benchmarks.counting import in_turn, memory, ratio
-from benchmarks.harness import Case, Contender, Found, Output
+from benchmarks.harness import Case, Found, Output
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
@@ -185,8 +185,7 @@ def measure_rank(options: Options, folder: Path, path: Path, connection: Any, de
     found: dict[str, Any] = {}
     for target in TARGETS:
         works = {way: partial(rank.hand_over, way, target) for way in WAYS}
-        contenders = {way: Contender(work) for way, work in works.items()}
-        turns = Case(lambda _, contenders=contenders: contenders, options.rounds).measure_on(device)  # type: ignore[misc]
+        turns = Case(works, options.rounds).measure()
         taken = {way: memory(works[way])[1] for way in in_turn(WAYS, options.rounds + 1)}
         found[target] = {"seconds": {way: turns[way].wall for way in WAYS}, "peak_bytes": taken}
     if rank.giver:

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from benchmarks.counting import Cost, cost, in_turn, spread
+from benchmarks.counting import cost, in_turn, spread
 from benchmarks.ranks import BenchmarkError, run_ranks, synchronize
 from megapar.base.errors import storing
 from megapar.observe.provenance import in_a_line, provenance
@@ -46,11 +46,8 @@ class Found(NamedTuple):
     circumstances: Mapping[str, Any] = {}
 
 
-class Contender(NamedTuple):
-    """Does the work of a case once by `run()`. The file gets `note` of what `run` returned, made after the time."""
-
-    run: Callable[[], Any]
-    note: Callable[[Any], Any] = lambda result: result
+Contender = Callable[[], Any]
+"""Does the work of a case once."""
 
 
 class Turns(NamedTuple):
@@ -63,52 +60,48 @@ class Turns(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A workload: `build(device)` makes its contenders by name, in the process that measures them.
+    """A workload: contenders by name, which take turns for `warmup` rounds and for `rounds` that count.
 
-    They take turns for `warmup` rounds and for `rounds` that count. `check` gets the notes of each round by contender,
-    and raises BenchmarkError if they differ. With `ranks` all this happens on as many forked processes.
+    `note` makes of a name and what this contender returned what is kept of the turn, after the time of the turn has
+    ended. `check` gets the notes of each round by contender, and raises BenchmarkError if they differ.
     """
 
-    build: Callable[[torch.device], Mapping[str, Contender]]
+    contenders: Mapping[str, Contender]
     rounds: int
     warmup: int = 1
-    ranks: int = 0
+    note: Callable[[str, Any], Any] = lambda name, result: result
     check: Callable[[Mapping[str, Any]], None] = lambda notes: None
+    device: torch.device = torch.device("cpu")  # noqa: RUF009 (immutable)
+    world: int = 1
+    """Processes that measure together. A turn begins and ends when all of them are there."""
     bar: bool = False
     """Show on stderr how many rounds are done: for contenders that are processes of their own."""
 
     def measure(self) -> dict[str, Turns]:
         """Return the turns of every contender in this process."""
-        return self.measure_on(torch.device("cpu"))
-
-    def measure_ranks(self) -> list[dict[str, Turns]]:
-        """Return the turns of every contender on each of the forked ranks."""
-        ranks = run_ranks(self.ranks, "cpu", self.measure_on)
-        return [{name: Turns(*turns) for name, turns in rank.items()} for rank in ranks]
-
-    def measure_on(self, device: torch.device) -> dict[str, Turns]:
-        """Return the turns of every contender on `device`. A turn ends when all ranks have ended it."""
-        contenders = self.build(device)
-        costs: dict[str, list[Cost]] = {name: [] for name in contenders}
-        notes: dict[str, list[Any]] = {name: [] for name in contenders}
+        found = {name: Turns([], [], []) for name in self.contenders}
         numbers = range(self.warmup + self.rounds)
         for number in progress(numbers) if self.bar else numbers:
-            for name in in_turn(contenders, number):
-                synchronize(self.ranks, device)
-                spent, result = cost(partial(self._turn, contenders[name], device))
-                costs[name].append(spent)
-                notes[name].append(contenders[name].note(result))
-            self.check({name: found[-1] for name, found in notes.items()})
-        counted = {name: found[self.warmup :] for name, found in costs.items()}
-        return {
-            name: Turns([one.wall for one in found], [one.cpu for one in found], notes[name])
-            for name, found in counted.items()
-        }
+            for name in in_turn(found, number):
+                synchronize(self.world, self.device)
+                spent, result = cost(partial(self._turn, self.contenders[name]))
+                if number >= self.warmup:
+                    found[name].wall.append(spent.wall)
+                    found[name].cpu.append(spent.cpu)
+                found[name].notes.append(self.note(name, result))
+            self.check({name: turns.notes[-1] for name, turns in found.items()})
+        return found
 
-    def _turn(self, contender: Contender, device: torch.device) -> Any:
-        result = contender.run()
-        synchronize(self.ranks, device)
+    def _turn(self, contender: Contender) -> Any:
+        result = contender()
+        synchronize(self.world, self.device)
         return result
+
+
+def on_ranks(world: int, make: Callable[[torch.device], Case]) -> list[dict[str, Turns]]:
+    """Make a case on each of `world` forked processes, measure it there, and return the turns by rank."""
+    ranks = run_ranks(world, "cpu", lambda device: make(device).measure())
+    return [{name: Turns(*turns) for name, turns in rank.items()} for rank in ranks]
 
 
 def progress(items: Iterable[T]) -> Iterable[T]:
@@ -124,18 +117,19 @@ def _cells(row: Mapping[str, Any], within: str = "") -> dict[str, str]:
         if isinstance(value, list) and value and all(isinstance(each, int | float) for each in value):
             value = spread(value)
         if isinstance(value, dict) and value.keys() == {"median", "min", "max"}:
-            median, least, most = (_figure(value[key], column) for key in ("median", "min", "max"))
+            median, least, most = (figure(value[key], column) for key in ("median", "min", "max"))
             value = median if least == most else f"{median} ({least}-{most})"
         if isinstance(value, dict):
             cells |= _cells(value, column)
         elif not isinstance(value, list | tuple):
-            cells[f"{column}, MiB" if "bytes" in column else column] = _figure(value, column)
+            cells[f"{column}, MiB" if "bytes" in column else column] = figure(value, column)
     return cells
 
 
-def _figure(value: Any, column: str) -> str:
+def figure(value: Any, column: str = "") -> str:
+    """Return a number or word as a table shows it: bytes in MiB, and a dash for what was not measured."""
     if value is None:
-        return "-"  # not measured
+        return "-"
     if isinstance(value, str | bool):
         return str(value)
     if "bytes" in column:

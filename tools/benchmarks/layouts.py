@@ -26,7 +26,7 @@ Kernels: kernels/run.py.
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import product
 from typing import Any, Literal
@@ -38,7 +38,7 @@ from torch import Tensor
 
 from benchmarks.contenders import LAYOUTS, WITHOUT_ZERO, Layout, Megapar, Variant
 from benchmarks.counting import memory, ratio
-from benchmarks.harness import Case, Contender, Found, Output, Turns, progress, table
+from benchmarks.harness import Case, Contender, Found, Output, Turns, on_ranks, progress, table
 from benchmarks.peers import Llama, Peer, Plain, Result, Weights
 from benchmarks.products import Products
 from benchmarks.ranks import run_ranks
@@ -92,6 +92,12 @@ class Options(Output):
     """Samples of one forward pass."""
 
 
+def first_table(hidden: int, layers: int) -> Options:
+    """Return the shape of the first table of docs/performance.md, at another width and depth."""
+    sizes: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4, "global_batch_size": 16}
+    return Options(hidden=(hidden,), num_hidden_layers=layers, micro_batch_size=2, **sizes)
+
+
 def chosen_contenders(options: Options, layout: Layout, *, installed: bool = True) -> list[str]:
     """Names of the contenders to run in a layout, `Layout.base` first; or of those that lack their packages."""
     chosen = [name for name in layout.contenders if not options.peers or name in (layout.base, *options.peers)]
@@ -136,7 +142,10 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
     # At higher rates routers without a balance learn within a few steps to send most tokens to the same experts, which
     # a loss prevents in practice. Then the layouts would measure little but that.
     lr = 1e-5 if layout.experts else 1e-3
-    optimizer = OptimizerConfig(lr=lr, schedule="constant", zero_stage=variant.zero_stage)
+    left = dict(variant)
+    given: dict[type, dict[str, Any]] = {}
+    for kind in (ParallelConfig, OptimizerConfig, KernelsConfig):  # in this order: two of them have a schedule
+        given[kind] = {field.name: left.pop(field.name) for field in fields(kind) if field.name in left}
     config = Config(
         model=find(options_of_model["family"]).options(
             **options_of_model,
@@ -147,14 +156,14 @@ def make_config(options: Options, hidden: int, layout: Layout, variant: Variant)
             intermediate_size=mlp,
             vocab_size=options.vocab_size,
         ),
-        parallel=variant.parallel or layout.parallel,
+        parallel=replace(layout.parallel, **given[ParallelConfig]),
         train=TrainConfig(
             global_batch_size=options.global_batch_size,
             micro_batch_size=options.micro_batch_size,
             seq_length=options.seq_length,
         ),
-        optimizer=replace(optimizer, grad_reduce_dtype=variant.grad_reduce_dtype, offload=variant.offload),
-        kernels=KernelsConfig(compile=variant.compile),
+        optimizer=OptimizerConfig(lr=lr, schedule="constant", **given[OptimizerConfig]),
+        kernels=KernelsConfig(**given[KernelsConfig]),
     )
     stages = tuple(len(layers) for layers in stage_layers(validate(config, layout.world)))
     return validate(replace(config, parallel=replace(config.parallel, partition=stages)), layout.world)
@@ -183,17 +192,18 @@ def build_contender(options: Options, hidden: int, layout: Layout, name: str, ta
     return kind(config, make_weights(config), target)
 
 
-def build(
-    options: Options, hidden: int, layout: Layout, names: Sequence[str], target: torch.device
-) -> dict[str, Contender]:
-    """Make the contenders of a rank. A turn is a step, and its note what it computed and sent."""
+def make_case(options: Options, hidden: int, layout: Layout, names: Sequence[str], target: torch.device) -> Case:
+    """Make the contenders of a rank. A turn is a step."""
+    peers = {name: build_contender(options, hidden, layout, name, target) for name in names}
     batches = make_batches(make_config(options, hidden, layout, WITHOUT_ZERO), WARMUP + options.steps)
+    works = {name: steps_of(peer, batches) for name, peer in peers.items()}
+    return Case(works, options.steps, WARMUP, lambda name, result: noted(peers[name], result), world=layout.world)
 
-    def in_steps(peer: Peer) -> Contender:
-        todo = iter(batches)
-        return Contender(lambda: peer.step(*next(todo)), partial(noted, peer))
 
-    return {name: in_steps(build_contender(options, hidden, layout, name, target)) for name in names}
+def steps_of(peer: Peer, batches: Sequence[tuple[Tensor, Tensor]]) -> Contender:
+    """Return a function that trains on the next of the batches."""
+    todo = iter(batches)
+    return lambda: peer.step(*next(todo))
 
 
 def noted(peer: Peer, result: Result) -> dict[str, Any]:
@@ -222,8 +232,7 @@ def run_layout(options: Options, hidden: int, layout_name: str, reference: Seque
     """Everything but memory about one layout at one width, as it goes into the JSON file."""
     layout = LAYOUTS[layout_name]
     names = chosen_contenders(options, layout)
-    case = Case(partial(build, options, hidden, layout, names), options.steps, WARMUP, layout.world)
-    ranks = case.measure_ranks()
+    ranks = on_ranks(layout.world, partial(make_case, options, hidden, layout, names))
     found = ranks[0]  # ranks wait for each other around a step, so the clock of one of them speaks for all
     tokens = options.global_batch_size * options.seq_length
     cpu = {name: cpu_seconds(ranks, name) for name in names}

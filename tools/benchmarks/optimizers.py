@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.contenders import Megapar
 from benchmarks.counting import cost, ratio
 from benchmarks.gpu_contenders import RandomWeights
-from benchmarks.harness import Case, Contender, Found, Output
+from benchmarks.harness import Case, Found, Output
 from benchmarks.layouts import make_batches
 from benchmarks.peers import Peer, Plain
 from benchmarks.ranks import BenchmarkError, run_ranks
@@ -124,8 +124,9 @@ class TorchMuon(Plain):
         return norm
 
 
-def contenders_of(options: Options, device: torch.device) -> dict[str, Contender]:
+def contenders_of(options: Options) -> dict[str, Peer]:
     """megapar with each optimizer, and PyTorch with its own, all from the same weights. By name."""
+    device = torch.device("cpu")
     adamw = OptimizerConfig(schedule="constant")  # the peers have no schedule
     optimizers = {f"adamw, offload {share:g}": replace(adamw, offload=share) for share in OFFLOADS}
     optimizers["adamw, qk_clip 100"] = replace(adamw, qk_clip=100.0)
@@ -137,8 +138,7 @@ def contenders_of(options: Options, device: torch.device) -> dict[str, Contender
     }
     found["PyTorch, AdamW"] = Plain(make_config(options, adamw), weights, device)
     found[TorchMuon.name] = TorchMuon(make_config(options, muon_options), weights, device)
-    batch = make_batches(found["muon"].config, 1)[0]
-    return {name: Contender(partial(peer.step, *batch), lambda result: result.loss) for name, peer in found.items()}
+    return found
 
 
 def check(losses: Mapping[str, float]) -> None:
@@ -154,7 +154,10 @@ def measure(options: Options) -> Found:
     """Measure Newton-Schulz on ranks, then steps: CPU time over that of our AdamW on the device, and the last loss."""
     torch.set_num_threads(1)
     ranks = [of_ranks(options, per_head) for per_head in (False, True)]
-    turns = Case(partial(contenders_of, options), options.rounds, check=check).measure()
+    contenders = contenders_of(options)
+    batch = make_batches(contenders["muon"].config, 1)[0]
+    works = {name: partial(peer.step, *batch) for name, peer in contenders.items()}
+    turns = Case(works, options.rounds, note=lambda _, result: result.loss, check=check).measure()
     plain, *_ = turns.values()
     steps = [
         {"optimizer": name, "seconds": found.cpu, "time": ratio(found.cpu, plain.cpu), "loss": found.notes[-1]}

@@ -21,7 +21,7 @@ import torch
 from benchmarks import layouts
 from benchmarks.contenders import LAYOUTS
 from benchmarks.counting import cost, ratio
-from benchmarks.harness import Case, Contender, Found, Output
+from benchmarks.harness import Case, Found, Output
 from benchmarks.peers import Plain
 from benchmarks.programs import pretrain
 
@@ -42,39 +42,18 @@ class Options(Output):
     num_hidden_layers: int = 8
     """Transformer layers."""
 
-    @property
-    def of_layouts(self) -> layouts.Options:
-        """The shape of the first table of docs/performance.md."""
-        return layouts.Options(
-            num_hidden_layers=self.num_hidden_layers,
-            num_attention_heads=8,
-            num_key_value_heads=4,
-            global_batch_size=16,
-            micro_batch_size=2,
-        )
-
 
 def _of_program(options: Options) -> float:
     """Tokens per second of the median step of a run of pretrain.py."""
-    shape = options.of_layouts
-    config = layouts.make_config(shape, options.hidden, LAYOUTS["single"], LAYOUTS["single"].megapar[0][1])
-    model, train = config.model, config.train
-    flags = {
-        "model.family": "llama",
-        "model.hidden_size": model.hidden_size,
-        "model.intermediate_size": model.intermediate_size,
-        "model.num_hidden_layers": model.num_hidden_layers,
-        "model.num_attention_heads": model.num_attention_heads,
-        "model.num_key_value_heads": model.num_key_value_heads,
-        "model.vocab_size": model.vocab_size,
-        "train.seq_length": train.seq_length,
-        "train.global_batch_size": train.global_batch_size,
-        "train.micro_batch_size": train.micro_batch_size,
-        "train.steps": _WARMUP + options.steps,
-        "optimizer.lr": config.optimizer.lr,
-        "data.train": "synthetic",
-        "launch.device": "cpu",
-        "launch.threads": 1,
+    shape = layouts.first_table(options.hidden, options.num_hidden_layers)
+    config = layouts.make_config(shape, options.hidden, LAYOUTS["single"], {})
+    heads, sizes = ("num_attention_heads", "num_key_value_heads"), ("hidden_size", "intermediate_size", "vocab_size")
+    batches = ("seq_length", "global_batch_size", "micro_batch_size")
+    flags: dict[str, object] = {
+        **{f"model.{name}": getattr(config.model, name) for name in ("family", "num_hidden_layers", *heads, *sizes)},
+        **{f"train.{name}": getattr(config.train, name) for name in batches},
+        **{"train.steps": _WARMUP + options.steps, "optimizer.lr": config.optimizer.lr, "data.train": "synthetic"},
+        **{"launch.device": "cpu", "launch.threads": 1},
     }
     given = [word for name, value in flags.items() for word in (f"--{name}", value)]
     with tempfile.TemporaryDirectory() as folder:
@@ -85,9 +64,8 @@ def _of_program(options: Options) -> float:
 def _bare_loop(options: Options) -> float:
     """Tokens per second of the median step of plain PyTorch."""
     torch.set_num_threads(1)
-    shape = options.of_layouts
-    layout = LAYOUTS["single"]
-    plain = layouts.build_contender(shape, options.hidden, layout, Plain.name, torch.device("cpu"))
+    shape = layouts.first_table(options.hidden, options.num_hidden_layers)
+    plain = layouts.build_contender(shape, options.hidden, LAYOUTS["single"], Plain.name, torch.device("cpu"))
     seconds = []
     for batch in layouts.make_batches(plain.config, _WARMUP + options.steps):
         spent, _ = cost(partial(plain.step, *batch))
@@ -101,16 +79,9 @@ def _of_bare_loop(options: Options) -> float:
         return pool.apply(_bare_loop, (options,))
 
 
-def build(options: Options, _: torch.device) -> dict[str, Contender]:
-    """Make the two that are compared: each turn is a process of its own."""
-    return {
-        "pretrain.py": Contender(partial(_of_program, options)),
-        _BARE_LOOP: Contender(partial(_of_bare_loop, options)),
-    }
-
-
 def measure(options: Options) -> Found:
     """Run the pairs, the two in reversed order in each next pair."""
-    turns = Case(partial(build, options), options.pairs, warmup=0, bar=True).measure()
+    ways = {"pretrain.py": partial(_of_program, options), _BARE_LOOP: partial(_of_bare_loop, options)}
+    turns = Case(ways, options.pairs, warmup=0, bar=True).measure()
     tokens = {name: found.notes for name, found in turns.items()}
     return Found({"tokens_per_second": tokens, "speed": ratio(*tokens.values())})

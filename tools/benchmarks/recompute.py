@@ -15,7 +15,7 @@ from megapar_tools.plan.memory import reports
 from megapar_tools.plan.parts import Parts
 
 from benchmarks.counting import ratio
-from benchmarks.harness import Case, Contender, Found, Output
+from benchmarks.harness import Case, Found, Output
 from benchmarks.ranks import BenchmarkError
 from benchmarks.small_llama import make_batch, make_state, small_llama
 from megapar.activations.recompute import Mode
@@ -82,11 +82,8 @@ def compared(options: Options, length: int, modes: Sequence[str]) -> list[dict[s
     states = {mode: make_state(config) for mode, config in configs.items()}
     batch = make_batch(configs["none"])
     kept = {mode: kept_bytes(state, batch) for mode, state in states.items()}
-    steps = {
-        mode: Contender(partial(train_step, state, [batch]), lambda result: result.loss)
-        for mode, state in states.items()
-    }
-    turns = Case(lambda _: steps, options.rounds, check=require_equal).measure()
+    steps = {mode: partial(train_step, state, [batch]) for mode, state in states.items()}
+    turns = Case(steps, options.rounds, note=lambda _, result: result.loss, check=require_equal).measure()
     rows: list[dict[str, Any]] = []
     for mode in modes:
         device = replace(configs[mode].launch, device="cuda")

@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import torch
-
-from benchmarks.harness import Case, Contender, Found, Output, table
+from benchmarks.harness import Case, Found, Output, table
 from benchmarks.programs import PRETRAIN, TINY
 from benchmarks.ranks import BenchmarkError
 from megapar.system import events
@@ -72,18 +70,14 @@ def _step(line: str) -> int:
     return int(words[1]) if words[:1] == ["step"] and "loss" in words else 0
 
 
-def build(options: Options, _: torch.device) -> dict[str, Contender]:
-    """Make the three runs of a round."""
-    return {
-        "lost": Contender(partial(_run, options, _SNAPSHOTS, options.steps // 2)),
-        "snapshots": Contender(partial(_run, options, _SNAPSHOTS, 0)),
-        "alone": Contender(partial(_run, options, (), 0)),
-    }
-
-
 def measure(options: Options) -> Found:
     """Make the runs of all rounds. A row has the four figures of a round."""
-    turns = Case(partial(build, options), options.rounds, warmup=0, bar=True).measure()
+    runs = {
+        "lost": partial(_run, options, _SNAPSHOTS, options.steps // 2),
+        "snapshots": partial(_run, options, _SNAPSHOTS, 0),
+        "alone": partial(_run, options, (), 0),
+    }
+    turns = Case(runs, options.rounds, warmup=0, bar=True).measure()
     rows: list[dict[str, float]] = []
     for lost, snapshots, alone in zip(*(found.notes for found in turns.values()), strict=True):
         added = snapshots["seconds_of_a_step"] - alone["seconds_of_a_step"]

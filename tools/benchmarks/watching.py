@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness import Found, Output
+from benchmarks.harness import Found, Output, table
 from benchmarks.programs import PRETRAIN, TINY, pretrain
 from megapar.comm.flight import AxisLog, Flight
 from megapar.observe import replicas
@@ -124,4 +124,7 @@ def measure(options: Options) -> Found:
     with tempfile.TemporaryDirectory() as folder:
         pretrain(Path(folder), (*_SHAPE, *steps, "--checkpoint.no-save_last"), code)
         found = json.loads((Path(folder) / _FILE).read_text())
-    return Found({**found, "share": {name: each / found["step"] for name, each in found["seconds"].items()}})
+    rows = [
+        {"watched by": name, "seconds a step": x, "share": x / found["step"]} for name, x in found["seconds"].items()
+    ]
+    return Found(found, [table(rows)])

@@ -25,7 +25,7 @@ from rich.progress import Progress
 from rich.table import Table
 from torch import Tensor
 
-from benchmarks.harness import Found, Output, Session, table
+from benchmarks.harness import Found, Output, Session, figure, table
 from benchmarks.kernels import attention, experts, measuring, peers
 from benchmarks.kernels.measuring import Contender, brief, evaluate
 from benchmarks.kernels.ops import LLAMA_8B, LLAMA_70B, TINY, Case, Model, cases
@@ -196,7 +196,9 @@ def measure(options: Options) -> Found:
     bench, kernels, circumstances = measuring.prepare(options.dry_run)
     session = KernelSession(options, bench, circumstances, choose_cases(options, kernels))
     session.work()
-    limits = f"copy {circumstances['copy_gb_per_second']} GB/s, GEMM {circumstances['gemm_tflops']} TFLOP/s"
+    copy, gemm = (figure(circumstances[name]) for name in ("copy_gb_per_second", "gemm_tflops"))
     wrong = session.wrong()
     shown = results_table(options.dry_run, session.found())
-    return session.end(shown, limits, *(f"WRONG: {what}" for what in wrong), problems=wrong)
+    return session.end(
+        shown, f"copy {copy} GB/s, GEMM {gemm} TFLOP/s", *(f"WRONG: {what}" for what in wrong), problems=wrong
+    )
