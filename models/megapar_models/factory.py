@@ -96,22 +96,20 @@ class Factory:
         self, in_features: int, columns: Sequence[Columns], *, bias: bool = False, init: Init | None = None
     ) -> ColumnParallelLinear:
         """One layer of several matrices with the same input. `init` is `self.init` if it is not given."""
-        init = init or self.init
         products = self.products_of(columns[0].name)  # the matrices are one product
         lora = None
-        adapted = [self._is_adapted(c.name) for c in columns]
+        adapted = [self.is_adapted(c.name) for c in columns]
         if any(adapted):
             lora = lora_of_columns(self._lora_rule(), in_features, columns, adapted, self.sharding)
         matrices = [Matrix(c.name, in_features, c.size, c) for c in columns]
-        found = {str(index): self._beside(matrix) for index, matrix in enumerate(matrices)}
+        found = {str(index): _beside(self, matrix) for index, matrix in enumerate(matrices)}
         beside = {index: module for index, module in found.items() if module is not None}
-        if not beside:
-            return ColumnParallelLinear(
-                in_features, columns, self.sharding, init=init, bias=bias, products=products, lora=lora
-            )
-        layer = _ColumnsBeside(in_features, columns, self.sharding, init=init, bias=bias, products=products, lora=lora)
-        layer.widths = [c.stop - c.start for c in columns]
-        layer.beside = nn.ModuleDict(beside)
+        kind = _ColumnsBeside if beside else ColumnParallelLinear
+        layer = kind(
+            in_features, columns, self.sharding, init=init or self.init, bias=bias, products=products, lora=lora
+        )
+        if isinstance(layer, _ColumnsBeside):
+            layer.widths, layer.beside = [c.stop - c.start for c in columns], nn.ModuleDict(beside)
         return layer
 
     def row_parallel(
@@ -121,40 +119,30 @@ class Factory:
         init = init or self.output_init
         products = self.products_of(name)
         lora = None
-        if self._is_adapted(name):
+        if self.is_adapted(name):
             lora = Lora.of_rows(self._lora_rule(), name, (out_features, in_features), self.sharding)
-        beside = self._beside(Matrix(name, in_features, out_features))
-        if beside is None:
-            return RowParallelLinear(
-                name, in_features, out_features, self.sharding, init=init, bias=bias, products=products, lora=lora
-            )
-        layer = _RowsBeside(
-            name, in_features, out_features, self.sharding, init=init, bias=bias, products=products, lora=lora
-        )
-        layer.beside = beside
+        beside = _beside(self, Matrix(name, in_features, out_features))
+        kind = RowParallelLinear if beside is None else _RowsBeside
+        sizes = name, in_features, out_features
+        layer = kind(*sizes, self.sharding, init=init, bias=bias, products=products, lora=lora)
+        if beside is not None:
+            layer.beside = beside
         return layer
 
     def lora_of_whole(self, name: str, shape: Sizes) -> Lora | None:
         """The adapter of a matrix of `shape` that is whole on every tp rank, or None if it has none."""
-        if not self._is_adapted(name):
+        if not self.is_adapted(name):
             return None
         return Lora.of_whole(self._lora_rule(), name, shape, self.sharding)
 
-    def _is_adapted(self, name: str) -> bool:
+    def is_adapted(self, name: str) -> bool:
+        """Return whether the matrix `name` has an adapter, and note that it may have one."""
         self.adaptable.add(name)
         return self.adapter.rank > 0 and self.adapter.is_target(name)
 
     def _lora_rule(self) -> LoraRule:
         adapter = self.adapter
         return LoraRule(adapter.rank, adapter.scale, adapter.dropout, self.kernels.dropout, adapter.dora)
-
-    def _beside(self, matrix: Matrix) -> nn.Module | None:
-        for pattern, make in self.beside.items():
-            if fnmatchcase(matrix.name, pattern):
-                self.matched.add(pattern)
-                # A pattern such as *.attention.* matches the matrices of the adapter too: those have none beside them.
-                return make(replace(self, beside={}, adapter=AdapterConfig(), adaptable=set()), matrix)
-        return None
 
     def experts(
         self,
@@ -167,34 +155,13 @@ class Factory:
         token_share: Fraction,
         bias: bool = False,
     ) -> Experts:
-        """The experts of a layer. Raises ValueError if `beside` names a matrix of theirs: their rows are grouped.
+        """Make the experts of a layer. Raises ValueError if `beside` names a matrix of theirs: their rows are grouped.
 
-        Raises ConfigError if an adapter is for some of the experts alone, would drop inputs of theirs, or has
-        magnitudes.
+        Raises ConfigError for an adapter of some of the experts, with dropout, or with magnitudes.
         """
-        adapted = []
-        for matrix in ("gate", "up", "down"):
-            # Ranks have other experts, so all of a layer have an adapter or none.
-            if len(of_experts := {self._is_adapted(f"{name}.{number}.{matrix}") for number in range(num_experts)}) > 1:
-                text = f"matches {matrix} of some experts of {name}: name all of them or none"
-                raise ConfigError(f"adapter.targets {' '.join(self.adapter.targets)}: {text}")
-            adapted += [matrix] * of_experts.pop()
-            if self.adapter.dropout and matrix in adapted:
-                # Rows reach an expert without their samples and positions. PEFT takes none there either.
-                text = f"{name} have adapters, which take no dropout; use 0.0, or adapter.targets without experts"
-                raise ConfigError(f"adapter.dropout={self.adapter.dropout}: {text}")
-            if self.adapter.dora and matrix in adapted:
-                text = f"{name} have adapters, which have no magnitudes; leave it out, or name targets without experts"
-                raise ConfigError(f"adapter.dora: {text}")
-            for pattern in self.beside:
-                if fnmatchcase(f"{name}.0.{matrix}", pattern):
-                    raise ValueError(f"Factory.beside {pattern}: matches {name}.0.{matrix}; an expert takes none")
+        adapted = _adapted_experts(self, name, num_experts)
         return Experts(
-            name,
-            num_experts,
-            hidden_size,
-            width,
-            self.sharding,
+            *(name, num_experts, hidden_size, width, self.sharding),
             activation=activation,
             init=self.init,
             output_init=self.output_init,
@@ -211,35 +178,20 @@ class Factory:
         return kinds[rule.kind](name, size, rule, self.sharding, self.kernels.norm)
 
     def embedding(
-        self,
-        name: str,
-        vocab_size: int,
-        hidden_size: int,
-        *,
-        tied_over: Axis | None,
-        weight: nn.Parameter | None = None,
+        self, name: str, rows: int, width: int, *, tied_over: Axis | None, weight: nn.Parameter | None = None
     ) -> VocabParallelEmbedding:
         """`tied_over` is the axis of the pipeline ranks with copies. `weight` is the matrix if there is one."""
-        return VocabParallelEmbedding(
-            name, vocab_size, hidden_size, self.sharding, init=self.init, tied_over=tied_over, weight=weight
-        )
+        of = (name, rows, width, self.sharding)
+        return VocabParallelEmbedding(*of, init=self.init, tied_over=tied_over, weight=weight)
 
     def vocabulary(self, name: str, vocab_size: int, hidden_size: int, *, tied_over: Axis | None) -> nn.Parameter:
         """The matrix of the head, [rows of this rank, h]. `tied_over` is as in `embedding`."""
         return vocabulary_parameter(name, vocab_size, hidden_size, self.sharding, init=self.init, tied_over=tied_over)
 
     def core_attention(
-        self,
-        kv_heads: Sequence[int],
-        key_width: int,
-        value_width: int,
-        window: int = 0,
-        rule: ScoreRule = PLAIN_SCORES,
+        self, kv_heads: Sequence[int], key_width: int, value_width: int, window: int = 0, rule: ScoreRule = PLAIN_SCORES
     ) -> CoreAttention:
-        """softmax(q k^T / sqrt(key_width)) v, or with scores by `rule`.
-
-        `kv_heads` has the local key/value head of each local query head.
-        """
+        """softmax(q k^T / sqrt(key_width)) v, or by `rule`. `kv_heads` has the local k/v head of each query head."""
         sharding = self.sharding
         widths = (key_width, value_width)
         return CoreAttention(
@@ -253,6 +205,38 @@ class Factory:
         if not self.measures_logits:
             return None
         return LargestLogits(layer, total, heads, groups, scaled, self.sharding.device)
+
+
+def _beside(factory: Factory, matrix: Matrix) -> nn.Module | None:
+    """Make what stands beside `matrix`, by the first pattern of `Factory.beside` that its name matches."""
+    for pattern, make in factory.beside.items():
+        if fnmatchcase(matrix.name, pattern):
+            factory.matched.add(pattern)
+            # A pattern such as *.attention.* matches the matrices of the adapter too: those have none beside them.
+            return make(replace(factory, beside={}, adapter=AdapterConfig(), adaptable=set()), matrix)
+    return None
+
+
+def _adapted_experts(factory: Factory, name: str, num_experts: int) -> list[str]:
+    """Return which of gate, up and down have adapters, in all experts of a layer. Raises as `Factory.experts` does."""
+    adapted = []
+    for matrix in ("gate", "up", "down"):
+        # Ranks have other experts, so all of a layer have an adapter or none.
+        if len(of_experts := {factory.is_adapted(f"{name}.{number}.{matrix}") for number in range(num_experts)}) > 1:
+            text = f"matches {matrix} of some experts of {name}: name all of them or none"
+            raise ConfigError(f"adapter.targets {' '.join(factory.adapter.targets)}: {text}")
+        adapted += [matrix] * of_experts.pop()
+        if factory.adapter.dropout and matrix in adapted:
+            # Rows reach an expert without their samples and positions. PEFT takes none there either.
+            text = f"{name} have adapters, which take no dropout; use 0.0, or adapter.targets without experts"
+            raise ConfigError(f"adapter.dropout={factory.adapter.dropout}: {text}")
+        if factory.adapter.dora and matrix in adapted:
+            text = f"{name} have adapters, which have no magnitudes; leave it out, or name targets without experts"
+            raise ConfigError(f"adapter.dora: {text}")
+        for pattern in factory.beside:
+            if fnmatchcase(f"{name}.0.{matrix}", pattern):
+                raise ValueError(f"Factory.beside {pattern}: matches {name}.0.{matrix}; an expert takes none")
+    return adapted
 
 
 class _ColumnsBeside(ColumnParallelLinear):
