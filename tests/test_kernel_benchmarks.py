@@ -77,7 +77,8 @@ def test_a_dry_run_has_every_op_in_every_direction_and_no_figure(tmp_path: Path)
         assert [contenders[name]["status"] for name in ("megapar", "torch")] == ["ok"] * 2, row
         status = contenders["torch.compile"]["status"]
         if "attention with" in row["op"]:
-            assert "FlexAttention does not support backward on CPU" in status
+            # Whether FlexAttention has a backward pass on CPUs depends on the processor.
+            assert status == "ok" or "FlexAttention does not support backward on CPU" in status
         else:
             assert status == "ok", row
         assert 0 <= contenders["megapar"]["error"] < 1e-5

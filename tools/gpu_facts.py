@@ -20,8 +20,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).parents[1]
-# Packages of install_requires that read launch scripts of other frameworks, which no check on a GPU does.
-NOT_NEEDED = ("tree-sitter", "tree-sitter-bash")
+# Packages of install_requires for launch scripts of other frameworks and for log.prometheus_port: no check on a GPU
+# needs them.
+NOT_NEEDED = ("tree-sitter", "tree-sitter-bash", "prometheus-client")
 # Modules that setup.py's install_requires does not name. tyro's own requirements are among them, because on a machine
 # without an index packages are installed one by one.
 ALSO_NEEDED = ("docstring_parser", "typeguard", "typing_extensions", "pytest", "hypothesis")
