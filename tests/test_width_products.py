@@ -59,6 +59,11 @@ class Rounded(MatrixProducts):
         return super().weight_gradient(grad_2d, unpack(x_2d))
 
 
+class WithArguments(MatrixProducts):
+    def __init__(self, block: int) -> None:
+        self.block = block
+
+
 FORMAT = {"products": f"{__name__}:Rounded"}
 # Blocks lie on one rank: tp 2 cuts 32 columns of heads, and 80 of the MLP.
 # With this vocabulary no layout rounds an activation to another number of e4m3 than one process does.
@@ -91,14 +96,16 @@ def test_converted_inputs_are_gathered_and_deferred(sizes: dict[str, object]) ->
 
 # The methods that follow from the five: the slices of chunks, groups of rows, sums with and without a main gradient.
 DERIVED = {"products": grid.DERIVED_PRODUCTS}
+FEW_EXPERTS = replace(grid.MIXTRAL, moe=replace(grid.MIXTRAL.moe, num_experts=3))
 OF_DERIVED = {
     "mixture in chunks": (grid.MIXTRAL, {"tp": 2, "sequence_parallel": True, "tp_overlap_chunks": 2}),
     "experts apart": (grid.MIXTRAL, {"dp": 2, "ep": 2}),
+    "a rank without experts": (FEW_EXPERTS, {"dp": 4, "ep": 4}),
     "deferred": (grid.LLAMA, {"pp": 2, "schedule": "zb-h1"}),
 }
 
 
-@pytest.mark.parametrize(("model", "sizes"), slow_but([0], OF_DERIVED.values()), ids=list(OF_DERIVED))
+@pytest.mark.parametrize(("model", "sizes"), slow_but([0, 2], OF_DERIVED.values()), ids=list(OF_DERIVED))
 def test_a_format_of_five_methods_has_the_others(model: ModelConfig, sizes: dict[str, object]) -> None:
     trains_as_one_process(model, sizes | DERIVED)
 
@@ -106,6 +113,7 @@ def test_a_format_of_five_methods_has_the_others(model: ModelConfig, sizes: dict
 REFUSED = {
     "no_such_module:Format": "kernels.products=no_such_module:Format: cannot be imported",
     "megapar.linear.products:Tensor": "is no subclass of megapar.linear.products.MatrixProducts",
+    f"{__name__}:WithArguments": "WithArguments: cannot be made without arguments (TypeError",
     "float8": "kernels.products=float8: unknown; there are torch, and MODULE:NAME names one of your own",
 }
 

@@ -299,11 +299,12 @@ class _GroupedLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.meanwhile = meanwhile
         ctx.shape = (weight.shape[0] // out_features, out_features, weight.shape[1])
+        # A rank without experts has no product to compute, but the shapes of the results to say.
+        ctx.products = products = products if groups.number else TORCH_PRODUCTS
         rows = products.convert_input(rows)
         ctx.save_for_backward(rows, weight)
         ctx.groups = groups
         ctx.experts = experts
-        ctx.products = products
         # Read here, not in backward: under activation checkpointing the tensor that backward unpacks has no attributes.
         ctx.converted = ConvertedWeight.of(weight)
         ctx.main_grad = main_grad_of(weight)

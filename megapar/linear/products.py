@@ -14,9 +14,10 @@ from torch import Tensor
 class MatrixProducts:
     """The three products of y = x W^T, by torch's ops in the dtype of the inputs.
 
-    Another number format is a subclass that overrides the first five methods, or some of these; `kernels.products`
-    names it. The methods behind them follow from the five, one product after the other. `megapar.linear.torch_products`
-    computes the latter faster: in place, or several in one launch.
+    Another number format is a subclass that overrides `convert_input`, `convert_weight`, `forward`, `input_gradient`
+    and `weight_gradient`, or some of these five. `kernels.products` names the subclass. The other products follow from
+    the five, one after the other; `megapar.linear.torch_products` computes them faster: in place, or several in one
+    launch.
 
     Products get x and the weight as `convert_input` and `convert_weight` returned them.
     """
@@ -61,7 +62,7 @@ class MatrixProducts:
         wide = torch.promote_types(grad_2d.dtype, torch.float32)
         return grad_2d.to(wide).t() @ x_2d.to(wide)
 
-    # What follows from the five.
+    # The products that follow from the five methods above.
 
     def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
         """Add the weight gradient to `total`, fp32 [out, in], without rounding it to the inputs' dtype first.

@@ -104,13 +104,19 @@ def find_objective(name: str) -> Objective:
 def find_number_format(config: Config) -> MatrixProducts | None:
     """Return the products of kernels.products, MODULE:NAME of a subclass of MatrixProducts. None for torch's.
 
-    Raises ConfigError if there is no such class.
+    Raises ConfigError if there is no such class, or if it cannot be made without arguments.
     """
     name = config.kernels.products
     found = named("kernels.products", name, {"torch": TorchProducts}, type)
     if not issubclass(found, MatrixProducts):
         raise ConfigError(f"kernels.products={name}: is no subclass of megapar.linear.products.MatrixProducts")
-    return None if found is TorchProducts else found()
+    if found is TorchProducts:
+        return None
+    try:
+        return found()
+    except Exception as error:  # code outside of megapar may raise anything
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ConfigError(f"kernels.products={name}: cannot be made without arguments ({reason})") from error
 
 
 FOR_OPTIONS = Families(FAMILIES, find)
