@@ -42,7 +42,9 @@ class Prometheus:
         self._server: HTTPServer | None = None
 
     def open(self) -> str:
-        """Listen. Raises OSError if the port is taken."""
+        """Listen. Raises OSError if the port is taken, and ImportError without prometheus_client."""
+        import prometheus_client  # noqa: F401  # here, not at the first request, whose error nobody would see
+
         sink = self
 
         class Handler(_Handler):
@@ -62,7 +64,8 @@ class Prometheus:
         for line in lines:
             for key, value in scalars(line):
                 name, _, part = key.partition("/")
-                new[_NAMES.get(name, name), _LABELS.get(name, "set") if part else "", part] = value
+                gauge = re.sub(r"[^a-zA-Z0-9_]", "_", _NAMES.get(name, name))
+                new[gauge, _LABELS.get(name, "set") if part else "", part] = value
             new["step", "", ""] = line["step"]
         new["last_step_timestamp_seconds", "", ""] = time.time()
         self._values = {**self._values, **new}  # a new table: a reader may be going through the old one
@@ -80,7 +83,7 @@ class Prometheus:
         import prometheus_client
 
         for name, values in groupby(sorted(self._values.items()), key=lambda item: item[0][0]):
-            full = f"megapar_{re.sub(r'[^a-zA-Z0-9_]', '_', name)}"
+            full = f"megapar_{name}"
             gauge = prometheus_client.Metric(full, _HELP.get(name, name.replace("_", " ")), "gauge")
             for (_, label, part), value in values:
                 gauge.add_sample(full, {label: part} if part else {}, value)
