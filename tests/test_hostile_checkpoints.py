@@ -174,7 +174,7 @@ def test_options_of_wrong_types_and_sizes_are_one_line(option: str, value: Any, 
     assert "\n" not in str(raised.value)
 
 
-NAMING = ("optimizer.schedule", "optimizer.name", "parallel.schedule", "train.objective")
+NAMING = ("optimizer.schedule", "optimizer.name", "parallel.schedule", "train.objective", "kernels.products")
 
 
 @pytest.mark.parametrize("option", slow_but([0], NAMING))

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import TypeVar
 
 from megapar.base.errors import ConfigError
+from megapar.config.options import Config
 
 T = TypeVar("T")
 
@@ -17,6 +18,20 @@ def package_of(name: str) -> str:
     if colon:
         return module.partition(".")[0]
     return ""
+
+
+def named_outside(config: Config) -> list[tuple[str, str]]:
+    """Return the options that name code outside of megapar, as MODULE:NAME, with their values."""
+    options = [
+        ("model.family", config.model.family),
+        ("parallel.schedule", config.parallel.schedule),
+        ("optimizer.name", config.optimizer.name),
+        ("optimizer.schedule", config.optimizer.schedule),
+        ("kernels.products", config.kernels.products),
+        ("train.objective", config.train.objective),
+        *(("log.observers", name) for name in config.log.observers),
+    ]
+    return [(option, name) for option, name in options if package_of(name)]
 
 
 def named(option: str, name: str, known: Mapping[str, T], kind: type[T]) -> T:

@@ -321,9 +321,7 @@ def what_ranks_share(config: Config, device_type: str) -> dict[str, Any]:
     # The modules that these options name were imported when the options were checked, but for the optimizer's. A module
     # that they import from their own package counts as well: it may hold the layers of a family.
     find_optimizer(config.optimizer.name)
-    named = {config.model.family, config.parallel.schedule, config.train.objective, *config.log.observers}
-    named |= {config.optimizer.name, config.optimizer.schedule, config.kernels.products}
-    outside = {package for name in named if (package := plugins.package_of(name))}
+    outside = {plugins.package_of(name) for _, name in plugins.named_outside(config)}
     files = {}
     if schedule_files.is_file(config.parallel.schedule):
         # Nodes may have files of their own. Ranks that run unlike schedules would wait for each other for ever.

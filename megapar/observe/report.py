@@ -13,7 +13,7 @@ from megapar.base.errors import StorageError, storing
 from megapar.config.derive import num_microbatches
 from megapar.config.messages import counted, layout_in_words
 from megapar.config.options import Config
-from megapar.config.plugins import package_of
+from megapar.config.plugins import named_outside
 from megapar.declare.agreement import on_all_ranks
 from megapar.declare.context import ParallelContext
 from megapar.observe.observer import Observed, Observer
@@ -26,17 +26,6 @@ from megapar.step.state import StepResult
 from megapar.system import device, numa
 from megapar.system.atomic_files import replace_file, write_json
 from megapar.system.say import say
-
-
-def named_outside(config: Config) -> list[str]:
-    """Return the options that name code outside of megapar whose use shows nowhere else, with their values."""
-    named = {
-        "optimizer.name": config.optimizer.name,
-        "optimizer.schedule": config.optimizer.schedule,
-        "kernels.products": config.kernels.products,
-        "train.objective": config.train.objective,
-    }
-    return [f"{option} {name}" for option, name in named.items() if package_of(name)]
 
 
 def length_of_run(config: Config) -> str:
@@ -165,7 +154,7 @@ def write_run_header(
             f"recompute {train.recompute}; ZeRO stage {config.optimizer.zero_stage}; kernels {kernels}"
         )
         if outside := named_outside(config):
-            say(f"of your own: {', '.join(outside)}")
+            say(f"of your own: {', '.join(f'{option} {name}' for option, name in outside)}")
         say(f"{length_of_run(config)}; data {' '.join(config.data.train)}; run folder {run_dir}")
         # A GPU that torch cannot use makes auto choose the CPU. The user should learn it before a slow run.
         unseen = ""
