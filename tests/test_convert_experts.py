@@ -34,15 +34,7 @@ from megapar.expert_parallel.balance import Router
 from megapar.train import checkpoints, trainer
 from tests.support import reference_models, tiny_models
 from tests.support.checkpoints import edit_manifest
-from tests.support.hugging_face import (
-    Case,
-    assert_parity,
-    assert_same_tensors,
-    refused,
-    save_model,
-    sizes,
-    tensors,
-)
+from tests.support.hugging_face import Case, assert_parity, assert_same_tensors, refused, save_model, sizes, tensors
 from tests.support.model_types import TYPES
 from tests.support.options import load
 from tests.support.published import random_model

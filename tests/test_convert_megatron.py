@@ -22,13 +22,7 @@ from torch import Tensor
 from megapar.base.errors import CheckpointError
 from megapar.config.model_options import ModelConfig
 from tests.support import reference_models, tiny_models
-from tests.support.megatron_folders import (
-    LAYERS,
-    MODELS,
-    STYLES,
-    Backend,
-    megatron_folder,
-)
+from tests.support.megatron_folders import LAYERS, MODELS, STYLES, Backend, megatron_folder
 from tests.support.sweeps import slow_but
 from tools import convert_checkpoint
 from tools.convert_checkpoint import MegatronToNative

@@ -21,18 +21,7 @@ from megapar.declare.params import spec_of
 from megapar.expert_parallel import route
 from megapar.launch.grid import grid_of
 from tests.support import tiny_models
-from tests.support.grid import (
-    DENSE_BETWEEN,
-    MIXTRAL,
-    ONE,
-    SAMPLES,
-    SHARED,
-    SIGMOID,
-    Layout,
-    check_on_ranks,
-    name,
-    of,
-)
+from tests.support.grid import DENSE_BETWEEN, MIXTRAL, ONE, SAMPLES, SHARED, SIGMOID, Layout, check_on_ranks, name, of
 from tests.support.sweeps import slow_but
 
 # One expert for all tokens.

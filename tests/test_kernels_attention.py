@@ -7,12 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_kernels.attention import (
-    causal_attention,
-    masked_causal_attention,
-    packed_causal_attention,
-    sdpa,
-)
+from megapar_kernels.attention import causal_attention, masked_causal_attention, packed_causal_attention, sdpa
 from megapar_kernels.block_attention import ScoreRule, in_blocks_of_rows, reference, reference_backward
 from megapar_kernels.dropout import RowDropout
 from megapar_kernels.ruled_attention import ruled_attention

@@ -11,15 +11,7 @@ from megapar.activations import recompute
 from megapar.declare import context
 from megapar.declare.params import ONES, ParamSpec, parameter, shared_piece
 from tests.support.flat import flatten
-from tests.support.kernel_checks import (
-    DEVICE,
-    TOLERANCE,
-    compare,
-    needs_triton,
-    poisoned,
-    relative_error,
-    strided,
-)
+from tests.support.kernel_checks import DEVICE, TOLERANCE, compare, needs_triton, poisoned, relative_error, strided
 from tests.support.sweeps import slow_but
 
 pytestmark = [needs_triton, pytest.mark.gpu]

@@ -31,11 +31,7 @@ from megapar.tensor_parallel.layers import (
     _local_ids,
     vocabulary_cut,
 )
-from megapar.tensor_parallel.regions import (
-    copy_to_tp,
-    reduce_from_tp,
-    scatter_sum,
-)
+from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp, scatter_sum
 from tests.support import close, reference_models, tiny_models
 from tests.support.distributed import apart, rank_device, run_ranks
 from tests.support.flat import flatten

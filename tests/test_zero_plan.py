@@ -9,14 +9,7 @@ import pytest
 from megapar.pipeline.lowering import MessageBatch, lower
 from megapar.pipeline.refine import refine
 from megapar.pipeline.schedules import Action, find, make, show
-from megapar.pipeline.sharding_plan import (
-    Item,
-    UnitAction,
-    Units,
-    first_microbatches,
-    insert_unit_actions,
-    most_live,
-)
+from megapar.pipeline.sharding_plan import Item, UnitAction, Units, first_microbatches, insert_unit_actions, most_live
 from megapar.pipeline.simulation import simulate
 
 TIED_UNIT = 1000

@@ -10,13 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tyro
-from megapar_models.convert.config_json import (
-    canonical_name,
-    differences,
-    from_hugging_face,
-    is_derived,
-    is_multimodal,
-)
+from megapar_models.convert.config_json import canonical_name, differences, from_hugging_face, is_derived, is_multimodal
 from megapar_models.convert.draft import draft, module_name
 from megapar_models.convert.recipes import starred
 from megapar_models.convert.safetensors_folder import INDEX, SINGLE, header_of

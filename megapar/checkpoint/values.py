@@ -26,10 +26,9 @@ def checksum(values: Tensor) -> int:
 def content(name: str, shape: Sizes, offset: Sizes, values: Tensor) -> int:
     """Return this box's share of the checksum of tensor `name`. Shares add up mod 2^64, however the tensor is cut.
 
-    `values` is contiguous, on the CPU, and lies at `offset`. The bits of
-    each element are multiplied by odd numbers that follow from its place, and by one that follows from the name
-    (multilinear hashing, arXiv 1202.4961). A CRC cannot be added up where a cut goes through rows. It takes as long as
-    a CRC.
+    `values` is contiguous, on the CPU, and lies at `offset`. The bits of each element are multiplied by odd numbers
+    that follow from its place, and by one that follows from the name (multilinear hashing, arXiv 1202.4961). CRCs
+    cannot be added up where a cut goes through rows. Both take the same time.
     """
     bits = values.reshape(values.shape or (1,)).view(torch.uint8).numpy().view(f"u{values.itemsize}")
     for axis in reversed(range(bits.ndim)):

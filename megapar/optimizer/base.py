@@ -86,7 +86,11 @@ class Optimizer(OptimizerDeclaration, ABC):
         """
 
     def step(self, step: UpdateArgs) -> None:
-        """Update all shards. An optimizer overrides this if its update takes several passes over them."""
+        """Clip the gradients of all shards, update the shards, and round the main weights into the parameters.
+
+        An optimizer whose update takes several passes over the shards overrides this method. Then it calls `clipped`
+        before its first pass, and `round_weights` after its last: nothing else clips and rounds.
+        """
         for visit in self.visits:
             if visit.shard.on_host:
                 continue

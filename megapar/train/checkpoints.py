@@ -18,15 +18,7 @@ from megapar.checkpoint.fixed import fixed_slices
 from megapar.checkpoint.folder import Ownership, check, exclusive, remove
 from megapar.checkpoint.format import Manifest, open_manifest, step_of
 from megapar.checkpoint.lineage import Lineage, new_id, set_aside
-from megapar.checkpoint.load import (
-    has_average,
-    holds,
-    load,
-    load_fitting,
-    load_weights,
-    verified_manifest,
-    weights_of,
-)
+from megapar.checkpoint.load import has_average, holds, load, load_fitting, load_weights, verified_manifest, weights_of
 from megapar.checkpoint.resume import choose
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
 from megapar.checkpoint.tiers import FOLDER, Tier

@@ -100,7 +100,7 @@ class Rotary:
 
     @classmethod
     def of(cls, model: RotaryModel) -> "Rotary":
-        """The one table for all layers of a model."""
+        """Return the rotary positions of a model whose layers share one table of angles."""
         return cls(model.rope_theta, model.rotary_width, model.rope_scaling)
 
     def tables(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:

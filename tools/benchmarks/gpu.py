@@ -45,13 +45,7 @@ from rich.table import Table
 
 from benchmarks.contenders import Megapar
 from benchmarks.counting import cost
-from benchmarks.gpu_contenders import (
-    Compiled,
-    CompiledMixture,
-    MixedPrecision,
-    MixedPrecisionMixture,
-    RandomWeights,
-)
+from benchmarks.gpu_contenders import Compiled, CompiledMixture, MixedPrecision, MixedPrecisionMixture, RandomWeights
 from benchmarks.harness import Found, Output, Session, figure, table
 from benchmarks.layouts import largest_error, make_batches
 from benchmarks.peers import Peer, Result

@@ -79,7 +79,7 @@ class MixedPrecision(Plain):
         return model
 
     def make_optimizer(self, params: list[nn.Parameter]) -> torch.optim.Optimizer:
-        """Of the main weights; the gradients of every micro-batch are added to theirs."""
+        """Return the optimizer of fp32 main weights, to whose gradients each micro-batch adds its own."""
         self.params = params
         self.whole = [p.detach().float() for p in params]
         for param, main in zip(params, self.whole, strict=True):

@@ -92,7 +92,7 @@ def gathered(stages: Iterable[nn.Module]) -> Iterator[tuple[str, Tensor]]:
 
 
 def checksums(tensors: Iterable[Tensor]) -> list[int]:
-    """Of the bits of each tensor, in the order of their values: the two ways have other names."""
+    """Return the CRC-32 of each tensor's bytes, sorted, because the two ways name the tensors differently."""
     return sorted(zlib.crc32(x.contiguous().view(torch.uint8).numpy().data) for x in tensors)
 
 
@@ -180,7 +180,7 @@ class Rank:
 
 
 def measure_rank(options: Options, folder: Path, path: Path, connection: Any, device: torch.device) -> dict[str, Any]:
-    """Of each target, by way: the seconds of each round, and the first rank's bytes above those before."""
+    """Return for each target and way the seconds of each round, and by how many bytes the first rank's memory grew."""
     rank = Rank(options, folder, path, connection, device)
     found: dict[str, Any] = {}
     for target in TARGETS:

@@ -284,7 +284,7 @@ def cpu_seconds(ranks: Sequence[dict[str, Turns]], name: str) -> float:
 
 
 def largest_error(results: Sequence[Sequence[float]], reference: Sequence[Sequence[float]], field: str) -> float:
-    """Of loss or gradient norm over all steps, relative to the reference."""
+    """Return the largest relative error of `field`, loss or gradient norm, over all steps."""
     place = Result._fields.index(field)
     return max(abs(r[place] - e[place]) / abs(e[place]) for r, e in zip(results, reference, strict=True))
 

@@ -28,13 +28,7 @@ from megapar.declare.params import MAIN
 from megapar_models.convert.config_json import names_of
 from megapar_models.convert.exported import native_shapes
 from megapar_models.convert.huggingface import hugging_face_tensor
-from megapar_models.convert.peft_beside import (
-    PeftExtras,
-    modules_to_save,
-    read_beside,
-    trainable,
-    trained_beside,
-)
+from megapar_models.convert.peft_beside import PeftExtras, modules_to_save, read_beside, trainable, trained_beside
 from megapar_models.convert.peft_config import (
     PEFT_CONFIG,
     adapter_from_peft,

@@ -17,9 +17,7 @@ from megapar_models.family import Family, ModelType, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary, RotaryModel
-from megapar_models.rotary_fields import (
-    StatedRope,
-)
+from megapar_models.rotary_fields import StatedRope
 from megapar_models.stage import Stage
 
 

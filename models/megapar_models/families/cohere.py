@@ -23,18 +23,10 @@ from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 from megapar_models.stage import Stage
 from megapar_models.tensor_layouts import Packing, Pairs
-from megapar_models.windows import (
-    WindowModel,
-    Windows,
-    full_every,
-    is_full,
-    window_of,
-)
+from megapar_models.windows import WindowModel, Windows, full_every, is_full, window_of
 
 
 @dataclass(frozen=True)

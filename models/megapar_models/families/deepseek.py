@@ -6,9 +6,7 @@ MLP of Llama, the others Mixtral's experts and a shared expert.
 With sigmoid scores the router is V3's: the score of a group is the sum of its two best. With softmax it is V2's: the
 score of a group is its best, and the scores of experts in other groups become 0.
 
-The family of DeepSeek-V2 and V3: its options, and its names at Hugging Face.
-
-It reads `model_type` deepseek_v3 (also R1 and Moonlight), kimi_k2 (the same under another name), deepseek_v2, and
+At Hugging Face: deepseek_v3 (also R1 and Moonlight), kimi_k2 (the same under another name), deepseek_v2, and
 glm4_moe_lite. FP8 weights are dequantized when they are read. Layers of multi-token prediction are left out.
 """
 
@@ -29,10 +27,7 @@ from megapar_models.moe import router_rule
 from megapar_models.moe_fields import Balanced, read_moe
 from megapar_models.norms import NormRule
 from megapar_models.rotary import yarn_mscale
-from megapar_models.rotary_fields import (
-    Rope,
-    stated_rope,
-)
+from megapar_models.rotary_fields import Rope, stated_rope
 from megapar_models.tensor_layouts import Pairs
 
 # Of the norms of latents, whatever model.rms_norm_eps says: so has the code of every model of this family.
@@ -168,7 +163,7 @@ class _V2Experts(SharedExperts):
 
 
 class _LiteExperts(SharedExperts):
-    """Those of GLM-4.7-Flash, whose layers without experts are listed."""
+    """The experts of GLM-4.7-Flash, whose config lists the layers without experts (mlp_layer_types)."""
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         values, problems = super().read(raw, model_type)

@@ -2,9 +2,7 @@
 
 The first layers have a plain MLP. The weights are those of Mixtral (megapar_models.families.mixtral).
 
-At Hugging Face: ernie4_5_moe.
-
-Layers of prediction are left out.
+At Hugging Face: ernie4_5_moe. Layers of multi-token prediction are left out.
 """
 
 from collections.abc import Iterator
@@ -18,9 +16,7 @@ from megapar_models.families.qwen3_moe import QWEN3_MOE
 from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe_fields import RoutedExperts, read_moe
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 from megapar_models.tensor_layouts import Packing, Pairs
 
 

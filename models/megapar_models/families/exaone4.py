@@ -14,16 +14,9 @@ from megapar_models.family import Family, ModelType, Raw, like
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 from megapar_models.stage import Stage
-from megapar_models.windows import (
-    WindowModel,
-    Windows,
-    is_full,
-    window_of,
-)
+from megapar_models.windows import WindowModel, Windows, is_full, window_of
 
 
 class Exaone4Stage(Stage[WindowModel]):

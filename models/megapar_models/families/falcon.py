@@ -1,6 +1,9 @@
-"""Falcon (arXiv 2311.16867): its rules, and its names at Hugging Face (falcon). Its block is that of GPT-NeoX.
+"""Falcon (arXiv 2311.16867): the block of GPT-NeoX, with few key/value heads.
 
-Falcon 7B has one norm for both branches and one key/value head. 40B and 180B have a norm each, and eight heads.
+Falcon 7B has one norm for both branches and one key/value head. 40B and 180B have a norm for each branch, and eight
+key/value heads.
+
+At Hugging Face: falcon.
 """
 
 from typing import Any
@@ -9,10 +12,7 @@ from megapar.base.errors import ConfigError
 from megapar_models.codecs import Dropouts, demand
 from megapar_models.families.gpt_neox import GPT_NEOX, GPTNeoXModel, GPTNeoXStage
 from megapar_models.family import Codec, Family, ModelType, Raw, like
-from megapar_models.rotary_fields import (
-    Rope,
-    partial_problems,
-)
+from megapar_models.rotary_fields import Rope, partial_problems
 from megapar_models.tensor_layouts import Packing
 
 

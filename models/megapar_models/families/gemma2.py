@@ -26,16 +26,8 @@ from megapar_models.codecs import ZeroAsNull
 from megapar_models.families.gemma import GEMMA, Causal, GemmaModel, GemmaStage
 from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import Ends, LayerKind
-from megapar_models.rotary_fields import (
-    LocalRope,
-    Rope,
-)
-from megapar_models.windows import (
-    LocalRopeModel,
-    Windows,
-    rotary_of,
-    window_of,
-)
+from megapar_models.rotary_fields import LocalRope, Rope
+from megapar_models.windows import LocalRopeModel, Windows, rotary_of, window_of
 
 
 @dataclass(frozen=True)

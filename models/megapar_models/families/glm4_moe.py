@@ -2,10 +2,9 @@
 
 Its weights are those of Llama and of Mixtral (megapar_models.families.llama, megapar_models.families.mixtral).
 
-The family of GLM-4.5, and its names at Hugging Face (glm4_moe). Layers of prediction are left out.
-
-It also reads dots1 (dots.llm1, arXiv 2506.05767) and solar_open (Solar Open 100B): the same model, all of each head
-rotated. They are written as glm4_moe.
+At Hugging Face: glm4_moe. Layers of multi-token prediction are left out. Files of dots1 (dots.llm1, arXiv 2506.05767)
+and solar_open (Solar Open 100B) are read too: they are the same model, all of each head rotated. Both are written as
+glm4_moe.
 """
 
 from collections.abc import Iterator
@@ -22,10 +21,7 @@ from megapar_models.families.qwen3_moe import QWEN3_MOE
 from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.rotary import Rotary
-from megapar_models.rotary_fields import (
-    PartialRope,
-    scaling_problems,
-)
+from megapar_models.rotary_fields import PartialRope, scaling_problems
 
 
 @dataclass(frozen=True)

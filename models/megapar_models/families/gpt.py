@@ -3,7 +3,7 @@
 It has learned positions, LayerNorm before attention and before the MLP, GELU, biases in all linear layers, and dropout.
 An option ties the embeddings.
 
-The GPT-2 family: its options, and its names at Hugging Face and in Megatron-LM.
+At Hugging Face: gpt2. Checkpoints of Megatron-LM's GPT are read and written too.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,7 @@
-"""StarCoder and SantaCoder (arXiv 2305.06161): GPT-2 with one key/value head. Their names at Hugging Face."""
+"""StarCoder and SantaCoder (arXiv 2305.06161): GPT-2 with one key/value head.
+
+At Hugging Face: gpt_bigcode.
+"""
 
 from typing import Any
 

@@ -10,9 +10,7 @@ expert, and E experts:
     layers.N.mlp.experts.K.{gate,up}.bias       [f]       on the ep rank of expert K; cut over etp
     layers.N.mlp.experts.K.down.bias            [h]       on the ep rank of expert K
 
-The gpt-oss family: its options, and its names at Hugging Face.
-
-Files with experts in mxfp4 are read exactly. What is written has them in bf16.
+At Hugging Face: gpt_oss. Files with experts in mxfp4 are read exactly; files are written with experts in bf16.
 """
 
 from collections.abc import Iterator
@@ -25,13 +23,9 @@ from megapar_models.families.mixtral import MixtralModel, MixtralStage
 from megapar_models.family import Codec, Family, ModelType, Raw, like, overlaid, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe_fields import RoutedExperts
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 from megapar_models.tensor_layouts import Packing
-from megapar_models.windows import (
-    full_every,
-)
+from megapar_models.windows import full_every
 
 
 @dataclass(frozen=True)

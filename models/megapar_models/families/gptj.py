@@ -1,6 +1,8 @@
-"""GPT-J: its rules, and its names at Hugging Face (gptj). Its block is that of GPT-NeoX.
+"""GPT-J (EleutherAI, 2021): the block of GPT-NeoX with one norm for attention and MLP.
 
-Attention and MLP have one norm together, attention has no biases, and logits have one. Rotary pairs are neighbors.
+Attention has no biases, and logits have a bias. The two numbers of a rotary pair lie beside each other.
+
+At Hugging Face: gptj.
 """
 
 import math
@@ -11,9 +13,7 @@ from megapar_models.families.gpt import GPT
 from megapar_models.families.gpt_neox import GPTNeoXModel, GPTNeoXStage
 from megapar_models.family import Codec, Family, ModelType, Raw, like
 from megapar_models.rotary import RopeScaling
-from megapar_models.rotary_fields import (
-    partial_problems,
-)
+from megapar_models.rotary_fields import partial_problems
 from megapar_models.tensor_layouts import Pairs
 
 

@@ -20,9 +20,7 @@ from megapar_models.family import Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary, RotaryModel
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 from megapar_models.stage import Stage
 
 

@@ -1,7 +1,8 @@
-"""Helium (Kyutai, 2025) and dense ERNIE 4.5 (Baidu, 2025): their names at Hugging Face (helium, ernie4_5).
+"""Helium (Kyutai, 2025) and dense ERNIE 4.5 (Baidu, 2025): Llama with another order of the rows of q and k.
 
-Both are Llama, by another order of the rows of q and k: the two numbers of a rotary pair lie beside each other. A
-conversion moves them half a head apart.
+The two numbers of a rotary pair lie beside each other in files. A conversion moves them half a head apart.
+
+At Hugging Face: helium and ernie4_5.
 """
 
 from collections.abc import Iterator
@@ -12,9 +13,7 @@ from megapar.config.messages import problem
 from megapar.config.options import Config
 from megapar_models.families.llama import LLAMA, LlamaModel, LlamaStage
 from megapar_models.family import Codec, Family, ModelType, Raw, like
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 from megapar_models.tensor_layouts import Pairs
 
 

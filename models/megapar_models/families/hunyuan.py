@@ -16,11 +16,7 @@ from megapar_models.family import Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary, RotaryModel
-from megapar_models.rotary_fields import (
-    Rope,
-    stated_rope,
-    with_rope,
-)
+from megapar_models.rotary_fields import Rope, stated_rope, with_rope
 from megapar_models.stage import Stage
 
 

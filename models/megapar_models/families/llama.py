@@ -24,7 +24,7 @@ sequence parallelism) and b the micro-batch.
 What a layer is made of: `LlamaStage.layer_kind`. Read megapar_models.layer next: it is what a layer computes. Then
 megapar_models.stage: the model from tokens to the loss.
 
-It reads `model_type` llama, mistral, ministral, qwen2, qwen3 and seed_oss, as transformers 4 and 5 write them.
+At Hugging Face: llama, mistral, ministral, qwen2, qwen3 and seed_oss, as transformers 4 and 5 write them.
 """
 
 from collections.abc import Iterator
@@ -41,18 +41,9 @@ from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.reference import llama_logits
 from megapar_models.rotary import Rotary
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 from megapar_models.stage import Stage
-from megapar_models.windows import (
-    FULL,
-    SLIDING,
-    WindowModel,
-    Windows,
-    read_windows,
-    window_of,
-)
+from megapar_models.windows import FULL, SLIDING, WindowModel, Windows, read_windows, window_of
 
 
 @dataclass(frozen=True)

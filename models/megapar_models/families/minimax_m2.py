@@ -3,7 +3,7 @@
 Its weights are those of Mixtral (megapar_models.families.mixtral), with layers.N.attention.q_norm and k_norm as wide as
 the projections, and a bias by which each router selects.
 
-At Hugging Face: minimax_m2. Layers of prediction are left out.
+At Hugging Face: minimax_m2. Layers of multi-token prediction are left out.
 """
 
 from dataclasses import dataclass, field, replace
@@ -15,9 +15,7 @@ from megapar_models.family import Family, ModelType, Raw, like
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe_fields import RoutedExperts
 from megapar_models.rotary import PartialRotaryModel, Rotary
-from megapar_models.rotary_fields import (
-    PartialRope,
-)
+from megapar_models.rotary_fields import PartialRope
 
 
 @dataclass(frozen=True)

@@ -17,18 +17,9 @@ from megapar_models.family import Family, ModelType, Raw, like
 from megapar_models.layer_kind import LayerKind, Temperature
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
-from megapar_models.rotary_fields import (
-    StatedRope,
-    split_rope,
-    stated_rope,
-    write_rope,
-)
+from megapar_models.rotary_fields import StatedRope, split_rope, stated_rope, write_rope
 from megapar_models.stage import Stage
-from megapar_models.windows import (
-    OneWindow,
-    WindowModel,
-    window_of,
-)
+from megapar_models.windows import OneWindow, WindowModel, window_of
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ width of an expert, and E experts:
     layers.N.mlp.shared.{gate,up,down}.weight             an expert for every token (optional), cut as an MLP
     layers.N.mlp.shared_gate.weight             [1, h]    on every tp rank (optional)
 
-The Mixtral family (arXiv 2401.04088): its options, and its names at Hugging Face.
+At Hugging Face: mixtral.
 """
 
 from dataclasses import dataclass
@@ -25,13 +25,9 @@ from megapar_models.moe_fields import RoutedExperts
 from megapar_models.norms import NormRule
 from megapar_models.reference import mixtral_logits
 from megapar_models.rotary import Rotary, RotaryModel
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 from megapar_models.stage import Stage
-from megapar_models.windows import (
-    NoWindow,
-)
+from megapar_models.windows import NoWindow
 
 
 @dataclass(frozen=True)

@@ -22,17 +22,9 @@ from megapar_models.families.llama import LLAMA
 from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
-from megapar_models.rotary_fields import (
-    LocalRope,
-    Rope,
-)
+from megapar_models.rotary_fields import LocalRope, Rope
 from megapar_models.stage import Stage
-from megapar_models.windows import (
-    LocalRopeModel,
-    Windows,
-    rotary_of,
-    window_of,
-)
+from megapar_models.windows import LocalRopeModel, Windows, rotary_of, window_of
 
 
 @dataclass(frozen=True)

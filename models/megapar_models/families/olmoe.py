@@ -16,9 +16,7 @@ from megapar_models.families.qwen3_moe import QWEN3_MOE
 from megapar_models.family import Family, ModelType, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe_fields import RoutedExperts
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
-"""Phi-1, 1.5 and 2: their rules, and their names at Hugging Face (phi). Their block is that of GPT-NeoX.
+"""Phi-1, 1.5 and 2 (Microsoft, 2023): the block of GPT-NeoX with one norm for attention and MLP, and biased logits.
 
-Attention and MLP have one norm together, and logits have a bias.
+At Hugging Face: phi.
 """
 
 from megapar_models.codecs import GELUS, Always, Dropouts
 from megapar_models.families.gpt_neox import GPTNeoXModel, GPTNeoXStage
 from megapar_models.families.llama import LLAMA
 from megapar_models.family import Family, ModelType, like
-from megapar_models.rotary_fields import (
-    PartialRope,
-)
+from megapar_models.rotary_fields import PartialRope
 
 _ALWAYS = {"parallel_residual": "one_norm", "attention_bias": True, "mlp_bias": True, "head_bias": True}
 _LAYER = "model.layers.*"

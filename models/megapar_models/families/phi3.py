@@ -16,17 +16,9 @@ from megapar_models.family import Family, ModelType, Raw, like, overlaid
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import PartialRotaryModel, Rotary
-from megapar_models.rotary_fields import (
-    PartialRope,
-    stated_rope,
-    with_rope,
-)
+from megapar_models.rotary_fields import PartialRope, stated_rope, with_rope
 from megapar_models.stage import Stage
-from megapar_models.windows import (
-    OneWindow,
-    WindowModel,
-    window_of,
-)
+from megapar_models.windows import OneWindow, WindowModel, window_of
 
 
 @dataclass(frozen=True)

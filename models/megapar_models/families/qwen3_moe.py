@@ -19,12 +19,8 @@ from megapar_models.family import Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe_fields import RoutedExperts, read_moe, refuse_unwritable
 from megapar_models.reference import qwen3_moe_logits
-from megapar_models.rotary_fields import (
-    Rope,
-)
-from megapar_models.windows import (
-    NoWindow,
-)
+from megapar_models.rotary_fields import Rope
+from megapar_models.windows import NoWindow
 
 
 @dataclass(frozen=True)

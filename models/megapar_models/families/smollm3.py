@@ -14,15 +14,8 @@ from megapar.config.options import Config
 from megapar_models.families.llama import LLAMA, LlamaModel, LlamaStage
 from megapar_models.family import Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
-from megapar_models.rotary_fields import (
-    Rope,
-)
-from megapar_models.windows import (
-    FULL,
-    SLIDING,
-    Windows,
-    read_windows,
-)
+from megapar_models.rotary_fields import Rope
+from megapar_models.windows import FULL, SLIDING, Windows, read_windows
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from megapar_models.family import Family, ModelType, like
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import PartialRotaryModel, Rotary
-from megapar_models.rotary_fields import (
-    PartialRope,
-)
+from megapar_models.rotary_fields import PartialRope
 from megapar_models.stage import Stage
 from megapar_models.tensor_layouts import Packing
 

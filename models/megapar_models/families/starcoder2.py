@@ -11,15 +11,9 @@ from megapar_models.family import Family, ModelType, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
-from megapar_models.rotary_fields import (
-    Rope,
-)
+from megapar_models.rotary_fields import Rope
 from megapar_models.stage import Stage
-from megapar_models.windows import (
-    OneWindow,
-    WindowModel,
-    window_of,
-)
+from megapar_models.windows import OneWindow, WindowModel, window_of
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,7 @@ def _attention_case(model: Model, impl: Literal["torch", "cudnn"]) -> Case:
 
 
 def _weight_gradient_case(model: Model) -> Case:
-    """Of the MLP's down projection, added to an fp32 buffer."""
+    """Return the case of the weight gradient of the MLP's down projection, added to an fp32 buffer."""
     tokens = model.tokens
     rows = model.hidden
     columns = model.mlp

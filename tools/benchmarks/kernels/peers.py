@@ -130,7 +130,7 @@ class Masks(NamedTuple):
 
 
 def masks(positions_s: Tensor, window: int, documents_s: Tensor | None) -> Masks:
-    """Of one sample. A query attends `window` keys of its document at most, its own among them."""
+    """Return the masks of one sample. A query attends at most `window` keys of its document, its own among them."""
 
     def seen(sample: Any, head: Any, query: Tensor, key: Tensor) -> Tensor:
         near = (key <= query) & (query - key < window)

@@ -21,13 +21,7 @@ from megapar_tools.plan.memory import memory_limit
 from megapar_tools.plan.network import Network
 from megapar_tools.plan.part_times import PartTimer, PartTimes, StageTime, time_parts, time_stages
 from megapar_tools.plan.parts import Parts
-from megapar_tools.plan.pipeline_times import (
-    PipelineSeconds,
-    StagePipeline,
-    UnitPipeline,
-    of_few,
-    seconds_of_message,
-)
+from megapar_tools.plan.pipeline_times import PipelineSeconds, StagePipeline, UnitPipeline, of_few, seconds_of_message
 from megapar_tools.plan.shard_groups import ShardGroups
 from megapar_tools.plan.update_times import UpdateTimer
 

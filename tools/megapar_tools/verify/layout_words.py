@@ -9,14 +9,7 @@ from difflib import get_close_matches
 from typing import Any, get_args
 
 from megapar.base.errors import ConfigError
-from megapar.config.options import (
-    Config,
-    OptimizerConfig,
-    ParallelConfig,
-    flatten,
-    option_types,
-    unflatten,
-)
+from megapar.config.options import Config, OptimizerConfig, ParallelConfig, flatten, option_types, unflatten
 from megapar.pipeline.schedule_files import is_file
 from megapar.pipeline.schedules import SCHEDULES, virtual_stages
 
