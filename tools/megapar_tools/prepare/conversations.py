@@ -5,14 +5,16 @@ Every key of a row or message is used, passed over because it has no meaning, or
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megapar.base.errors import ConfigError, DataError, reason_of
 from megapar_tools.prepare.corpus import open_parquet
 from megapar_tools.prepare.row_keys import Keys
+
+T = TypeVar("T")
 
 Message = Mapping[str, Any]
 """A role and a content. A template may read further keys, such as reasoning_content."""
@@ -55,11 +57,15 @@ def read_conversations(files: Sequence[Path], keys: Keys | None = None) -> Itera
 
     Raises ConfigError for another kind of file. Raises DataError for a row that is no conversation, with its place.
     """
-    keys = keys or Keys()
+    return read_rows(files, conversation_of, keys or Keys())
+
+
+def read_rows(files: Sequence[Path], of_row: Callable[[Any, str, Keys], T], keys: Keys) -> Iterator[T]:
+    """Yield `of_row(row, place, keys)` of each row. Where it raises ValueError, raise DataError with the place."""
     for path in files:
         for place, row in rows(path):
             try:
-                yield conversation_of(row, place, keys)
+                yield of_row(row, place, keys)
             except ValueError as error:
                 raise DataError(f"{place}: {error}") from None
 

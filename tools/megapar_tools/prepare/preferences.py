@@ -11,7 +11,7 @@ from megapar.data.tokenizer import Tokenizer
 from megapar_tools.prepare.chat import ChatTemplate
 from megapar_tools.prepare.chat_data import ChatCounts, Example, example_of
 from megapar_tools.prepare.chat_masks import rendered
-from megapar_tools.prepare.conversations import BESIDE, Conversation, Message, repeated, rows, side, with_beside
+from megapar_tools.prepare.conversations import BESIDE, Conversation, Message, read_rows, repeated, side, with_beside
 from megapar_tools.prepare.row_keys import Keys
 
 MEMBERS = ("chosen", "rejected")
@@ -25,13 +25,7 @@ def read_pairs(files: Sequence[Path], keys: Keys | None = None) -> Iterator[Pair
     `chosen` and `rejected` are answers to `prompt`, or whole conversations. Each of the three is a text or a list of
     messages. Raises DataError for a row that is no pair, with its place.
     """
-    keys = keys or Keys()
-    for path in files:
-        for place, row in rows(path):
-            try:
-                yield pair_of(row, place, keys)
-            except ValueError as error:
-                raise DataError(f"{place}: {error}") from None
+    return read_rows(files, pair_of, keys or Keys())
 
 
 def pair_of(row: Any, source: str, keys: Keys) -> Pair:
