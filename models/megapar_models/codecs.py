@@ -77,7 +77,7 @@ def demand(model: ModelConfig, model_type: str, **values: Any) -> None:
 
 @dataclass(frozen=True)
 class EvenHeads(Codec):
-    """transformers refuses a width that does not divide by the heads, also if head_dim is given."""
+    """Refuses to write a width that does not divide by the heads: transformers does, also if head_dim is given."""
 
     def write(self, model: Any, fields: dict[str, Any]) -> None:
         if model.hidden_size % model.num_attention_heads:

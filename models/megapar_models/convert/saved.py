@@ -149,8 +149,7 @@ def texts_of(checkpoint: Path, options: TextOptions) -> Texts:
 
 
 def text_record(checkpoint: Path) -> dict[str, Any]:
-    """How the texts of a checkpoint's training became tokens (`megapar.data.prepared.record_of`); {} if nothing
-    says."""
+    """Return how a checkpoint's texts became tokens (`megapar.data.prepared.record_of`), or {} if nothing says."""
     manifest = open_manifest(checkpoint)
     return saved_record(manifest.data, sources_of(_without_family(manifest)))
 

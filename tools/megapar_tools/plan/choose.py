@@ -218,8 +218,8 @@ def in_ranges(numbers: Iterable[int]) -> tuple[str, ...]:
     return tuple(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _rank(timed: tuple[float, MemoryChoice]) -> tuple[float, tuple[object, ...]]:
-    """Return what choices are sorted by: their seconds, then the simpler one."""
+def _sort_key(timed: tuple[float, MemoryChoice]) -> tuple[float, tuple[object, ...]]:
+    """Return the key that sorts choices: by seconds of a step, then the simpler choice first."""
     seconds, choice = timed
     return seconds, choice.order
 
@@ -250,7 +250,7 @@ class _Budget:
         smallest: tuple[int, MemoryChoice] | None = None
         # Times of equally fast ones may differ in a last bit. Of these the one that moves least is taken.
         timed = [(round(seconds, 9), choice) for seconds, choice in self.timed()]
-        for seconds, choice in sorted(timed, key=_rank):
+        for seconds, choice in sorted(timed, key=_sort_key):
             config = choice.of(self.config)
             report = fullest_rank(config, self.parts)
             fits_host = report.on_host <= self.machine.host_bytes
@@ -280,7 +280,7 @@ class _Budget:
             for inputs in _shares_of_inputs(self.config, mode):
                 choice = self.with_fewest_layers(MemoryChoice(mode, (), inputs, share))
                 if choice is not None:
-                    best = min(best, (round(self.seconds(choice), 9), choice), key=_rank)
+                    best = min(best, (round(self.seconds(choice), 9), choice), key=_sort_key)
         return best
 
     def with_fewest_layers(self, choice: MemoryChoice) -> MemoryChoice | None:

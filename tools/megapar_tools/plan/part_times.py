@@ -104,8 +104,7 @@ def time_stages(
     """Return the time of each stage. Most stages are alike, so each kind is timed once.
 
     `with_units` says whether parts gather and reduce (ZeRO-2 and 3). The collectives of a unit run under `runs`
-    micro-batches in a row.
-    `interference` is `Hardware.interference`.
+    micro-batches in a row. `interference` is `Hardware.interference`.
     """
     times: dict[tuple[tuple[Recording, int], ...], StageTime] = {}
     found = []
