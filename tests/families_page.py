@@ -74,16 +74,15 @@ def models() -> dict[str, ModelConfig]:
 
 
 def family_table() -> Iterator[str]:
-    """Yield a row for each family: its model types, its presets, and the lines of its Python."""
-    yield "| family | model types | presets | lines |"
-    yield "|---|---|---|---:|"
+    """Yield a row for each family: its model types and its presets."""
+    yield "| family | model types | presets |"
+    yield "|---|---|---|"
     families = {name: tomllib.loads(path.read_text())["model"]["family"] for name, path in presets().items()}
     for family, description in FAMILIES.items():
         names = description.hugging_face
         types = ", ".join(f"`{name}`" for name in names.model_types) if names else ""
         own = [name for name in families if families[name] == family]
-        lines = len((ROOT / f"models/megapar_models/families/{family}.py").read_text().splitlines())
-        yield f"| `{family}` | {types} | {', '.join(f'`{name}`' for name in own)} | {lines} |"
+        yield f"| `{family}` | {types} | {', '.join(f'`{name}`' for name in own)} |"
 
 
 def form_table(rows: Mapping[str, ModelConfig]) -> Iterator[str]:
