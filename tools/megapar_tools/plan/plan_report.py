@@ -96,15 +96,22 @@ def table(rows: Sequence[Row], found: Found) -> Table:
     return shown
 
 
+def _forms(row: Row) -> str:
+    """Return how a layout uses its axes, such as ` sp ring` or `, ep 4 etp 1`: what stands behind its sizes."""
+    layout = row.layout
+    forms = ""
+    if layout.sequence_parallel:
+        forms += " sp"
+    if layout.cp > 1:
+        forms += f" {layout.cp_attention}"
+    if row.config.model.num_experts:
+        forms += f", ep {layout.ep} etp {layout.etp}"
+    return forms
+
+
 def _layout_in_cells(row: Row) -> tuple[str, ...]:
     layout = row.layout
-    grid = f"{layout.tp} {layout.cp} {layout.pp} {layout.dp}"
-    if layout.sequence_parallel:
-        grid += " sp"
-    if layout.cp > 1:
-        grid += f" {layout.cp_attention}"
-    if row.config.model.num_experts:
-        grid += f", ep {layout.ep} etp {layout.etp}"
+    grid = f"{layout.tp} {layout.cp} {layout.pp} {layout.dp}{_forms(row)}"
     schedule = layout.schedule
     if layout.pp == 1 and schedule == "1f1b":
         schedule = "-"
@@ -117,6 +124,14 @@ def _layout_in_cells(row: Row) -> tuple[str, ...]:
     if layout.recompute == "full" and layout.recompute_layers:
         recompute += f", layers {' '.join(layout.recompute_layers)}"
     return grid, schedule, zero, str(layout.micro_batch_size), recompute
+
+
+def _layout_in_words(row: Row) -> str:
+    """Return a layout with the names of its columns, such as `tp 1 cp 2 pp 2 dp 128, schedule 1f1b, ZeRO 3, ...`."""
+    layout = row.layout
+    _, schedule, zero, micro_batch, recompute = _layout_in_cells(row)
+    grid = f"tp {layout.tp} cp {layout.cp} pp {layout.pp} dp {layout.dp}{_forms(row)}"
+    return f"{grid}, schedule {schedule}, ZeRO {zero}, micro-batch {micro_batch}, recompute {recompute}"
 
 
 def rejections(found: Found, space: Space, hardware: Hardware) -> Iterable[str]:
@@ -144,7 +159,7 @@ def rejections(found: Found, space: Space, hardware: Hardware) -> Iterable[str]:
 
 def _with_nearest(row: Row, found: Found) -> str:
     """A row that does not fit, and the most similar one that does."""
-    text = f"{' '.join(_layout_in_cells(row))} needs {gib(row.memory_bytes)}"
+    text = f"{_layout_in_words(row)}, needs {gib(row.memory_bytes)}"
     uneven = for_uneven_experts(row.config, row.report)
     if uneven:
         text += f", and {gib(uneven)} for experts with {1 + UNEVEN_EXPERTS:g} times their even share"
