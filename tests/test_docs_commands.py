@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from megapar.__main__ import COMMANDS
 from tests.support.documents import DOCUMENTS, fenced, fenced_commands
 from tests.support.program import Program
 from tests.support.source_tree import ROOT, TESTS, tree
@@ -31,6 +32,14 @@ def assert_part_of_the_suite(command: str) -> None:
         assert (ROOT / file) in TESTS, command
         names = {node.name for node in tree(ROOT / file).body if hasattr(node, "name")}
         assert not test or test in names, command
+
+
+def words_of_program(command: str) -> list[str]:
+    """Return the script that a command of the documents starts, and its flags."""
+    called, *words = shlex.split(command)
+    if called == "megapar":
+        return [f"{COMMANDS[words[0]].module.replace('.', '/')}.py", *words[1:]]
+    return words
 
 
 def run_commands(document: Path, folder: Path, without: Collection[str] = ()) -> dict[str, str]:
@@ -53,9 +62,9 @@ def run_commands(document: Path, folder: Path, without: Collection[str] = ()) ->
             assert (ROOT / "constraints.txt").is_file()
         elif command in INSTALLING:
             subprocess.run(["bash", "-n", command.split()[1]], cwd=ROOT, check=True)
-        elif command.startswith(("python pretrain_scripts/", "python tools/")):
-            words = shlex.split(command)
-            ended = Program(folder / words[1], words[2:], folder, {}).wait()
+        elif command.startswith(("megapar ", "python pretrain_scripts/", "python tools/")):
+            script, *flags = words_of_program(command)
+            ended = Program(folder / script, flags, folder, {}).wait()
             assert ended.code == 0, f"{command}\n{ended.out}{ended.err}"
             printed[command] = ended.out
         else:
@@ -125,7 +134,7 @@ def test_the_tutorial_ends_in_what_transformers_loads(tmp_path: Path, monkeypatc
     page.write_text(text.replace("00000300", "00000006").replace("00000350", "00000008"))
     (tmp_path / "mine.toml").write_text(fenced(page, "toml")[0])
     printed = run_commands(page, tmp_path)
-    generated = next(out for command, out in printed.items() if "generate.py" in command)
+    generated = next(out for command, out in printed.items() if "megapar generate" in command)
     assert "resumed step 6 from" in "".join(printed.values())
     assert len(generated) > len("def read(self, ") + 20, "24 tokens"
     monkeypatch.chdir(tmp_path)
@@ -146,7 +155,7 @@ def test_a_family_is_built_as_the_page_says(tmp_path: Path) -> None:
     (tmp_path / "my_stablelm.py").write_text(f"{rules}\n\n{names}")
     printed = run_commands(NEW_FAMILY, tmp_path)
     (asked,) = fenced(NEW_FAMILY, "text")
-    report = next(out for command, out in printed.items() if "new_family.py" in command)
+    report = next(out for command, out in printed.items() if "megapar new_family" in command)
     assert {*asked.splitlines()} <= {*report.splitlines()}
     assert "nothing is missing" in report
     assert "5 layouts compute what one process computes" in "".join(printed.values())
@@ -160,9 +169,14 @@ def test_a_family_is_built_as_the_page_says(tmp_path: Path) -> None:
     command = next(command for command in printed if "hf-to-native" in command).replace("PYTHONPATH=.", "")
     environment = {**os.environ, "PYTHONPATH": "drafts", "OMP_NUM_THREADS": "1"}
     for module, code, said in (("stablelm", 0, ""), ("wrong", 4, "logits differ from those of transformers")):
-        words = shlex.split(command.replace("my_stablelm:", f"{module}:").replace(" native ", f" {module}_native "))
+        words = command.replace("my_stablelm:", f"{module}:").replace(" native ", f" {module}_native ")
         run = subprocess.run(
-            [sys.executable, *words[1:]], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+            [sys.executable, *words_of_program(words)],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert run.returncode == code, run.stderr
         assert said in run.stderr

@@ -67,7 +67,7 @@ def test_each_table_has_a_place_on_the_page_and_a_command() -> None:
 
 
 def test_the_page_asks_the_planner_for_what_it_knows() -> None:
-    commands = re.findall(r"`(python tools/plan\.py [^`]+)`", strategy_tables.PAGE.read_text())
+    commands = re.findall(r"`(megapar plan [^`]+)`", strategy_tables.PAGE.read_text())
     assert len(commands) >= len(strategy_tables.TABLES)
     for command in commands:
         own, others = plan.split(shlex.split(command)[2:])
