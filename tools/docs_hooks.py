@@ -25,6 +25,7 @@ DOCUMENTS = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHA
 PACKAGE_FOLDERS = ("megapar", "models/megapar_models", "kernels/megapar_kernels", "tools/megapar_tools")
 LINK = re.compile(r"(\]\()([^)#\s]+)(#[^)\s]*)?\)")
 BEHIND = "---\nsearch:\n  boost: 0.5\n---\n\n"  # who searches for an option wants its explanation before its field
+WIDE = {"reading.md"}  # the picture of the rooms is legible only with the width of the table of contents
 LANGUAGES = {".py": "python", ".sh": "bash", ".toml": "toml", ".json": "json", ".txt": "text", "": "text"}
 
 
@@ -54,7 +55,9 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links to files of the repository at their pages."""
+    """Point links to files of the repository at their pages, and leave the table of contents out beside wide pictures."""
+    if page.file.src_uri in WIDE:
+        page.meta["hide"] = ["toc"]
     sources = {site: repository for repository, site in DOCUMENTS.items()}
     origin = sources.get(page.file.src_uri, f"docs/{page.file.src_uri}")
     return rewrite_links(markdown, origin)

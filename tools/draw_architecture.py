@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PICTURE = ROOT / "docs/images/architecture.svg"
 
-MINIMUM_WIDTH, MARGIN, GAP = 1000, 10, 10  # pixels, as all lengths here
+MINIMUM_WIDTH, MARGIN, GAP = 900, 10, 10  # pixels, as all lengths here
 FLOOR_GAP = 56  # between floors, where the arrows bend
 LANE = 10
 PORT_GAP = 16  # between the ends of two arrows at one box
@@ -28,7 +28,7 @@ LINE_HEIGHT = 16
 PADDING = 9
 CHARACTER_WIDTH = 7.2  # of the modules' names, in the widest font that a browser may take
 TITLE_CHARACTER_WIDTH = 9
-LINES = 9  # a room with longer text is wider
+LINES = 12  # a room with longer text is wider
 SPARE = 0.5  # by how much a room may be wider than it needs
 STARTS = 8  # orders to begin with
 COLORS = ("#eceff1", "#e3f2fd", "#e8f5e9", "#fff8e1", "#fbe9e7", "#f3e5f5")  # of the floors, from the lowest
