@@ -23,6 +23,10 @@ INSTALLING = (
     *(f"bash pretrain_scripts/{name}.sh" for name in ("quickstart", "moe_laptop", "finetune_laptop")),
     "bash tests/run.sh",
 )
+ON_EIGHT_GPUS = (
+    "megapar pretrain --config llama_7b --launch.nproc 8 --train.steps 20 --optimizer.warmup_steps 5 "
+    "--data.train synthetic --data.validation synthetic --data.tokenizer bytes"
+)
 
 
 def assert_part_of_the_suite(command: str) -> None:
@@ -60,6 +64,11 @@ def run_commands(document: Path, folder: Path, without: Collection[str] = ()) ->
             assert_part_of_the_suite(command)
         elif command == "pip install -c constraints.txt -e .":
             assert (ROOT / "constraints.txt").is_file()
+        elif command == ON_EIGHT_GPUS:
+            script, *flags = words_of_program(f"{command} --dry_run --gpu h100-80g")
+            ended = Program(folder / script, flags, folder, {}).wait()
+            assert ended.code == 0, ended.err
+            assert "fits on h100-80g" in ended.out
         elif command in INSTALLING:
             subprocess.run(["bash", "-n", command.split()[1]], cwd=ROOT, check=True)
         elif command.startswith(("megapar ", "python pretrain_scripts/", "python tools/")):
@@ -78,8 +87,12 @@ def run_commands(document: Path, folder: Path, without: Collection[str] = ()) ->
 
 def test_readme_commands(tmp_path: Path) -> None:
     """All run, and the losses in the README equal those of one process and of eight ranks."""
-    assert len(run_commands(ROOT / "README.md", tmp_path)) > 7
-    promised = losses_in((ROOT / "README.md").read_text())
+    printed = run_commands(ROOT / "README.md", tmp_path)
+    assert len(printed) == 7
+    text = (ROOT / "README.md").read_text()
+    (costs,) = re.findall(r"^.* tokens take .*$", text, re.MULTILINE)
+    assert costs in "".join(printed.values())
+    promised = losses_in(text)
     assert len(promised) == 5
     for folder in ("one", "eight"):
         lines = (tmp_path / "runs" / folder / "metrics.jsonl").read_text().splitlines()

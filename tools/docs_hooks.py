@@ -55,7 +55,7 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links to files of the repository at their pages, and leave the table of contents out beside wide pictures."""
+    """Point links to files of the repository at their pages. Pages in WIDE lose their table of contents."""
     if page.file.src_uri in WIDE:
         page.meta["hide"] = ["toc"]
     sources = {site: repository for repository, site in DOCUMENTS.items()}
