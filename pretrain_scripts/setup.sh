@@ -3,7 +3,8 @@
 # run the tests with 3.14 yet; all packages of constraints.txt have builds for it.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-wanted=$(cat setup.py constraints.txt | sha256sum)
+# Of pyproject.toml only what is installed: the settings of tools come behind it.
+wanted=$(sed '/^\[tool\./,$d' pyproject.toml | cat - setup.py constraints.txt | sha256sum)
 if [ ! -f .venv/installed ] || [ "$(cat .venv/installed)" != "$wanted" ]; then
     python=''
     for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do

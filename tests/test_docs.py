@@ -13,7 +13,7 @@ from megapar_tools.migrate.table import TABLE
 
 from megapar.base import errors
 from tests.support.documents import DOCUMENTS
-from tests.support.source_tree import ROOT, imports, setup_argument
+from tests.support.source_tree import ROOT, imports, project
 from tools import docs_hooks
 
 
@@ -69,8 +69,8 @@ def test_extras_that_documents_name_exist() -> None:
     text = "".join(path.read_text() for path in DOCUMENTS)
     named = {name for group in re.findall(r"\.\[([a-z,]+)\]", text) for name in group.split(",")}
     assert {"data", "convert", "docs", "dev"} <= named
-    extras = setup_argument("extras_require")
-    assert named <= {*extras}, f"setup.py has no extra {named - {*extras}}"
+    extras = project()["optional-dependencies"]
+    assert named <= {*extras}, f"pyproject.toml has no extra {named - {*extras}}"
     assert {*extras["docs"]} <= {*extras["dev"]}, "the suite builds the site"
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from megapar.comm.store import StoreUser
 from megapar.config.options import option_types
-from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, imports, relative, setup_argument, tree
+from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, imports, project, relative, tree
 
 # Who may import whom. A module is in the room of the longest name here that it starts with; each room may import itself
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
@@ -374,8 +374,8 @@ def test_ruff_and_mypy_run_before_a_commit_and_before_the_tests_of_a_change() ->
 
 
 def requirements() -> tuple[list[str], list[str]]:
-    """install_requires and the dev extra of setup.py."""
-    return setup_argument("install_requires"), setup_argument("extras_require")["dev"]
+    """Return the dependencies and the dev extra of pyproject.toml."""
+    return project()["dependencies"], project()["optional-dependencies"]["dev"]
 
 
 def normal(requirement: str) -> str:
@@ -397,19 +397,19 @@ def test_every_dependency_is_imported_and_every_import_declared() -> None:
     run_time, dev = ({normal(line) for line in lines} for lines in requirements())
     imported = third_party(SOURCES)
     unused = {name for name in run_time if not any(within(i, IMPORTED_AS.get(name, name)) for i in imported)}
-    assert not unused, f"setup.py: install_requires names what no file imports: {unused}"
+    assert not unused, f"pyproject.toml: dependencies name what no file imports: {unused}"
     undeclared = {name for name in imported if normal(name.partition(".")[0]) not in run_time}
-    assert not undeclared, f"setup.py: install_requires lacks {undeclared}"
+    assert not undeclared, f"pyproject.toml: dependencies lack {undeclared}"
     declared = {normal(IMPORTED_AS.get(name, name)) for name in run_time | dev} | run_time | dev
     undeclared = {name for name in third_party(TESTS) if normal(name.partition(".")[0]) not in declared}
-    assert not undeclared, f"setup.py: neither install_requires nor dev has {undeclared}"
+    assert not undeclared, f"pyproject.toml: neither dependencies nor dev has {undeclared}"
 
 
 def version(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(".")))
 
 
-def test_constraints_pin_every_dependency_and_a_torch_that_setup_allows() -> None:
+def test_constraints_pin_every_dependency_and_a_torch_that_pyproject_allows() -> None:
     lines = (ROOT / "constraints.txt").read_text().splitlines()
     pins = dict(line.split("==") for line in lines if line and not line.startswith("#"))
     pinned = {normal(name): pin for name, pin in pins.items()}
@@ -434,7 +434,7 @@ def requires_python(package: str) -> str:
 
 def test_every_pinned_package_takes_the_oldest_python() -> None:
     """Debian 12 has Python 3.11.2, and pip there only says that versions conflict."""
-    oldest = re.search(r'python_requires=">=([\d.]+)', (ROOT / "setup.py").read_text())
+    oldest = re.match(r">=([\d.]+)", project()["requires-python"])
     assert oldest is not None
     names = re.findall(r"^([^#\s]+)==", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     needed = {name: re.search(r">=\s*([\d.]+)", requires_python(name)) for name in names}

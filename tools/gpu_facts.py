@@ -6,7 +6,6 @@ project. It needs only torch, so it also runs if packages are missing.
 """
 
 import argparse
-import ast
 import importlib.util
 import json
 import platform
@@ -14,16 +13,17 @@ import shutil
 import statistics
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).parents[1]
-# Packages of install_requires for launch scripts of other frameworks and for log.prometheus_port: no check on a GPU
+# Dependencies of pyproject.toml for launch scripts of other frameworks and for log.prometheus_port: no check on a GPU
 # needs them.
 NOT_NEEDED = ("tree-sitter", "tree-sitter-bash", "prometheus-client")
-# Modules that setup.py's install_requires does not name. tyro's own requirements are among them, because on a machine
+# Modules that no dependency of pyproject.toml names. tyro's own requirements are among them, because on a machine
 # without an index packages are installed one by one.
 ALSO_NEEDED = ("docstring_parser", "typeguard", "typing_extensions", "pytest", "hypothesis")
 COPY_BYTES = 4 << 30
@@ -32,10 +32,8 @@ REPETITIONS = 20
 
 
 def missing_packages() -> list[str]:
-    """Return the modules of setup.py's install_requires missing from this Python."""
-    tree = ast.parse((ROOT / "setup.py").read_text())
-    call = next(node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "setup")
-    lines = next(ast.literal_eval(keyword.value) for keyword in call.keywords if keyword.arg == "install_requires")
+    """Return the modules of pyproject.toml's dependencies missing from this Python."""
+    lines = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
     required = [name for name in (line.partition(">")[0].strip() for line in lines) if name not in NOT_NEEDED]
     return [name for name in (*required, *ALSO_NEEDED) if importlib.util.find_spec(name) is None]
 

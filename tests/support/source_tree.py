@@ -2,6 +2,7 @@
 
 import ast
 import gc
+import tomllib
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -37,14 +38,10 @@ def dotted(node: ast.AST) -> str:
 
 
 @cache
-def setup_argument(name: str) -> Any:
-    """The value of an argument of setup() in setup.py."""
-    call = next(
-        node
-        for node in ast.walk(tree(ROOT / "setup.py"))
-        if isinstance(node, ast.Call) and dotted(node.func) == "setup"
-    )
-    return ast.literal_eval(next(keyword.value for keyword in call.keywords if keyword.arg == name))
+def project() -> dict[str, Any]:
+    """Return the table [project] of pyproject.toml."""
+    found: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    return found
 
 
 @cache
