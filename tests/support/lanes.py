@@ -16,7 +16,15 @@ from tests.support.source_tree import ROOT, imports
 # Files that prove nothing about training: documents, benchmarks, rules of the code, tools, the tests' own support.
 PROJECT = (
     *("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_calibrate", "test_come_over"),
-    *("test_command", "test_dashboard", "test_docs", "test_docs_commands", "test_docs_picture", "test_docs_site"),
+    *(
+        "test_command",
+        "test_community_files",
+        "test_dashboard",
+        "test_docs",
+        "test_docs_commands",
+        "test_docs_picture",
+        "test_docs_site",
+    ),
     *("test_gpu_check", "test_house", "test_kernel_benchmarks", "test_lanes", "test_lanes_gpus"),
     *("test_other_frameworks", "test_plot_schedule", "test_status", "test_strategy_tables"),
     *("test_support_distributed", "test_support_program", "test_survey", "test_terminal"),
