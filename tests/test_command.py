@@ -9,21 +9,41 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import venv
 import zipfile
+from email.message import Message
 from pathlib import Path
 
 import pytest
 import tyro
+from markdown import markdown
 from megapar_models.registry import named_configs
 
 from megapar import __main__ as command
+from megapar import __version__
 from megapar.base.errors import ConfigError, DataError
 from tests.support.options import load
-from tests.support.source_tree import LIBRARY, ROOT, relative, setup_argument
+from tests.support.source_tree import LIBRARY, ROOT, project, relative
 from tools import completion, plan, presets, simulate
 
 CONFIGS = ROOT / "pretrain_scripts/configs"
+TOOLS = ROOT / "tools/megapar_tools"
 BUILD = "import sys; from setuptools import build_meta as b; getattr(b, sys.argv[1])(sys.argv[2])"
+USE = """from typing import assert_type
+
+from megapar.config.options import Config
+from megapar_kernels.backend import FusedAttention, Kernels
+from megapar_models.build import stage_layers
+from megapar_tools.plan.search import Row, nearest
+
+assert_type(Config().train.steps, int)
+assert_type(Kernels().attention, FusedAttention)
+assert_type(stage_layers(Config()), list[range])
+
+
+def first(rows: list[Row]) -> None:
+    assert_type(nearest(rows[0], rows), Row | None)
+"""
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 
 
@@ -89,6 +109,11 @@ def succeed(installed: Path, line: str, cwd: Path) -> str:
     return ended.stdout
 
 
+def metadata_of(files: dict[str, bytes]) -> Message:
+    """Return the metadata in the contents of a wheel."""
+    return email.message_from_bytes(files[f"megapar-{__version__}.dist-info/METADATA"])
+
+
 def contents(wheel: Path) -> dict[str, bytes]:
     with zipfile.ZipFile(wheel) as archive:
         return {name: archive.read(name) for name in archive.namelist()}
@@ -103,6 +128,9 @@ def test_the_wheel_has_every_module_program_preset_and_config(wheel: Path) -> No
     needed = {relative(path) for path in (*LIBRARY, *(ROOT / "models").rglob("*.toml"))}
     needed = {name.removeprefix("models/").removeprefix("kernels/").removeprefix("tools/") for name in needed}
     needed |= {f"megapar_programs/{relative(path)}" for path in programs}
+    data = [path for kind in ("migrate/flags", "plan/machines", "dashboard") for path in (TOOLS / kind).glob("*.*")]
+    assert len(data) > 20
+    needed |= {relative(path).removeprefix("tools/") for path in data if path.suffix != ".py"}
     assert needed - {*files} == set()
     packages = ("megapar", "megapar_models", "megapar_kernels", "megapar_tools")
     assert {f"{package}/py.typed" for package in packages} <= {*files}
@@ -112,16 +140,46 @@ def test_the_wheel_has_every_module_program_preset_and_config(wheel: Path) -> No
 
 def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     files = contents(wheel)
-    folder = next(name.partition("/")[0] for name in files if name.endswith("dist-info/METADATA"))
-    metadata = email.message_from_bytes(files[f"{folder}/METADATA"])
-    assert metadata["Summary"] == setup_argument("description")
+    metadata = metadata_of(files)
+    assert (metadata["Name"], metadata["Version"]) == ("megapar", __version__)
+    assert metadata["Summary"] == project()["description"]
     assert {*re.findall(r"\w+", metadata["Summary"])} >= {"data", "tensor", "pipeline", "context", "expert"}
-    assert metadata["Description-Content-Type"] == "text/markdown"
-    assert str(metadata.get_payload()).strip() == (ROOT / "README.md").read_text().strip()
-    assert files[f"{folder}/licenses/LICENSE"] == (ROOT / "LICENSE").read_bytes()
+    assert metadata["Keywords"].split(",") == project()["keywords"]
+    assert metadata.get_all("Classifier") == project()["classifiers"]
+    assert {*metadata["Requires-Python"].split(",")} == {*project()["requires-python"].split(",")}
+    required = [line for line in metadata.get_all("Requires-Dist") if "extra ==" not in line]
+    assert [re.split(r"[<>]", line)[0] for line in required] == [
+        re.split(r"[<>]", line)[0] for line in project()["dependencies"]
+    ]
+    assert {*metadata.get_all("Provides-Extra")} == {*project()["optional-dependencies"]}
+    folder = f"megapar-{__version__}.dist-info"
     assert files[f"{folder}/entry_points.txt"].decode().split() == [
         *("[console_scripts]", "megapar", "=", "megapar.__main__:main")
     ]
+
+
+def test_the_wheel_has_the_license_of_each_file_in_it(wheel: Path) -> None:
+    """uPlot's was left out once."""
+    files = contents(wheel)
+    metadata = metadata_of(files)
+    assert metadata["License-Expression"] == "Apache-2.0 AND MIT"
+    assert metadata.get_all("License-File") == ["LICENSE", "tools/megapar_tools/dashboard/LICENSE-uPlot"]
+    for name in metadata.get_all("License-File"):
+        assert files[f"megapar-{__version__}.dist-info/licenses/{name}"] == (ROOT / name).read_bytes()
+
+
+def test_the_page_of_an_index_has_no_link_into_the_repository(wheel: Path) -> None:
+    """It has all words of the README. Links and pictures work only with an address, and headings get no anchors."""
+    metadata = metadata_of(contents(wheel))
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    description = str(metadata.get_payload())
+    page = markdown(description, extensions=["fenced_code", "tables"])
+    assert (
+        page.count("<h2>") == markdown((ROOT / "README.md").read_text(), extensions=["fenced_code"]).count("<h2>") > 4
+    )
+    targets = re.findall(r'(?:href|src(?:set)?)="([^"]*)"', page)
+    assert [target for target in targets if not target.startswith("https://")] == []
+    assert "](" not in re.sub(r"\]\(https://", "", description)
 
 
 def test_the_sdist_builds_the_same_wheel(source: Path, wheel: Path, tmp_path: Path) -> None:
@@ -182,6 +240,32 @@ def test_the_installed_command_trains_a_config_by_name(installed: Path, tmp_path
     written = (tmp_path / "run/config.toml").read_text()
     assert f"{installed}/megapar_programs/pretrain_scripts/configs/tiny.toml" in written
     assert "dp = 0  # default, here 2" in written
+
+
+def test_an_installation_says_its_version(installed: Path, tmp_path: Path) -> None:
+    assert succeed(installed, "megapar --version", tmp_path) == f"megapar {__version__}\n"
+
+
+@pytest.mark.slow
+def test_an_installation_plans_with_the_machines_of_the_wheel(installed: Path, tmp_path: Path) -> None:
+    printed = succeed(installed, "megapar pretrain --config tiny --dry_run --gpu h100-80g", tmp_path)
+    assert "fits on h100-80g of " in printed
+    assert "layouts can run" in succeed(installed, "megapar plan --config tiny --gpus 1 --gpu h100-80g", tmp_path)
+
+
+@pytest.mark.slow
+def test_a_typed_script_of_a_user_finds_the_types_of_an_installation(wheel: Path, tmp_path: Path) -> None:
+    """mypy complains of a package without py.typed. The Python that it asks has no torch, whose types it would read."""
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv/bin/python"
+    (packages,) = (tmp_path / "venv/lib").glob("python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(packages)
+    (tmp_path / "use.py").write_text(USE)
+    line = f"{sys.executable} -m mypy --strict --cache-dir cache --python-executable {python} use.py"
+    without = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "MYPYPATH")}
+    checked = subprocess.run(shlex.split(line), cwd=tmp_path, env=without, capture_output=True, text=True, check=False)
+    assert checked.stdout.startswith("Success: no issues found"), checked.stdout + checked.stderr
 
 
 def test_exit_codes_and_names_of_commands_reach_the_user(installed: Path, tmp_path: Path) -> None:
@@ -355,7 +439,7 @@ def test_the_dockerfile_copies_what_is_there_and_pins_what_setup_pins() -> None:
     assert {*re.findall(pins, DOCKERFILE)} == {*re.findall(pins, (ROOT / "pretrain_scripts/setup.sh").read_text())}
     extras = re.search(r"'\.\[([\w,]+)\]'", DOCKERFILE)
     assert extras
-    assert {*extras[1].split(",")} <= {*setup_argument("extras_require")}
+    assert {*extras[1].split(",")} <= {*project()["optional-dependencies"]}
     assert 'ENTRYPOINT ["megapar"]' in DOCKERFILE
     assert re.search(r"^USER [1-9]", DOCKERFILE, re.MULTILINE), "not root"
 

@@ -19,6 +19,7 @@ from tests.support.program import Program
 from tests.support.source_tree import ROOT, TESTS, tree
 from tests.support.sweeps import slow_but
 
+WITH_PIP = ("pip install -c constraints.txt -e .", "uv venv --python 3.11", "uv pip install -c constraints.txt -e .")
 INSTALLING = (
     *(f"bash pretrain_scripts/{name}.sh" for name in ("quickstart", "moe_laptop", "finetune_laptop")),
     "bash tests/run.sh",
@@ -62,7 +63,7 @@ def run_commands(document: Path, folder: Path, without: Collection[str] = ()) ->
     for command in commands:
         if command.startswith("python -m pytest "):
             assert_part_of_the_suite(command)
-        elif command == "pip install -c constraints.txt -e .":
+        elif command in WITH_PIP:
             assert (ROOT / "constraints.txt").is_file()
         elif command == ON_EIGHT_GPUS:
             script, *flags = words_of_program(f"{command} --dry_run --gpu h100-80g")
