@@ -1,11 +1,13 @@
-# Sourced by quickstart.sh and tests/run.sh: a .venv in the repository's root with the pinned packages, made once.
+# Sourced by the scripts: a .venv in the repository's root with the pinned packages, made once. `extra=dev`, which
+# tests/run.sh sets, adds what the tests need, and the first command does not.
 # Python 3.11, 3.12, 3.13 or 3.14 makes it: the first of these that is there, or the one that PYTHON names. Nobody has
 # run the tests with 3.14 yet; all packages of constraints.txt have builds for it.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Of pyproject.toml only what is installed: the settings of tools come behind it.
 wanted=$(sed '/^\[tool\./,$d' pyproject.toml | cat - setup.py constraints.txt | sha256sum)
-if [ ! -f .venv/installed ] || [ "$(cat .venv/installed)" != "$wanted" ]; then
+installed=.venv/installed${extra:+-$extra}
+if [ ! -f "$installed" ] || [ "$(cat "$installed")" != "$wanted" ]; then
     python=''
     for candidate in ${PYTHON:-python3.11 python3.12 python3.13 python3.14 python3}; do
         if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' 2> /dev/null; then
@@ -23,7 +25,7 @@ if [ ! -f .venv/installed ] || [ "$(cat .venv/installed)" != "$wanted" ]; then
     install torch==2.13.0
     # torch's CUDA builds bring their own triton; its CPU build brings none, and kernels are interpreted by this one.
     [ "$(uname)" != Linux ] || .venv/bin/python -c "import triton" 2> /dev/null || install triton==3.9.0
-    install --editable '.[dev]'
-    echo "$wanted" > .venv/installed
+    install --editable ".${extra:+[$extra]}"
+    echo "$wanted" | tee .venv/installed > "$installed"
 fi
 source .venv/bin/activate

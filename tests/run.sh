@@ -11,6 +11,7 @@
 # tests/run.sh -m slow
 # tests/run.sh --gpus runs the kernel tests natively on one GPU, then the distributed tests over NCCL (fewer GPUs are shared).
 set -euo pipefail
+extra=dev
 source "$(dirname "$0")/../pretrain_scripts/setup.sh"
 export OMP_NUM_THREADS=1
 # Some containers set it. Without compiled files each of a thousand processes would compile what it imports.
