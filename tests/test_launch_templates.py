@@ -1,11 +1,10 @@
 """Templates for Kubernetes and SkyPilot (pretrain_scripts/*.yaml), and torchrun with exit codes.
 
-tests/data/job_fields.json has the fields that the templates use, with types, as found in the definitions that it names.
+tests/data/job_schemas.json has the projects' own definitions (tests/support/job_schemas.py).
 """
 
-import json
+import copy
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -18,89 +17,87 @@ from typing import Any
 import pytest
 import yaml
 from megapar_models.registry import named_configs, validate
+from torch.distributed.run import get_args_parser
 
 from megapar.base import errors
 from megapar.config.elastic import fitted
 from megapar.config.options import Config
 from megapar.launch import torchrun
+from tests.support.job_schemas import wrong_fields
 from tests.support.options import load
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "pretrain_scripts"
-FIELDS = json.loads((ROOT / "tests/data/job_fields.json").read_text())
-TYPES: dict[str, tuple[type, ...]] = {
-    **{"string": (str,), "integer": (int,), "boolean": (bool,), "object": (dict,), "array": (list,)},
-    "integer or string": (int, str),
-}
 CODES = {error.exit_code for error in vars(errors).values() if isinstance(error, type) and hasattr(error, "exit_code")}
 COME_AGAIN = CODES - {*torchrun.MAY_PASS}
 
 
+def documents(name: str) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all((SCRIPTS / f"llama_70b_{name}.yaml").read_text()))
+
+
 def template(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((SCRIPTS / f"llama_70b_{name}.yaml").read_text())
+    (found,) = documents(name)
     return found
 
 
-def wrong_fields(value: object, fields: dict[str, str], path: str = "") -> Iterator[str]:
-    """What of `value` the definition does not have: fields, types, values; and what it needs and `value` lacks."""
-    if path:
-        kind, *rules = fields[path].split(", ")
-        if not isinstance(value, TYPES[kind]) or isinstance(value, bool) > (kind == "boolean"):
-            yield f"{path}: {value!r} is no {kind}"
-        for rule in rules:
-            if rule.startswith("one of ") and value not in rule.split()[2:]:
-                yield f"{path}: {value!r} is not one of them"
-            if rule.startswith("needs ") and isinstance(value, dict):
-                yield from (f"{path}: lacks {name}" for name in rule.split()[1:] if name not in value)
-    if isinstance(value, dict):
-        for name, part in value.items():
-            inner = f"{path}.{name}".lstrip(".")
-            known = next((field for field in (inner, f"{path}.*") if field in fields), None)
-            if known is None:
-                yield f"{inner}: no such field"
-            else:
-                yield from wrong_fields(part, fields, known)
-    elif isinstance(value, list):
-        for part in value:
-            yield from wrong_fields(part, fields, f"{path}[]")
-
-
-def wrong(job: dict[str, Any]) -> list[str]:
-    kind = FIELDS[job["kind"]]
-    assert job["apiVersion"] == kind["apiVersion"]
-    assert set(job) == {"apiVersion", "kind", "metadata", "spec"}
-    return list(wrong_fields({"spec": job["spec"]}, kind["fields"]))
+TEMPLATES = {
+    job.get("kind", "SkyPilot"): job for name in ("trainjob", "jobset", "pytorchjob", "sky") for job in documents(name)
+}
+FREE = {"metadata", "limits", "labels", "pytorchReplicaSpecs", "volumes", "envs"}
+"""Fields that hold names of the user's own, or, under metadata, what Kubernetes itself defines."""
 
 
 # Fields
 
 
-@pytest.mark.parametrize("name", ["pytorchjob", "jobset"])
-def test_a_job_has_the_fields_of_its_definition(name: str) -> None:
-    job = template(name)
-    assert wrong(job) == []
-    assert re.fullmatch("[0-9a-f]{40}", FIELDS[job["kind"]]["commit"])
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_template_has_the_fields_of_its_definition(kind: str) -> None:
+    assert wrong_fields(kind, TEMPLATES[kind]) == []
 
 
-def test_a_wrong_field_is_found() -> None:
+def fields(value: object, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """The paths of the fields in `value` whose names a definition has."""
+    if isinstance(value, dict):
+        for name, part in value.items():
+            if not (path and path[-1] in FREE):
+                yield (*path, name)
+            yield from fields(part, (*path, name))
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            yield from fields(part, (*path, number))
+
+
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_a_typing_error_in_any_field_is_found(kind: str) -> None:
+    paths = list(fields(TEMPLATES[kind]))
+    assert len(paths) > 10
+    for *parents, name in paths:
+        job = copy.deepcopy(TEMPLATES[kind])
+        at: Any = job
+        for parent in parents:
+            at = at[parent]
+        at[f"{name}s"] = at.pop(name)
+        assert any(f"'{name}s' was unexpected" in found for found in wrong_fields(kind, job)), (*parents, name)
+
+
+def test_a_wrong_value_is_found() -> None:
     job = template("pytorchjob")
     worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
-    worker["restartpolicy"] = "Never"
     worker["replicas"] = "8"
     del worker["template"]["spec"]["containers"][0]["name"]
-    at = "spec.pytorchReplicaSpecs.*"
-    assert wrong(job) == [
-        f"{at}.replicas: '8' is no integer",
-        f"{at}.template.spec.containers[]: lacks name",
-        f"{at}.restartpolicy: no such field",
+    at = "spec.pytorchReplicaSpecs.Worker"
+    assert wrong_fields("PyTorchJob", job) == [
+        f"{at}.replicas: '8' is not of type 'integer'",
+        f"{at}.template.spec.containers[0]: 'name' is a required property",
     ]
     job = template("jobset")
+    job["apiVersion"] = "jobset.x-k8s.io/v1"
     job["spec"]["failurePolicy"]["rules"][0]["action"] = "Fail"
-    assert wrong(job) == ["spec.failurePolicy.rules[].action: 'Fail' is not one of them"]
-
-
-def test_the_skypilot_task_has_known_fields() -> None:
-    assert list(wrong_fields(template("sky"), FIELDS["SkyPilot"]["fields"])) == []
+    assert [found.partition(":")[0] for found in wrong_fields("JobSet", job)] == [
+        "apiVersion",
+        "spec.failurePolicy.rules[0].action",
+    ]
 
 
 def test_the_skypilot_task_by_its_package(tmp_path: Path) -> None:
@@ -131,8 +128,7 @@ def check_pod(pod: dict[str, Any]) -> list[str]:
     variables = {row["name"]: row["value"] for row in container["env"]}
     assert int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) < pod["terminationGracePeriodSeconds"]
     assert {row["name"] for row in container["volumeMounts"]} == {row["name"] for row in pod["volumes"]}
-    assert container["name"] == "pytorch"
-    words: list[str] = [*container["command"], *container["args"]]
+    words: list[str] = [*container["command"], *container.get("args", ())]
     assert words[:3] == ["python", "-m", "megapar.launch.torchrun"]
     return words[3:]
 
@@ -141,6 +137,7 @@ def test_the_pytorchjob_runs_on_six_to_eight_nodes() -> None:
     spec = template("pytorchjob")["spec"]
     worker = spec["pytorchReplicaSpecs"]["Worker"]
     words = check_pod(worker["template"]["spec"])
+    assert worker["template"]["spec"]["containers"][0]["name"] == "pytorch", "the operator looks for this name"
     elastic = spec["elasticPolicy"]
     assert worker["replicas"] == elastic["maxReplicas"]
     ranks = int(spec["nprocPerNode"])
@@ -163,13 +160,52 @@ def test_the_jobset_starts_again_what_may_pass() -> None:
     options_of(words, int(flags["--nnodes"]) * int(flags["--nproc-per-node"]))
     first = f"{job['metadata']['name']}-{node['name']}-0-0.{spec['network']['subdomain']}"
     assert flags["--master-addr"] == first
+    check_restarts(spec)
+
+
+def check_restarts(spec: dict[str, Any]) -> None:
+    """Fail unless a JobSet with `spec` starts again after each end but those that would come again."""
+    (node,) = spec["replicatedJobs"]
+    inner = node["template"]["spec"]
+    pod = inner["template"]["spec"]
     assert inner["completionMode"] == "Indexed", "it sets JOB_COMPLETION_INDEX"
+    assert inner["backoffLimit"] == 0, "one pod that starts again meets no other"
     # Kubernetes takes a podFailurePolicy with this restartPolicy alone.
     assert pod["restartPolicy"] == "Never"
     (rule,) = inner["podFailurePolicy"]["rules"]
     assert (rule["action"], {*rule["onExitCodes"]["values"]}) == ("FailJob", COME_AGAIN)
+    assert rule["onExitCodes"]["containerName"] == pod["containers"][0]["name"]
     (of_set,) = spec["failurePolicy"]["rules"]
     assert (of_set["action"], of_set["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
+
+
+def test_the_trainjob_starts_a_runtime_that_starts_again_what_may_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime, job = documents("trainjob")
+    group = job["apiVersion"].partition("/")[0]
+    assert job["spec"]["runtimeRef"] == {
+        "apiGroup": group,
+        "kind": runtime["kind"],
+        "name": runtime["metadata"]["name"],
+    }
+    spec = runtime["spec"]["template"]["spec"]
+    check_restarts(spec)
+    (node,) = spec["replicatedJobs"]
+    # Trainer gives the TrainJob's nodes and words to the container of these names, under this label.
+    assert node["template"]["metadata"]["labels"] == {f"{group}/trainjob-ancestor-step": "trainer"}
+    pod = node["template"]["spec"]["template"]["spec"]
+    assert (node["name"], pod["containers"][0]["name"]) == ("node", "node")
+    assert check_pod(pod) == [], "the words are the TrainJob's"
+    trainer = job["spec"]["trainer"]
+    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == trainer["numProcPerNode"]
+    options_of(trainer["args"], trainer["numNodes"] * trainer["numProcPerNode"])
+    # What Trainer's torch policy sets in the container of pod 3.
+    name = job["metadata"]["name"]
+    variables = {"NNODES": trainer["numNodes"], "NPROC_PER_NODE": trainer["numProcPerNode"], "NODE_RANK": 3}
+    for variable, value in {**variables, "MASTER_ADDR": f"{name}-node-0-0.{name}", "MASTER_PORT": 29500}.items():
+        monkeypatch.setenv(f"PET_{variable}", str(value))
+    read = get_args_parser().parse_args(trainer["args"])
+    assert (read.nnodes, read.nproc_per_node, read.node_rank, read.rdzv_backend) == ("8", "8", 3, "static")
+    assert (read.master_addr, read.module, read.training_script) == (f"{name}-node-0-0.{name}", True, "megapar")
 
 
 STAND_IN = """#!/bin/sh
