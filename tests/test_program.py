@@ -261,6 +261,18 @@ def test_the_slurm_script_asks_for_a_signal_before_the_time_limit() -> None:
     text = (SCRIPTS / "llama_70b_slurm.sh").read_text()
     options = re.findall(r"^#SBATCH --(.*)", text, re.MULTILINE)
     assert {"signal=USR1@120", "requeue", "output=%x-%j.out", "open-mode=append"} <= {*options}
+    assert any(option.startswith("time=") for option in options)
+
+
+def test_the_slurm_script_hands_srun_the_cores_of_a_task(tmp_path: Path) -> None:
+    """srun does not take sbatch's since Slurm 22.05. Who has asked for none (salloc) gets none."""
+    text = (SCRIPTS / "llama_70b_slurm.sh").read_text()
+    (cores,) = re.findall(r"^#SBATCH --cpus-per-task=(.*)", text, re.MULTILINE)
+    environment = with_stand_ins(tmp_path) | SLURM_JOB
+    environment.pop("SLURM_CPUS_PER_TASK", None)
+    for variables, words in (({"SLURM_CPUS_PER_TASK": cores}, [f"--cpus-per-task={cores}"]), ({}, [])):
+        of_srun = run_slurm_script(tmp_path, environment | variables).stdout.splitlines()
+        assert of_srun[4 : of_srun.index("python")] == ["--kill-on-bad-exit=1", *words]
 
 
 SRUN = """#!/bin/sh
