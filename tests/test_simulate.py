@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megapar.base.expert_load import EVEN, ExpertLoad
 from megapar.base.grid import Grid
 from megapar.comm import collectives
+from megapar.config.derive import smallest_world
 from megapar.config.options import AdapterConfig, Config
 from megapar.data_parallel.accumulate import MainGradView
 from megapar.declare import context
@@ -34,6 +35,7 @@ from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import make, placement
 from megapar.pipeline.simulation import simulate as simulate_schedule
 from megapar.step.step import train_step
+from megapar.train.data import with_vocabulary_of_tokenizer
 from tests.support import program
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import (
@@ -53,6 +55,7 @@ from tests.support.grid import (
 from tests.support.options import load
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
+from tools import plan
 from tools import simulate as tool
 
 Counts = dict[str, tuple[dict[str, int], dict[str, int]]]
@@ -408,6 +411,27 @@ def test_with_a_machine_it_predicts_the_time(
     assert found["traffic"]["pp"]["nodes"] == 2  # of four GPUs each
     events = [row for row in json.loads(trace.read_text())["traceEvents"] if row["ph"] == "X"]
     assert {event["tid"] for event in events} == {0, 1}
+
+
+@pytest.mark.parametrize("path", sorted(tool.CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_shipped_configuration_is_read_without_its_tokenizer(
+    path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """By simulate.py, plan.py and a dry run alike: none of them reads text, and the files give the vocabulary."""
+    monkeypatch.chdir(tmp_path)
+    flags = ["--config", str(path)]
+    read = load(flags, presets())
+    dry = validate(replace(read.config, dry_run=True), smallest_world(read.config.parallel))
+    found = tool.checked(tool.Arguments(), flags, PARTS), plan.with_sizes(read), with_vocabulary_of_tokenizer(dry)
+    assert {config.model.vocab_size for config in found} == {read.config.model.vocab_size}
+
+
+def test_a_vocabulary_that_is_nowhere_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ("--config", tool.CONFIGS / "llama_7b.toml", "--model.vocab_size", 0, "--data.tokenizer", "spm:none.model")
+    assert run(monkeypatch, *flags) == 2
+    assert "none.model is not a file); set model.vocab_size" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,15 @@ from megapar_tools.plan.questions import Questions, gib, why_first
 from megapar_tools.plan.search import Found, Row, search
 from megapar_tools.plan.space import Candidate, Space, layout_of, searchable
 from megapar_tools.plan.step_time import StepTime, step_time
+from megapar_tools.plan.target import with_planned_vocabulary
 from rich.console import Console
 from rich.progress import track
 
-from megapar.base.errors import ConfigError, MegaparError
-from megapar.config.derive import with_vocabulary
+from megapar.base.errors import ConfigError
 from megapar.config.files import ASKS_FOR_COMPLETION, NEW, OLD, Resolved, load, to_toml
 from megapar.config.messages import first_few, layout_in_words
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, flatten, option_types, unflatten
-from megapar.data.tokenizer import load_tokenizer
 from megapar.launch.reporting import open_streams, reported
 from megapar.system.atomic_files import write_json, write_text
 from megapar.train.run_plan import check_schedule
@@ -119,16 +118,7 @@ def with_sizes(resolved: Resolved) -> Config:
             f"{first_few(_SIZES)}: not given, so there is no model to plan; name one by --config, such as llama3-8b "
             "(tools/presets.py lists them), or set them"
         )
-    config = resolved.config
-    if config.model.vocab_size:
-        return config
-    try:
-        return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
-    except MegaparError as error:
-        raise ConfigError(
-            f"model.vocab_size=0, data.tokenizer={config.data.tokenizer}: the size of the vocabulary is the "
-            f"tokenizer's, which cannot be read ({error}); set model.vocab_size"
-        ) from error
+    return with_planned_vocabulary(resolved.config)
 
 
 class ModelPlanner:

@@ -21,7 +21,7 @@ from megapar_tools.plan.parts import Parts
 from megapar_tools.plan.simulate import Simulation, simulate
 from megapar_tools.plan.stage_works import stages_of
 from megapar_tools.plan.step_time import StepTime, step_time
-from megapar_tools.plan.target import with_planned_kernels
+from megapar_tools.plan.target import with_planned_kernels, with_planned_vocabulary
 from megapar_tools.plan.work import AttentionWork, Kernel, Product, Started
 from megapar_tools.trace.timeline import draw_over_each_other, write_chrome_trace
 from rich.console import Console
@@ -37,7 +37,6 @@ from megapar.config.options import Config
 from megapar.launch.grid import grid_of
 from megapar.launch.reporting import open_streams, reported
 from megapar.system.atomic_files import write_json
-from megapar.train.data import with_vocabulary_of_tokenizer
 from megapar.train.levers import planned_device
 from megapar.train.run_plan import check_schedule
 
@@ -84,7 +83,7 @@ def checked(args: Arguments, flags: list[str], parts: Parts) -> Config:
     config = validate(given, world)
     if not 0 <= args.rank < world:
         raise ConfigError(f"--rank {args.rank}: the world of {counted(world, 'rank')} has the ranks 0 to {world - 1}")
-    config = with_vocabulary_of_tokenizer(config)
+    config = with_planned_vocabulary(config)
     check_schedule(config)
     return check_choices(replace(planned_schedule(given, config, parts), gpu=args.gpu or "auto"), parts)
 
