@@ -16,4 +16,4 @@ python tools/entropy.py --train $data/train --validation $data/validation --toke
 
 echo "== pictures"
 python tools/plot.py $run --entropies $run/entropies.json
-echo "== everything lies in $run: config.toml, metrics.jsonl, tensorboard/, checkpoints/, loss.png, load.png"
+echo "== everything lies in $run: config.toml, metrics.jsonl, report.html, tensorboard/, checkpoints/, loss.png, load.png"

@@ -486,6 +486,29 @@ def test_a_file_that_is_not_a_config_is_refused_with_the_line(tmp_path, text, sa
     assert load_refusal(["--config", file]).startswith(file + said)
 
 
+@pytest.mark.parametrize("text", ["train: {steps: 3}\n", "train:\n  steps: 3\n", "# a job\n---\ntrain:\n"])
+def test_who_has_yaml_is_shown_toml(tmp_path, text):
+    said = load_refusal(["--config", write(tmp_path, "c.yaml", text)])
+    assert "not valid TOML: " in said
+    assert "[train] and below it steps = 3, for `train: {steps: 3}`; `megapar migrate` makes one" in said
+    assert "migrate" not in load_refusal(["--config", write(tmp_path, "c.toml", text)])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--config", "a.toml", "optimizer.lr=1e-3"], "expected one TOML file; options are flags: --optimizer.lr 1e-3"),
+        (
+            ["optimizer.lr=1e-3", "+train.steps=3"],
+            "follows no flag; options are flags: --optimizer.lr 1e-3 --train.steps 3",
+        ),
+        (["--config", "a=b.toml", "c.toml"], "--config a=b.toml c.toml: expected one TOML file"),
+    ],
+)
+def test_assignments_as_in_hydra_are_shown_as_flags(argv, said):
+    assert load_refusal(argv).endswith(said)
+
+
 def test_a_folder_or_a_missing_file_is_refused(tmp_path):
     """Fault bad-config-file."""
     assert load_refusal(["--config", str(tmp_path)]).startswith(f"{tmp_path}: is a folder")

@@ -222,6 +222,12 @@ def test_the_page_has_the_table_and_its_sources():
         ("--rampup-batch-size 16 8 300000", "it is Megatron-LM's; here: --train.batch_ramp 16 8 300000"),
         ("--optimizer.learning_rate 1e-4", "learning_rate is Hugging Face's; here: --optimizer.lr 1e-4"),
         ("--autotp_size 8", "tensor_parallel.autotp_size is DeepSpeed's; here: --parallel.tp 8"),
+        # Frameworks that agree are answered once.
+        (
+            "--deepspeed ds.json",
+            "it is Megatron-LM's, DeepSpeed's and Hugging Face's; leave it out: tools/from_deepspeed.py turns the "
+            "ds_config into options",
+        ),
         # A key of a section, which has a row as a whole.
         (
             "--wandb.team x",

@@ -14,8 +14,9 @@ tools/migrate.py deepspeed is the same program.
 
 import sys
 from functools import partial
+from pathlib import Path
 
-from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, validate
 from megapar_tools.migrate import deepspeed_job
 from megapar_tools.migrate.account import Project
 from megapar_tools.migrate.deepspeed_job import DeepSpeedJob as Arguments
@@ -23,7 +24,9 @@ from megapar_tools.migrate.finish import run
 
 from megapar.launch.reporting import open_streams, reported
 
-account = partial(deepspeed_job.account, Project(FOR_OPTIONS, presets, validate))
+CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
+
+account = partial(deepspeed_job.account, Project(FOR_OPTIONS, partial(named_configs, CONFIGS), validate))
 
 
 def main() -> int:

@@ -14,9 +14,10 @@ tools/migrate.py megatron is the same program.
 
 import sys
 from functools import partial
+from pathlib import Path
 
 from megapar_models.convert.megatron import load_arguments
-from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, validate
 from megapar_tools.migrate import megatron_job
 from megapar_tools.migrate.account import Project
 from megapar_tools.migrate.finish import run
@@ -24,7 +25,9 @@ from megapar_tools.migrate.megatron_job import MegatronJob as Arguments
 
 from megapar.launch.reporting import open_streams, reported
 
-account = partial(megatron_job.account, Project(FOR_OPTIONS, presets, validate), load_arguments)
+CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
+
+account = partial(megatron_job.account, Project(FOR_OPTIONS, partial(named_configs, CONFIGS), validate), load_arguments)
 
 
 def main() -> int:

@@ -11,8 +11,9 @@ tools/migrate.py torchtitan is the same program.
 
 import sys
 from functools import partial
+from pathlib import Path
 
-from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, validate
 from megapar_tools.migrate import torchtitan_job
 from megapar_tools.migrate.account import Project
 from megapar_tools.migrate.finish import run
@@ -20,7 +21,9 @@ from megapar_tools.migrate.torchtitan_job import TorchtitanJob as Arguments
 
 from megapar.launch.reporting import open_streams, reported
 
-account = partial(torchtitan_job.account, Project(FOR_OPTIONS, presets, validate))
+CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
+
+account = partial(torchtitan_job.account, Project(FOR_OPTIONS, partial(named_configs, CONFIGS), validate))
 
 
 def main() -> int:

@@ -11,16 +11,18 @@ if everything was carried over, and 2 otherwise.
 
 import sys
 from functools import partial
+from pathlib import Path
 
 from megapar_models.convert.megatron import load_arguments
-from megapar_models.registry import FOR_OPTIONS, presets, validate
+from megapar_models.registry import FOR_OPTIONS, named_configs, validate
 from megapar_tools.migrate import deepspeed_job, megatron_job, torchtitan_job
 from megapar_tools.migrate.account import Project
 from megapar_tools.migrate.finish import run
 
 from megapar.launch.reporting import open_streams, reported
 
-PROJECT = Project(FOR_OPTIONS, presets, validate)
+CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
+PROJECT = Project(FOR_OPTIONS, partial(named_configs, CONFIGS), validate)
 
 
 JOBS = {

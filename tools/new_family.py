@@ -86,9 +86,16 @@ def read_shapes(folder: Path) -> dict[str, Sizes | None]:
 
 
 def nearest(raw: dict[str, Any], shapes: dict[str, Sizes | None]) -> Near:
-    """The model_type itself if we have it, else that of ours with the fewest fields and tensors that differ."""
-    found = candidates(raw, shapes)
-    return min(found, key=lambda near: (near.model_type != raw["model_type"], len(near.fields) + len(near.tensors)))
+    """The model_type itself if we have it, else that of ours with the fewest fields and tensors that differ.
+
+    Reading a file ends at a field that is missing, so a type that misses one has too few differences: it comes last.
+    """
+
+    def distance(near: Near) -> tuple[bool, bool, int]:
+        misses = any(line.endswith(" is missing") for line in near.fields)
+        return near.model_type != raw["model_type"], misses, len(near.fields) + len(near.tensors)
+
+    return min(candidates(raw, shapes), key=distance)
 
 
 def candidates(raw: dict[str, Any], shapes: dict[str, Sizes | None]) -> Iterator[Near]:

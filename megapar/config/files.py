@@ -267,7 +267,8 @@ def _split(argv: Sequence[str], known: _Known) -> list[_Flag]:
     options[OLD] = NEW
     grouped, stray = _grouped(argv)
     # One message is enough for all words before the first flag.
-    problems = [f"{word!r} follows no flag; options look like --section.key value" for word in stray[:1]]
+    looks = _as_flags(stray) or "; options look like --section.key value"
+    problems = [f"{word!r} follows no flag{looks}" for word in stray[:1]]
     problems += [_no_such_flag(flag, known) for flag in grouped if flag.option not in options]
     flags = [flag._replace(option=options.get(flag.option, flag.option)) for flag in grouped]
     problems += _given_twice(flags)
@@ -303,6 +304,13 @@ def _values_of(flag: _Flag) -> tuple[str, ...]:
     return flag.words[1:]
 
 
+def _as_flags(words: Sequence[str]) -> str:
+    """Return how assignments among `words` are written here, "" if there is none: Hydra's users type them so."""
+    assigned = (word.partition("=") for word in words if re.fullmatch(r"\+*[a-z_]+(\.[a-z_]+)+=\S+", word))
+    flags = " ".join(f"--{name.lstrip('+')} {value}" for name, _, value in assigned)
+    return f"; options are flags: {flags}" if flags else ""
+
+
 def _given_twice(flags: Sequence[_Flag]) -> list[str]:
     """A message for each option set by several flags: nobody knows which one was meant."""
     by_option: dict[str, list[str]] = {}
@@ -320,7 +328,7 @@ def _file_of(flag: _Flag) -> str:
     """FILE of `--config FILE` or `--config=FILE`. Raises ConfigError unless there is exactly one."""
     values = _values_of(flag)
     if len(values) != 1:
-        raise ConfigError(f"{' '.join(flag.words)}: expected one TOML file")
+        raise ConfigError(f"{' '.join(flag.words)}: expected one TOML file{_as_flags(values)}")
     return values[0]
 
 
@@ -431,6 +439,16 @@ def _read_chain(
     yield file, text, table
 
 
+def _of_yaml(file: str) -> str:
+    """Return the way on for who has a YAML file, "" for another one."""
+    if Path(file).suffix.lower() not in (".yaml", ".yml"):
+        return ""
+    return (
+        "; a config is TOML with the same keys: [train] and below it steps = 3, for `train: {steps: 3}`; "
+        "`megapar migrate` makes one of another framework's YAML"
+    )
+
+
 def _read(file: str) -> tuple[str, dict[str, Any]]:
     """Text and parsed table of a TOML file. Raises ConfigError with file and line."""
     try:
@@ -449,7 +467,7 @@ def _read(file: str) -> tuple[str, dict[str, Any]]:
         # tomllib names no line for a text that ends too early: then it is the last one.
         line_match = re.search(r"line (\d+)", str(error))
         line = int(line_match[1]) if line_match else text.count("\n") + 1
-        raise ConfigError(f"{file}:{line}: not valid TOML: {error}") from None
+        raise ConfigError(f"{file}:{line}: not valid TOML: {error}{_of_yaml(file)}") from None
     except RecursionError:  # tomllib calls itself for each bracket
         raise ConfigError(f"{file}:1: not valid TOML: lists or tables are nested too deeply") from None
     if not table:

@@ -240,7 +240,10 @@ def _of_type(type_name: object, family: str) -> tuple[str, HuggingFace]:
     if family:
         has = f"it has {', '.join(known)}" if known else "it has no names at Hugging Face (Family.hugging_face)"
         raise ConfigError(f"config.json: model_type={type_name!r} is not one of family {family}; {has}")
-    raise ConfigError(f"config.json: model_type={type_name!r} is not supported; {', '.join(known)} are")
+    raise ConfigError(
+        f"config.json: model_type={type_name!r} is not supported; `megapar new-family FOLDER` says what a family for "
+        f"it needs, and drafts one with --write; docs/families.md lists the {len(known)} types that are supported"
+    )
 
 
 def _unsupported(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> Iterator[str]:
