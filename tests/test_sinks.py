@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +22,7 @@ from megapar.observe.sinks import base
 from megapar.observe.sinks.base import Line, RunInfo, Sender, scalars
 from megapar.observe.sinks.curve import FILE, curve_of, replayed
 from megapar.observe.sinks.prometheus import Prometheus
+from megapar.observe.sinks.wandb import WeightsAndBiases
 from tests.support import program, trackers
 
 LINE = {
@@ -305,6 +306,29 @@ def test_a_tracker_that_fails_is_one_line_and_the_run_is_the_same(tmp_path: Path
     assert run.code == 0
     (line,) = run.err.splitlines()
     assert line == "W&B: metrics not sent (Full: no network); the run goes on, with metrics.jsonl"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [ConnectionResetError("its process is gone"), SystemExit(-9)], ids=["lost", "code"])
+def test_a_wandb_that_is_given_up_prints_nothing_at_the_end(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its atexit hook would meet the killed process again, and print a traceback; its teardown removes the hook."""
+    torn_down = []
+
+    def teardown() -> None:
+        torn_down.append(1)
+        raise error
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(teardown=teardown))
+    sink = WeightsAndBiases(RunInfo(tmp_path, {}, 1), "project")
+    sink.abandon()
+    assert torn_down == [1]
+    assert capfd.readouterr().err == ""
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(teardown=threading.Event().wait))
+    start = time.monotonic()
+    sink.abandon()
+    assert time.monotonic() - start < 5, "W&B's own end may hang, and the run does not"
 
 
 def absent(name: str) -> None:

@@ -3,9 +3,11 @@
 import importlib
 import os
 import signal
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 from megapar.observe.sinks.base import CLOSING_SECONDS, Line, RunInfo, scalars
@@ -66,3 +68,16 @@ class WeightsAndBiases:
                 with suppress(OSError):  # it has ended meanwhile
                     if Path(f"/proc/{child}/comm").read_text().startswith("wandb"):
                         os.kill(int(child), signal.SIGKILL)
+        ending = Thread(target=_end_library, daemon=True)
+        ending.start()
+        ending.join(_MARGIN_SECONDS)
+
+
+def _end_library() -> None:
+    """End W&B in this process too: its atexit hook would print that its process is gone, with a traceback."""
+    # A module whose import goes on in the sink's thread has no teardown yet.
+    teardown = getattr(sys.modules.get("wandb"), "teardown", None)
+    if teardown is not None:
+        # The errors of a process that was killed: a lost connection, and its exit code as SystemExit.
+        with suppress(Exception, SystemExit):
+            teardown()
