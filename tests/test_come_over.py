@@ -1211,3 +1211,16 @@ def test_sigmoids_of_one_expert_are_not_divided() -> None:
     assert not one.refusal
     assert option not in moved("Megatron-LM", f"{flags} 2 --moe-router-score-function sigmoid").moved.ours
     assert "use norm_topk_prob false" in moved("Megatron-LM", f"{flags} 1").refusal
+
+
+def test_a_job_takes_its_model_from_a_configuration_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ds.json").write_text('{"train_batch_size": 4}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["x", "ds.json", "--model", "tiny", "--world_size", "1", "--output", "job.toml"])
+    from_deepspeed.main()
+    assert "wrote job.toml" in capsys.readouterr().out
+    resolved = load(["--config", str(tmp_path / "job.toml")], named_configs(CONFIGS)).config
+    assert resolved.model == load(["--config", "tiny"], named_configs(CONFIGS)).config.model
+    assert resolved.train.global_batch_size == 4

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from megapar_models.convert.draft import draft
 from megapar_models.convert.safetensors_folder import INDEX, header_of
 from megapar_models.convert.sketch import sketch
@@ -90,6 +91,15 @@ def test_the_nearest_family_is_the_one_with_the_fewest_differences(tmp_path: Pat
     (field,) = near.fields
     assert field.startswith("clever_factor=2.0 is not known, and may change the model")
     assert near.tensors == ["model.layers.*.clever.weight"]
+
+
+def test_a_type_whose_reading_ends_early_is_not_the_nearest() -> None:
+    """OPT's ffn_dim is missing in a file of LFM2, so its other fields are not compared: one difference is too few."""
+    raw = transformers.AutoConfig.for_model("lfm2").to_dict()
+    found = {near.model_type: near.fields for near in new_family.candidates(raw, {})}
+    assert found["opt"] == ["ffn_dim is missing"]
+    assert len(found["qwen3"]) > 1
+    assert new_family.nearest(raw, {}).family == "llama"
 
 
 def test_a_known_model_type_is_trained_as_it_is(

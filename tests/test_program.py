@@ -320,6 +320,12 @@ LAUNCHERS = {
 }
 
 
+@pytest.mark.parametrize("script", ["quickstart", "moe_laptop"])
+def test_the_last_line_of_a_script_that_trains_names_what_to_open(script: str) -> None:
+    last = (SCRIPTS / f"{script}.sh").read_text().splitlines()[-1]
+    assert last.startswith('echo "== everything lies in $run: config.toml, metrics.jsonl, report.html, ')
+
+
 def test_every_launch_script_is_known() -> None:
     others = {
         "quickstart",
