@@ -213,7 +213,7 @@ def test_a_plan_that_is_killed_ends_the_start_in_a_line(tmp_path: Path) -> None:
     ended = program.run(*flags, cwd=tmp_path, plant=killed_while_it_plans)
     assert ended.code == 8
     (line,) = ended.err.splitlines()
-    assert line.startswith("OutOfMemoryError: the process that plans was ended by a signal: if nobody did it")
+    assert line.startswith("OutOfMemoryError: a forked process was ended by a signal: if nobody did it")
     assert not (tmp_path / "run").exists()
 
 
