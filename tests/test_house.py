@@ -20,6 +20,7 @@ from tests.support.source_tree import LIBRARY, ROOT, SOURCES, TESTS, dotted, imp
 # and the rooms behind it. `main` are the programs that a person starts: they alone name a model family.
 KERNELS, MODELS, TOOLS = "megapar_kernels", "megapar_models", "megapar_tools"
 DOORS = "megapar.train.doors"
+DOORS_OF_MODELS = f"{MODELS}.doors"
 CONVERT, JUDGING = f"{MODELS}.convert", f"{MODELS}.judging"
 PROGRAMS = ("tools", "benchmarks", "pretrain_scripts", "tests")  # tools/benchmarks is imported as benchmarks
 BASE, SYSTEM, COMM, CONFIG = (f"megapar.{name}" for name in ("base", "system", "comm", "config"))
@@ -73,6 +74,7 @@ ALSO = {
     ("megapar_models.build", "megapar.pipeline.schedules"),
     ("megapar_models.registry", "megapar.pipeline.schedules"),
     # The doors, which a run opens for an option, an unknown flag or an error.
+    *((DOORS_OF_MODELS, f"{CONVERT}.{module}") for module in ("config_json", "typed_fields")),
     *((DOORS, f"{TOOLS}.{module}") for module in ("migrate.hints", "dashboard.page", "dashboard.status", "plan")),
     *(
         (DOORS, f"{TOOLS}.plan.{module}")
@@ -106,7 +108,7 @@ KNOW_MACHINE = {"megapar/system/device.py", "megapar/system/environment.py", "ke
 OPTIONAL = (
     *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "transformers", "deepspeed"),
     *("tokenizers", "tiktoken", "zstandard", "pyarrow", "datasets", "lm_eval", "megatron", "mkdocs", "yaml"),
-    *("wandb", "mlflow"),
+    *("wandb", "mlflow", "huggingface_hub"),
 )
 
 # Distributions whose import is not their name.
@@ -300,15 +302,15 @@ def test_classes_stay_small() -> None:
 
 
 def closure(*modules: str) -> set[Path]:
-    """Files of ours imported by these modules, directly or not, while no door to megapar_tools is opened."""
+    """Files of ours imported by these modules, directly or not, while no door is opened."""
     by_name = {module_name(path): path for path in SOURCES}
     waiting, seen = [by_name[module] for module in modules], set()
     while waiting:
         path = waiting.pop()
         seen.add(path)
         names = {part for name in imports(path) for part in (name, name.rpartition(".")[0])}
-        if module_name(path) == DOORS:
-            names = {name for name in names if not within(name, TOOLS)}
+        if behind := {DOORS: TOOLS, DOORS_OF_MODELS: CONVERT}.get(module_name(path)):
+            names = {name for name in names if not within(name, behind)}
         waiting += [by_name[name] for name in names if name in by_name and by_name[name] not in seen]
     return seen
 

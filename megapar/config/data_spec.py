@@ -94,7 +94,7 @@ def data_problems(config: Config) -> Iterator[str]:
         yield problem(config, "data.fim_tokens model.vocab_size", "ids must lie within the vocabulary")
     prefix, _, file = data.tokenizer.partition(":")
     if data.tokenizer != "bytes" and not (prefix in ("spm", "hf", "tiktoken") and file):
-        text = "must be bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
+        text = "must be bytes, spm:FILE (sentencepiece), hf:FILE or hf:ORG/MODEL (tokenizer.json), or tiktoken:FILE"
         yield problem(config, "data.tokenizer", text)
 
 

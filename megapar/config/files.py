@@ -1,20 +1,18 @@
 """Reads options from TOML files and flags, with the source of each value, and writes them as TOML.
 
 A flag (`--section.key value`) wins over a TOML file, and a TOML file (`--config`) wins over the default. The key `base`
-of a TOML file names another file to start from. Both may also name a preset: a file known to the program by its name.
-Anything else raises ConfigError: one line with the file and the option.
+of a TOML file names another file to start from. Both may also name a preset: a file known to the program by its name,
+or a model of Hugging Face (`megapar.config.chain`). Anything else raises ConfigError: one line with the file and the
+option.
 
 A family may have options of its own in the section `model`. So the family is read first, and then everything else.
 """
 
 import json
-import os
 import re
-import tomllib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass, field, fields, make_dataclass, replace
-from difflib import get_close_matches
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +20,13 @@ from typing import Any, NamedTuple
 import tyro
 
 from megapar.base.errors import ConfigError
+from megapar.config.chain import ConfigFiles, line_of
 from megapar.config.derive import layers_of_every
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import COMMON_OPTIONS, Families, ModelRules
 from megapar.config.option_values import convert, expected, fits, is_length_or_steps
 from megapar.config.options import Config, Length, default_config, flatten, option_types, unflatten
 from megapar.config.unknown import Hint, UnknownOption, nearest
-from megapar.system.regular_files import read_regular
 
 # Options say what they are in docstrings. To look for comments tyro would read the sources, for half of its time.
 _TYRO: dict[str, Any] = {"use_underscores": True, "config": (tyro.conf.HelptextFromCommentsOff,)}
@@ -76,7 +74,8 @@ class _CommandLine(Config):
     """Pretrain a transformer with data, tensor, pipeline, context and expert parallelism."""
 
     config: str = ""
-    """TOML file of options, or a preset such as llama3-8b; its `base` key may name another. Flags win over files."""
+    """TOML file of options, a preset such as llama3-8b, or a model of Hugging Face: a folder with config.json, or
+    ORG/MODEL[@REVISION]. The `base` key of a TOML file may name another. Flags win over files."""
 
 
 class _Flag(NamedTuple):
@@ -133,7 +132,7 @@ def load(
     then exits. Raises ConfigError for an unknown flag, key, type, file or family. `validate` checks whether the values
     can run.
     """
-    files = presets or {}
+    files = ConfigFiles(presets or {}, families, _family_of_flags(argv) or "")
     family = _family(argv, files)
     if ASKS_FOR_COMPLETION in argv:
         words = argv[argv.index(ASKS_FOR_COMPLETION) :]
@@ -145,7 +144,7 @@ def load(
     sources = dict.fromkeys(values, "default")
     for flag in flags:
         if flag.option == "config":
-            for file, text, table in _read_chain(_found(_file_of(flag), files), files, ()):
+            for file, text, table in files.read(_file_of(flag)):
                 options = _typed(file, text, table, known)
                 values |= options
                 sources |= dict.fromkeys(options, file)
@@ -218,7 +217,7 @@ def _sectioned(lines: Mapping[str, str]) -> str:
 # Flags
 
 
-def _family(argv: Sequence[str], presets: Mapping[str, Path]) -> str:
+def _family(argv: Sequence[str], files: ConfigFiles) -> str:
     """The value of model.family, by the flags, the files of --config or the default.
 
     Nothing else is looked at. What is wrong with flags and files, `load` finds when it reads them as a whole.
@@ -227,15 +226,18 @@ def _family(argv: Sequence[str], presets: Mapping[str, Path]) -> str:
     for flag in _grouped(argv)[0]:
         if flag.option == "config":
             with suppress(ConfigError):
-                for _, _, table in _read_chain(_found(_file_of(flag), presets), presets, ()):
+                for _, _, table in files.read(_file_of(flag)):
                     model = table.get("model")
                     if isinstance(model, dict) and isinstance(model.get("family"), str):
                         family = model["family"]
-    for flag in _grouped(argv)[0]:
-        values = _values_of(flag)
-        if flag.option == "model.family" and len(values) == 1:
-            family = values[0]
-    return family
+    named = _family_of_flags(argv)
+    return family if named is None else named
+
+
+def _family_of_flags(argv: Sequence[str]) -> str | None:
+    """The value of the flag model.family, None without one."""
+    given = [_values_of(flag) for flag in _grouped(argv)[0] if flag.option == "model.family"]
+    return next((values[0] for values in reversed(given) if len(values) == 1), None)
 
 
 def _grouped(argv: Sequence[str]) -> tuple[list[_Flag], list[str]]:
@@ -391,92 +393,6 @@ def _expected_words(flag: _Flag, annotation: Any) -> str:
 # TOML
 
 
-def _found(name: str, presets: Mapping[str, Path]) -> str:
-    """The path of a configuration: `name` itself, or the preset of that name.
-
-    Raises ConfigError with presets of similar names if there is neither.
-    """
-    if os.path.isfile(name):
-        return name
-    # The folder of a run may have the name of a preset, so only a file wins over it.
-    if name in presets:
-        return str(presets[name])
-    if presets and not os.path.lexists(name):
-        near = get_close_matches(name, presets)
-        hint = f"did you mean {' or '.join(near)}?" if near else "`megapar presets` lists those that there are"
-        raise ConfigError(f"{name}: no such file or preset (--config names a TOML file or a preset); {hint}")
-    return name
-
-
-def _read_chain(
-    file: str, presets: Mapping[str, Path], above: tuple[str, ...]
-) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yield (file, its text, its table) for the bases of `file`, the most basic first, then for `file` itself.
-
-    `above` are the files whose `base` led here. Raises ConfigError if they form a circle, or a base does not exist.
-    """
-    # Messages name the shortest path. Behind a link to a folder, a path with `..` leads elsewhere than its short form.
-    short = os.path.normpath(file)
-    if os.path.realpath(short) == os.path.realpath(file):
-        file = short
-    # Compare real paths: a link may close the circle under another name.
-    if os.path.realpath(file) in [os.path.realpath(other) for other in above]:
-        raise ConfigError(f"{above[-1]}: base leads back to itself: {' -> '.join([*above, file])}")
-    text, table = _read(file)
-    base = table.pop("base", None)
-    if base is not None:
-        if not isinstance(base, str):
-            raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: expected the path of a TOML file")
-        # Relative to the file that names it, so that configs can be used from any folder.
-        target = os.path.join(os.path.dirname(file), base)
-        if base in presets and not os.path.isfile(target):
-            target = str(presets[base])
-        if not os.path.exists(target):
-            near = get_close_matches(base, presets)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigError(f"{file}:{_line(text, 'base')}: base = {base!r}: no such file {target}{hint}")
-        yield from _read_chain(target, presets, (*above, file))
-    yield file, text, table
-
-
-def _of_yaml(file: str) -> str:
-    """Return the way on for who has a YAML file, "" for another one."""
-    if Path(file).suffix.lower() not in (".yaml", ".yml"):
-        return ""
-    return (
-        "; a config is TOML with the same keys: [train] and below it steps = 3, for `train: {steps: 3}`; "
-        "`megapar migrate` makes one of another framework's YAML"
-    )
-
-
-def _read(file: str) -> tuple[str, dict[str, Any]]:
-    """Text and parsed table of a TOML file. Raises ConfigError with file and line."""
-    try:
-        data = read_regular(file)
-        text = data.decode()
-        table = tomllib.loads(text)
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        if os.path.isdir(file):
-            reason = "is a folder, not a TOML file"
-        raise ConfigError(f"{file}: {reason} (--config names a TOML file)") from None
-    except UnicodeDecodeError as error:
-        line = data[: error.start].count(b"\n") + 1
-        raise ConfigError(f"{file}:{line}: not valid TOML: byte {data[error.start]:#04x} is not UTF-8") from None
-    except ValueError as error:
-        # tomllib names no line for a text that ends too early: then it is the last one.
-        line_match = re.search(r"line (\d+)", str(error))
-        line = int(line_match[1]) if line_match else text.count("\n") + 1
-        raise ConfigError(f"{file}:{line}: not valid TOML: {error}{_of_yaml(file)}") from None
-    except RecursionError:  # tomllib calls itself for each bracket
-        raise ConfigError(f"{file}:1: not valid TOML: lists or tables are nested too deeply") from None
-    if not table:
-        raise ConfigError(
-            f"{file}:1: sets nothing; a config holds sections of options, such as [train] with steps = 100"
-        )
-    return text, table
-
-
 def _typed(file: str, text: str, table: Mapping[str, Any], known: _Known) -> dict[str, Any]:
     """Options of a parsed TOML table, by dotted path. Raises ConfigError naming each unknown key and wrong type."""
     types = known.types()
@@ -487,7 +403,7 @@ def _typed(file: str, text: str, table: Mapping[str, Any], known: _Known) -> dic
     except RecursionError:  # tomllib reads a dotted name of thousands of parts, `_paths` cannot
         raise ConfigError(f"{file}:1: a name has too many parts; options look like section.key") from None
     for path, raw in entries:
-        option_in_file = f"{file}:{_line(text, path)}: {path}"
+        option_in_file = f"{file}:{line_of(text, path)}: {path}"
         if path == OLD:
             continue
         if any(option.startswith(path + ".") for option in types):
@@ -513,7 +429,9 @@ def _typed(file: str, text: str, table: Mapping[str, Any], known: _Known) -> dic
     old = dict(entries).get(OLD)
     # The config.toml of an older run has both, one of them at its default.
     if old not in (None, 1) and options.get(NEW):
-        problems.append(f"{file}:{_line(text, OLD)}: {OLD}: is the old spelling of {NEW}, which is given too; give one")
+        problems.append(
+            f"{file}:{line_of(text, OLD)}: {OLD}: is the old spelling of {NEW}, which is given too; give one"
+        )
     elif old is not None and not options.get(NEW):
         options[NEW] = layers_of_every([str(old)])
     if problems:
@@ -529,27 +447,6 @@ def _paths(table: Mapping[str, Any], sections: Collection[str], prefix: str = ""
         # An empty section is no error. Any other empty table is reported as an unknown option.
         elif value != {} or prefix + key not in sections:
             yield prefix + key, value
-
-
-def _line(text: str, path: str) -> int:
-    """Number of the line with the key `path`, or else of the line with its table.
-
-    It is 1 if the file is written otherwise than these patterns expect. tomllib keeps no line numbers.
-    """
-    table = ""
-    nearest = 1
-    for number, line in enumerate(text.split("\n"), 1):
-        header = re.match(r"\s*\[+\s*([\w.-]+)\s*\]", line)
-        if header:
-            table = header[1] + "."
-            if path == header[1] or path.startswith(table):
-                nearest = number
-            continue
-        key = re.match(r"\s*([\w.-]+)\s*=", line)
-        # The line may set an inline table that holds `path`: its name then is a prefix of the path.
-        if key and (path + ".").startswith(f"{table}{key[1]}."):
-            return number
-    return nearest
 
 
 def _toml(value: Any) -> str:

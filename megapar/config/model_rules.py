@@ -6,8 +6,10 @@ megapar knows no family. The program passes the rules of its family to `validate
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
+from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, flatten, option_types
 
@@ -49,6 +51,10 @@ class ModelRules:
         return self.options().experts is not None
 
 
+def _described_nowhere(path: Path, _: str) -> str:
+    raise ConfigError(f"{path}: this program reads no config.json of Hugging Face")
+
+
 @dataclass(frozen=True)
 class Families:
     """The model families of a program. `megapar.config.files` finds the options of a run's family here."""
@@ -56,6 +62,9 @@ class Families:
     known: Mapping[str, ModelRules]
     find: Callable[[str], ModelRules]
     """The family of a name: one of `known`, or MODULE:NAME. Raises ConfigError if there is none."""
+    described: Callable[[Path, str], str] = _described_nowhere
+    """The section [model] of a config.json of Hugging Face, read by the family of a name, or if the name is "" by its
+    model_type. Raises ConfigError for a model of no family."""
 
     def types(self) -> dict[str, Any]:
         """The type annotations of the options of all known families, by dotted path."""

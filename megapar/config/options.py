@@ -335,7 +335,8 @@ class DataConfig:
     """Processes of each rank that read ahead. Of use for hf: sources, which tokenize while they are read; 0: one
     thread, which is enough for token files."""
     tokenizer: str = "bytes"
-    """bytes (a token is a byte), spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
+    """bytes (a token is a byte), spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, hf:ORG/MODEL for
+    that of a model at Hugging Face (ORG/MODEL@REVISION for a branch, tag or commit), or tiktoken:FILE."""
     accept_changed: bool = False
     """Resume although the data files of the checkpoint's run, or options that decide its samples, have changed since.
     Samples may then come again or be left out. By default this is refused."""

@@ -20,6 +20,7 @@ from megapar.config.virtual_stages import VirtualStages
 from megapar.linear.products import MatrixProducts
 from megapar.linear.torch_products import TorchProducts
 from megapar.pipeline.schedules import virtual_stages
+from megapar_models.doors import described
 from megapar_models.family import Family
 from megapar_models.layer import MIXERS
 from megapar_models.layer_kind import LayerKind
@@ -119,7 +120,7 @@ def find_number_format(config: Config) -> MatrixProducts | None:
         raise ConfigError(f"kernels.products={name}: cannot be made without arguments ({reason})") from error
 
 
-FOR_OPTIONS = Families(FAMILIES, find)
+FOR_OPTIONS = Families(FAMILIES, find, described)
 """What `megapar.config.files.load` must know to read the options of any family."""
 
 
