@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from megapar.base.errors import ConfigError, DataError
 from megapar.data.indexed import IndexedDataset
-from megapar.data.tokenizer import load_tokenizer
+from megapar.data.tokenizer import fetch_tokenizer, load_tokenizer
 from megapar.launch.reporting import reported
 from megapar.system.atomic_files import write_json
 
@@ -73,7 +73,7 @@ class Arguments:
     validation: Path
     """Prefix of the .bin/.idx pair to score."""
     tokenizer: str
-    """The tokenizer that made both: bytes, spm:FILE, hf:FILE or tiktoken:FILE."""
+    """The tokenizer that made both, as in data.tokenizer."""
     validation_tokens: int = 0
     """Score this many tokens from the start: N samples of S tokens are N * S + 1. 0 scores all."""
     run_dir: Path | None = None
@@ -103,7 +103,7 @@ def main() -> None:
         args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
         if args.validation_tokens < 0:
             raise ConfigError(f"--validation_tokens {args.validation_tokens}: give 0 for all, or how many to score")
-        vocab_size = load_tokenizer(args.tokenizer).vocab_size
+        vocab_size = load_tokenizer(fetch_tokenizer(args.tokenizer)).vocab_size
         held_out = IndexedDataset(args.validation).tokens[: args.validation_tokens or None]
         entropies = cross_entropies(IndexedDataset(args.train).tokens[:], held_out, vocab_size)
         targets = len(held_out) - 1  # the first token has no predecessor to be predicted from

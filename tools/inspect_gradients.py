@@ -46,7 +46,7 @@ from megapar.system.atomic_files import save_figure, write_json
 from megapar.system.device import DeviceClock
 from megapar.system.environment import Environment
 from megapar.system.recorder import Recorder
-from megapar.train.data import go_on, open_loaders, with_vocabulary_of_tokenizer
+from megapar.train.data import go_on, open_loaders, with_fetched_tokenizer, with_vocabulary_of_tokenizer
 from megapar.train.trainer import assemble, start
 
 _MOST_RANKS = 8  # with a column each; of more ranks the table has the smallest and the largest norm
@@ -389,9 +389,7 @@ def config_of(flags: Sequence[str], env: Environment) -> Config:
     """The configuration that pretrain.py would run with these flags."""
     resolved = load(flags, named_configs(Path(__file__).parents[1] / "pretrain_scripts/configs"), FOR_OPTIONS, hint)
     world = env.world_size if env.launched else max(resolved.config.launch.nproc, 1)
-    config = validate(resolved.config, world)
-    config = with_vocabulary_of_tokenizer(config)
-    return config
+    return with_vocabulary_of_tokenizer(with_fetched_tokenizer(validate(resolved.config, world)))
 
 
 def main() -> int:

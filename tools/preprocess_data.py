@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
 from megapar.data.prepared import merge_prepared, split, verify
-from megapar.data.tokenizer import Tokenizer, load_tokenizer
+from megapar.data.tokenizer import Tokenizer, fetch_tokenizer, load_tokenizer
 from megapar.launch.reporting import reported
 
 
@@ -137,6 +137,7 @@ class Rendered:
 
     def opened(self) -> tuple[list[Path], Tokenizer, ChatTemplate, Keys, ChatCounts]:
         """The files, and what is read from the other options."""
+        self.tokenizer = fetch_tokenizer(self.tokenizer)
         tokenizer = load_tokenizer(self.tokenizer, parse_special=self.tokenizer.startswith(("hf:", "spm:")))
         template = load_template(self.template, self.tokenizer, tokenizer, self.date)
         keys = Keys(self.pass_over, template.reads)

@@ -34,7 +34,7 @@ from megapar.config.derive import smallest_world, with_vocabulary
 from megapar.config.files import load
 from megapar.config.messages import counted
 from megapar.config.options import Config, ParallelConfig, TrainConfig, flatten, unflatten
-from megapar.data.tokenizer import load_tokenizer
+from megapar.data.tokenizer import fetch_tokenizer, load_tokenizer
 from megapar.launch.reporting import open_streams, reported
 from megapar.system import limits
 from megapar.system.atomic_files import write_json
@@ -156,7 +156,7 @@ def cases_of(config: Config, layouts: Sequence[NamedLayout], *, whole: bool) -> 
     """The configuration of one process, and the case of each layout. Raises ConfigError if a layout cannot run."""
     config = small.tested(config)
     if whole and config.model.vocab_size == 0:
-        config = with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+        config = with_vocabulary(config, load_tokenizer(fetch_tokenizer(config.data.tokenizer)).vocab_size)
     if not whole:
         config = small.with_small_batch(config, [layout.of(config) for layout in layouts])
     alone = {"optimizer.zero_stage": 0, "train.recompute": "none", "kernels.loss_chunk": 0}

@@ -16,15 +16,19 @@ from numpy.typing import NDArray
 
 from megapar.base.errors import ConfigError, DataError, reason_of, storing
 from megapar.system.atomic_files import replace_file
+from megapar.system.hub import ModelName, cached, fetch
 from megapar.system.regular_files import read_regular
 
-SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE (tokenizer.json) or tiktoken:FILE"
+SPECS = "bytes, spm:FILE (sentencepiece), hf:FILE or hf:ORG/MODEL (tokenizer.json), or tiktoken:FILE"
 
 # The usual names of the end-of-document token. They are tried when no tokenizer_config.json names it.
 _ENDS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|end▁of▁sentence|>", "[EOS]")
 
 _CONFIG = "tokenizer_config.json"
 _OLDER_CONFIG = "special_tokens_map.json"
+_JSON = "tokenizer.json"
+FILES = (_JSON, _CONFIG, _OLDER_CONFIG, "chat_template.jinja", "additional_chat_templates/tool_use.jinja")
+"""The files of a Hugging Face tokenizer that are read, of a model at Hugging Face too."""
 _MOST_IDS = 1 << 31  # ids are stored in 32 bits, with a sign
 
 # The pattern of cl100k_base (tiktoken, MIT license). It cuts text into words before bytes are merged.
@@ -416,14 +420,54 @@ def made_by(tokenizer: Tokenizer, fingerprint: str) -> bool:
     return fingerprint in (tokenizer.fingerprint, *tokenizer.older_fingerprints)
 
 
+def fetch_tokenizer(spec: str) -> str:
+    """Return `spec` after a download of its files into Hugging Face's cache, if it is hf:ORG/MODEL[@REVISION].
+
+    Such a spec gets the commit that stands for these files for ever. Programs call this for a spec that the user has
+    typed, before they fork. Raises what `hub.fetch` raises.
+    """
+    name = _model_of(spec)
+    return spec if name is None else f"hf:{fetch(name, FILES, needed=[_JSON]).pinned}"
+
+
+def tokenizer_file(spec: str) -> Path | None:
+    """Return the file of a tokenizer, which may not be there. None for `bytes`.
+
+    It is FILE, tokenizer.json in FOLDER of hf:FOLDER, or that in Hugging Face's cache. Nothing is downloaded. Raises
+    ConfigError for a model's name without huggingface_hub.
+    """
+    prefix, _, path = spec.partition(":")
+    name = _model_of(spec)
+    if name is not None:
+        return cached(name, _JSON) or Path(path)
+    if prefix == "hf" and Path(path).is_dir():
+        return Path(path, _JSON)
+    return Path(path) if path else None
+
+
+def _model_of(spec: str) -> ModelName | None:
+    """The model at Hugging Face that `spec` names."""
+    prefix, _, path = spec.partition(":")
+    return ModelName.parse(path) if prefix == "hf" else None
+
+
 def load_tokenizer(spec: str, *, parse_special: bool = False) -> Tokenizer:
-    """Load the tokenizer of `data.tokenizer`: `bytes`, `spm:FILE`, `hf:FILE` or `tiktoken:FILE`.
+    """Load the tokenizer of `data.tokenizer`: `bytes`, `spm:FILE`, `hf:FILE`, `hf:ORG/MODEL` or `tiktoken:FILE`.
 
     `parse_special`: special tokens in a text become their ids. Only `hf:` and `spm:` tokenizers can do it.
     Raises ConfigError for any other spec and for a missing package. Raises DataError if the file is
-    missing or is not such a tokenizer.
+    missing, not in Hugging Face's cache (`fetch_tokenizer`), or is not such a tokenizer.
     """
     prefix, _, path = spec.partition(":")
+    if prefix == "hf" and path:
+        file = tokenizer_file(spec)
+        if (name := _model_of(spec)) is not None and file == Path(path):
+            command = f"hf download {name.repo} {_JSON} {_CONFIG}{f' --revision {name.revision}' * bool(name.revision)}"
+            raise DataError(
+                f"tokenizer {spec}: nothing here has this name, and Hugging Face's cache has no {_JSON} of it; a name "
+                f"in a file is no reason to download: {command}"
+            )
+        path = str(file)
     if parse_special:
         if prefix not in ("hf", "spm"):
             raise ConfigError(f"--special_tokens parse: hf: and spm: tokenizers alone can do it, not {spec}")

@@ -6,6 +6,7 @@ import os
 import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ from megapar.data.packs import PACKS_VERSION
 from megapar.data.prepared import TEXTS, read_sidecar, record_of
 from megapar.data.samples import MiddleTokens, Treatment
 from megapar.data.sources import Dataset, SampleKind, open_dataset
-from megapar.data.tokenizer import load_tokenizer, made_by
+from megapar.data.tokenizer import fetch_tokenizer, load_tokenizer, made_by
 from megapar.declare.agreement import on_all_ranks
 from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import embedding_ranks
@@ -232,6 +233,17 @@ def _open(
     if problems:
         raise DataError("; ".join(problems))
     return opened
+
+
+def with_fetched_tokenizer(config: Config) -> Config:
+    """`config` with the commit of a tokenizer at Hugging Face, whose files are then in the cache (`fetch_tokenizer`).
+
+    To be called before ranks are forked: they read the same commit there. A dry run takes no file that it can do
+    without.
+    """
+    if config.dry_run and not needs_tokenizer(config):
+        return config
+    return replace(config, data=replace(config.data, tokenizer=fetch_tokenizer(config.data.tokenizer)))
 
 
 def with_vocabulary_of_tokenizer(config: Config) -> Config:

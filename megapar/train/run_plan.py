@@ -14,7 +14,7 @@ from megapar.observe.memory_report import MemoryReport
 from megapar.observe.prediction import Prediction
 from megapar.pipeline.schedules import make
 from megapar.pipeline.zero_bubble import ScheduleMemory
-from megapar.train.data import with_vocabulary_of_tokenizer
+from megapar.train.data import with_fetched_tokenizer, with_vocabulary_of_tokenizer
 from megapar.train.doors import Builder, LazyPlanner
 from megapar.train.out_of_memory import Explanation
 
@@ -40,8 +40,10 @@ class RunPlan:
     def of(cls, requested: Resolved, validate: Validate, builder: Builder, world_size: int = 0) -> "RunPlan":
         """Fill in the options for `world_size` ranks. 0 stands for launch.nproc, or for the fewest of the layout.
 
-        Raises ConfigError if the options cannot run on these ranks.
+        Raises ConfigError if the options cannot run on these ranks. Downloads the files of a tokenizer that they name
+        at Hugging Face (`with_fetched_tokenizer`).
         """
+        requested = replace(requested, config=with_fetched_tokenizer(requested.config))
         if world_size:
             return _make_plan(requested, fitted(requested, world_size), validate, LazyPlanner(builder), world_size)
         world_size = requested.config.launch.nproc or smallest_world(requested.config.parallel)

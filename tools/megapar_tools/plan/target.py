@@ -6,7 +6,7 @@ from megapar.base.errors import ConfigError, MegaparError
 from megapar.comm.transport import PLANNED, PLANNED_ON_ONE_HOST, Transport
 from megapar.config.derive import with_vocabulary
 from megapar.config.options import Config
-from megapar.data.tokenizer import load_tokenizer
+from megapar.data.tokenizer import fetch_tokenizer, load_tokenizer
 from megapar.train.levers import planned_device
 
 
@@ -31,7 +31,7 @@ def with_planned_vocabulary(config: Config) -> Config:
     if config.model.vocab_size:
         return config
     try:
-        return with_vocabulary(config, load_tokenizer(config.data.tokenizer).vocab_size)
+        return with_vocabulary(config, load_tokenizer(fetch_tokenizer(config.data.tokenizer)).vocab_size)
     except MegaparError as error:
         raise ConfigError(
             f"model.vocab_size=0, data.tokenizer={config.data.tokenizer}: the size of the vocabulary is the "

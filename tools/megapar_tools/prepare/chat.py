@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megapar.base.errors import ConfigError, DataError, reason_of
-from megapar.data.tokenizer import SentencePieceTokenizer, Tokenizer
+from megapar.data.tokenizer import SentencePieceTokenizer, Tokenizer, tokenizer_file
 from megapar.system.regular_files import read_regular
 from megapar_tools.prepare.conversations import THOUGHTS, ConversationContext, Message
 from megapar_tools.prepare.template_process import TemplateError, TemplateProcess
@@ -98,7 +98,8 @@ def load_template(spec: str, tokenizer_spec: str, tokenizer: Tokenizer | None = 
     `date` is the time of the template's clock, as ISO 8601; by default now. Raises ConfigError if there is no template,
     if it is none, or if it writes an end token that the tokenizer has no name for.
     """
-    folder = Path(tokenizer_spec.removeprefix("hf:")).parent if tokenizer_spec.startswith("hf:") else None
+    file = tokenizer_file(tokenizer_spec) if tokenizer_spec.startswith("hf:") else None
+    folder = file.parent if file is not None else None
     config = _object(folder / "tokenizer_config.json") if folder is not None else {}
     source, place, tool_use = _found(spec, folder, config)
     if source is None:

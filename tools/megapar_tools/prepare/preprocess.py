@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from megapar.base.errors import ConfigError, DataError, storing
 from megapar.data.indexed import IndexedWriter, token_dtype
 from megapar.data.prepared import START, join, sha256, sidecar_path, write_sidecar
-from megapar.data.tokenizer import Tokenizer, load_tokenizer
+from megapar.data.tokenizer import Tokenizer, fetch_tokenizer, load_tokenizer
 from megapar.data.workers import run, worker_pool
 from megapar.system.regular_files import open_new, read_regular
 from megapar_tools.prepare.corpus import DocumentPlace, FileRange, Reading, SpanReader, cut, find_files
@@ -47,7 +47,8 @@ class PreprocessOptions(Reading):
     """All options behind the output, besides the input."""
 
     tokenizer: str
-    """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, or tiktoken:FILE."""
+    """bytes, spm:FILE for a sentencepiece model, hf:FILE for a tokenizer.json, hf:ORG/MODEL[@REVISION] for that of a
+    model at Hugging Face, or tiktoken:FILE."""
     special_tokens: Literal["text", "parse"] = "text"
     """Special tokens in a text, such as <|im_start|>: text, or with parse (hf: and spm:) their ids."""
     start_token: StartToken = "auto"
@@ -124,6 +125,7 @@ def preprocess(
         raise ConfigError(
             f"--workers {workers} --shuffle {recipe.shuffle}: give at least 1 worker, a shuffle from 0 on"
         )
+    recipe = replace(recipe, tokenizer=fetch_tokenizer(recipe.tokenizer))
     tokenizer = _tokenizer(recipe)
     files = find_files(inputs)
     versions = _versions(files)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megapar.base.errors import ConfigError
+from megapar.base.errors import ConfigError, DataError
 from megapar.data.prepared import CHAT, PARSE, START, TEXTS, record_of
 from megapar.data.tokenizer import HuggingFaceTokenizer, Tokenizer, load_tokenizer
 from megapar_tools.prepare.chat import BUILT_IN, ChatTemplate, load_template
@@ -128,7 +128,7 @@ def _beside(spec: str, sha256: str = "") -> ChatTemplate | None:
         return None
     try:
         found = load_template("", spec)
-    except ConfigError:
+    except (ConfigError, DataError):
         return None
     return found if sha256 in ("", found.sha256) else None
 
