@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 import tyro
 from megapar_models.convert import adapters, averages, dcp, megatron, megatron_core, upcycle
+from megapar_models.convert.by_name import HF_CONFIG, TOKENIZER_FILES, open_description, open_weights
 from megapar_models.convert.chat_files import GENERATION, write_chat_files
 from megapar_models.convert.config_json import (
     canonical_name,
@@ -42,7 +43,7 @@ from megapar_models.convert.progress import progress
 from megapar_models.convert.recipes import places
 from megapar_models.convert.saved import saved_config, text_record, with_fitting_objective
 from megapar_models.convert.stream import ACCEPTED, SHARD_BYTES, TensorInfo, new_folder, write_weights
-from megapar_models.convert.tokenizer_files import CODE, compare_with_transformers, read_as_it_is, write_missing
+from megapar_models.convert.tokenizer_files import compare_with_transformers, read_as_it_is, write_missing
 from megapar_models.convert.typed_fields import NAMES, read_object
 from megapar_models.counts import WholeModel
 from megapar_models.registry import validate, weight_options
@@ -50,6 +51,7 @@ from megapar_models.registry import validate, weight_options
 from megapar.base.errors import CheckpointError, ConfigError, DataError
 from megapar.checkpoint.format import BUFFER, MANIFEST, read_manifest
 from megapar.checkpoint.load import differences
+from megapar.checkpoint.origin import origin_of
 from megapar.config.compatible import decided_by
 from megapar.config.data_spec import DataSource
 from megapar.config.files import part_toml
@@ -58,18 +60,13 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, DataConfig, TrainConfig, flatten
 from megapar.config.plugins import package_of
 from megapar.data.prepared import CHAT, START, read_sidecar
-from megapar.data.tokenizer import Tokenizer, load_tokenizer
+from megapar.data.tokenizer import Tokenizer, fetch_tokenizer, load_tokenizer, tokenizer_file
 from megapar.declare.params import MAIN
 from megapar.declare.sharding import model_dtype
 from megapar.launch.reporting import reported
 
-HF_CONFIG = "config.json"
 CONFIG = "config.toml"
 PARITY = "parity.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "merges.txt", "chat_template.jinja", GENERATION, CODE),
-)
 TOKENIZERS = {"hf": "tokenizer.json", "spm": "tokenizer.model"}
 PRECISION: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
     torch.float32: "fp32",
@@ -80,13 +77,14 @@ PRECISION: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
 
 @dataclass(frozen=True)
 class HfToNative:
-    """Convert a Hugging Face folder to a native checkpoint of weights without optimizer state.
+    """Convert a Hugging Face model to a native checkpoint of weights without optimizer state.
 
-    The folder also gets config.toml with the [model] section, and config.json and tokenizer files for the way back.
+    DST also gets config.toml with the [model] section, and config.json and tokenizer files for the way back.
     """
 
-    src: Annotated[Path, tyro.conf.Positional]
-    """Folder with config.json and model.safetensors, or its shards and their index."""
+    src: Annotated[str | Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER|ORG/MODEL[@REVISION]")]
+    """Folder with config.json and model.safetensors, or its shards and their index; or if there is none of this name, a
+    model at Hugging Face, whose files are downloaded into its cache. REVISION is a branch, a tag or a commit."""
     dst: Annotated[Path, tyro.conf.Positional]
     """Folder of the checkpoint; must not exist."""
     family: str = ""
@@ -110,8 +108,9 @@ class NativeToHf:
     """Folder for config.json and safetensors; must not exist."""
     family: str = ""
     """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
-    like: Path | None = None
-    """Folder with the config.json and tokenizer files to take, of the same model; by default SRC, if it has them."""
+    like: Annotated[str | Path | None, tyro.conf.arg(metavar="FOLDER|ORG/MODEL[@REVISION]")] = None
+    """Folder with the config.json and tokenizer files to take, of the same model; by default SRC, if it has them. Or a
+    model at Hugging Face, of which these files are downloaded."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of the weights; auto is that of the training."""
     tokenizer: str = ""
@@ -189,8 +188,10 @@ def hf_to_native(options: HfToNative) -> None:
     raised before anything is written.
     """
     check_transformers(options.verify)
-    copied = files_inside(options.src, (HF_CONFIG, *TOKENIZER_FILES))
-    raw = read_object(options.src / HF_CONFIG)
+    source = open_weights(options.src)
+    src = source.folder
+    copied = files_inside(src, (HF_CONFIG, *TOKENIZER_FILES))
+    raw = read_object(src / HF_CONFIG)
     config = whole_config(from_hugging_face(raw, options.family, options.accept_fields))
     for line in warnings_of(raw, options.family):
         print(f"warning: {line}", file=sys.stderr)
@@ -200,7 +201,7 @@ def hf_to_native(options: HfToNative) -> None:
     wanted = hf_recipes(config.model)
     ignored = left_out(raw, options.family)
     prefixes = PREFIXES if is_multimodal(raw) else {}
-    weights = HFWeights(options.src, lambda name: canonical_name(name, names, ignored, prefixes), names.stacked)
+    weights = HFWeights(src, lambda name: canonical_name(name, names, ignored, prefixes), names.stacked)
     weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
     if ignored:
         print(f"left out: tensors whose names begin with {', '.join(ignored)}", file=sys.stderr)
@@ -208,7 +209,7 @@ def hf_to_native(options: HfToNative) -> None:
     config = replace(
         config,
         train=replace(config.train, precision=PRECISION[dtype]),
-        data=DataConfig(tokenizer=copied_tokenizer(options.src, options.dst) or "bytes"),
+        data=DataConfig(tokenizer=copied_tokenizer(src, options.dst) or "bytes"),
     )
     sources = places(wanted)
     needed = sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())
@@ -222,11 +223,14 @@ def hf_to_native(options: HfToNative) -> None:
                 shard_bytes=options.shard_bytes,
                 buffers=buffers,
                 accepted=options.accept_fields,
+                origin=source.origin,
             )
         copy_files(copied, folder)
-        write_options(folder, config, options.src)
+        write_options(folder, config, src)
         if options.verify:
-            write_json(folder / PARITY, verify(folder, transformers_reference(options.src), dtype, options.family))
+            write_json(folder / PARITY, verify(folder, transformers_reference(src), dtype, options.family))
+    if source.snapshot is not None:
+        print(f"{source.snapshot.pinned}: read")
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
 
 
@@ -237,6 +241,8 @@ def native_to_hf(options: NativeToHf) -> None:
     before anything is written, or for damage inside a chunk before DST exists.
     """
     check_transformers(options.verify)
+    if options.like is not None:
+        options = replace(options, like=open_description(options.like).folder)
     manifest = read_manifest(options.src)
     config = saved_config(manifest, options.family)
     training = training_tokenizer(config, options)
@@ -332,9 +338,14 @@ def upcycle_dense(options: Upcycle) -> None:
     shapes = native_shapes(config.model)
     with new_folder(options.dst, sum(TensorInfo(shape, torch.float32).nbytes for shape in shapes.values())) as folder:
         with progress(len(shapes)) as advance:
-            texts = text_record(options.src)
             write_weights(
-                folder, config, shapes, lambda name: advance(make(name)), shard_bytes=options.shard_bytes, texts=texts
+                folder,
+                config,
+                shapes,
+                lambda name: advance(make(name)),
+                shard_bytes=options.shard_bytes,
+                texts=text_record(options.src),
+                origin=origin_of(manifest.trainer),
             )
         copy_files(copied, folder)
         write_options(folder, config, options.src)
@@ -361,13 +372,13 @@ def described_by(config: Config, options: NativeToHf) -> Path | None:
     It is --like, else SRC if it has a config.json. Raises ConfigError if this config.json describes another model. Else
     it is the training's first folder of weights or tokenizer, if it describes this model.
     """
-    for folder in (options.like, options.src):
-        if folder is not None and (folder == options.like or (folder / HF_CONFIG).is_file()):
+    for folder in (Path(options.like) if options.like else None, options.src):
+        if folder is not None and (options.like or (folder / HF_CONFIG).is_file()):
             theirs = described_model(folder / HF_CONFIG, config.model)
             if computed(theirs) != computed(config.model):
                 raise ConfigError(f"{folder / HF_CONFIG}: describes another model than the checkpoint's: {theirs}")
             return folder
-    began = (Path(config.checkpoint.init_from), Path(config.data.tokenizer.partition(":")[2]).parent)
+    began = (Path(config.checkpoint.init_from), (tokenizer_file(config.data.tokenizer) or Path()).parent)
     return next((folder for folder in began if _describes(folder / HF_CONFIG, config.model)), None)
 
 
@@ -462,12 +473,12 @@ class Training(NamedTuple):
 
 def training_tokenizer(config: Config, options: NativeToHf) -> Training:
     """Load the tokenizer. Raises DataError or ConfigError if it cannot be read, unless verification is off."""
-    spec = options.tokenizer or config.data.tokenizer
+    spec = fetch_tokenizer(options.tokenizer) or config.data.tokenizer
     if spec == "bytes" and not options.tokenizer and not made_of_bytes(config):
         why = "data.tokenizer was left at bytes, and no description of the data (PREFIX.json) says that bytes made it"
         return Training(None, spec, None, f"{why}; name the tokenizer with --tokenizer")
-    kind, _, name = spec.partition(":")
-    file = Path(name) if name else None
+    kind = spec.partition(":")[0]
+    file = tokenizer_file(spec)
     beside = options.src / TOKENIZERS.get(kind, "")
     if file is not None and not options.tokenizer and not file.is_file():
         if not beside.is_file():
@@ -502,7 +513,7 @@ def exported_files(training: Training, origin: Path | None, options: NativeToHf)
 
     The tokenizer is that of --like or SRC, else the training's. Raises CheckpointError for links out of these folders.
     """
-    copied = files_inside(options.like or options.src, TOKENIZER_FILES)
+    copied = files_inside(Path(options.like or options.src), TOKENIZER_FILES)
     kind = training.spec.partition(":")[0]
     file = training.file
     if kind in TOKENIZERS and file is not None and not copied.keys() & set(TOKENIZERS.values()):

@@ -20,6 +20,7 @@ from rich.table import Table
 from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import Manifest, read_manifest
 from megapar.checkpoint.load import Reader, flatten
+from megapar.checkpoint.origin import in_words, origin_of
 from megapar.launch.reporting import reported
 from megapar.system.atomic_files import write_json
 
@@ -148,6 +149,8 @@ def show(report: dict[str, Any], console: Console) -> None:
     # An axis of 0 was left to be derived, and a dense model has no ranks of experts.
     layout = ", ".join(f"{key} {value}" for key, value in report["layout"].items() if value)
     print(f"{report['path']}: step {report['step']}, {report['consumed_samples']:,} samples consumed")
+    if origin := origin_of(report["trainer"]):
+        print(f"the weights began as {in_words(origin)} of Hugging Face")
     print(f"{report['parameters']:,} parameters; {report['bytes']:,} bytes in {report['files']} files")
     print(f"written by {layout or 'an unstated layout'}; verified by {report['verified']}")
     if "compared" in report:

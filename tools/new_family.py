@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import tyro
+from megapar_models.convert.by_name import HF_CONFIG, open_outline
 from megapar_models.convert.config_json import canonical_name, differences, from_hugging_face, is_derived, is_multimodal
 from megapar_models.convert.draft import draft, module_name
 from megapar_models.convert.recipes import starred
@@ -22,16 +23,16 @@ from megapar.checkpoint.format import Sizes
 from megapar.launch.reporting import reported
 from megapar.system.regular_files import read_regular
 
-HF_CONFIG = "config.json"
 CAUSAL = ("ForCausalLM", "LMHeadModel")
 
 
 @dataclass(frozen=True)
 class Options:
-    """Read a folder of Hugging Face, and say what a family for it needs."""
+    """Read a model of Hugging Face, and say what a family for it needs."""
 
-    folder: Annotated[Path, tyro.conf.Positional]
-    """Folder with config.json, and with safetensors files or their index if there are any."""
+    folder: Annotated[str | Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER|ORG/MODEL[@REVISION]")]
+    """Folder with config.json, and with safetensors files or their index if there are any; or a model at Hugging Face,
+    of which config.json and the index are downloaded, so no shapes of tensors are known."""
     write: Path | None = None
     """Folder for a draft, a Python file called after the model_type; it must not be there."""
 
@@ -114,7 +115,7 @@ def candidates(raw: dict[str, Any], shapes: dict[str, Sizes | None]) -> Iterator
 # What is printed
 
 
-def report(raw: dict[str, Any], found: Sketch, near: Near, folder: Path) -> Iterator[str]:
+def report(raw: dict[str, Any], found: Sketch, near: Near, folder: str | Path) -> Iterator[str]:
     yield from known(raw, folder)
     yield from section("asks for these rules", found.asks)
     yield from section("a person must decide", found.decide)
@@ -133,7 +134,7 @@ def section(title: str, lines: list[str]) -> Iterator[str]:
         yield from (f"  {line}" for line in lines)
 
 
-def known(raw: dict[str, Any], folder: Path) -> Iterator[str]:
+def known(raw: dict[str, Any], folder: str | Path) -> Iterator[str]:
     """What to do if there is a family already."""
     model_type = raw["model_type"]
     if not is_multimodal(raw) and not any(
@@ -161,7 +162,7 @@ def write_draft(found: Sketch, options: Options) -> Iterator[str]:
         options.write.mkdir(parents=True, exist_ok=True)
         try:
             with path.open("x") as file:
-                file.write(draft(found, options.folder.name))
+                file.write(draft(found, Path(options.folder).name))
         except FileExistsError:
             raise ConfigError(f"--write: {path} is there already; it may have been edited, so name another") from None
     todo = len(found.decide) + len(found.missing) + len(found.unknown)
@@ -175,8 +176,9 @@ def write_draft(found: Sketch, options: Options) -> Iterator[str]:
 def main() -> None:
     with reported():
         options = tyro.cli(Options, description=__doc__, use_underscores=True)
-        raw = read_config(options.folder)
-        shapes = read_shapes(options.folder)
+        folder = open_outline(options.folder).folder
+        raw = read_config(folder)
+        shapes = read_shapes(folder)
         found = sketch(raw, shapes)
         print(*report(raw, found, nearest(raw, shapes), options.folder), sep="\n")
         if options.write:

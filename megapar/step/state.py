@@ -53,7 +53,8 @@ class TrainState:
     its random id, and the number of steps completed before it (`megapar.checkpoint.lineage`). `data_identity` has a
     hash of each file that the samples depend on (`megapar.train.data.identity`). `blend` are the stages by which the
     samples are read; it is empty at step 0, where the options have them (`megapar.train.resumed_samples`). `base` names
-    the frozen weights of adapters (`megapar.train.adapter_base`); it is empty if checkpoints hold all weights. `tiers`
+    the frozen weights of adapters (`megapar.train.adapter_base`); it is empty if checkpoints hold all weights. `origin`
+    names the model at Hugging Face that the weights began as (`megapar.checkpoint.origin`), if there was one. `tiers`
     are the folders for its checkpoints, the fastest first. A step with a gradient norm beyond `norm_limit` makes no
     update; it counts as one in the bias correction of moments.
 
@@ -77,6 +78,7 @@ class TrainState:
     data_identity: Mapping[str, Any] = field(default_factory=dict)
     blend: tuple[BlendPhase, ...] = ()
     base: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, str] = field(default_factory=dict)
     tiers: Sequence[Tier] = ()
     norm_limit: float = math.inf
     recent: Recent = field(default_factory=Recent)

@@ -19,6 +19,7 @@ from megapar.checkpoint.folder import Ownership, check, exclusive, remove
 from megapar.checkpoint.format import Manifest, open_manifest, step_of
 from megapar.checkpoint.lineage import Lineage, new_id, set_aside
 from megapar.checkpoint.load import has_average, holds, load, load_fitting, load_weights, verified_manifest, weights_of
+from megapar.checkpoint.origin import in_words, origin_of
 from megapar.checkpoint.resume import choose
 from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
 from megapar.checkpoint.tiers import FOLDER, Tier
@@ -254,6 +255,7 @@ def resume(state: TrainState, run_dir: Path, path: Path | None) -> list[str]:
                 why=lambda manifest: _other_training_state(manifest, state.config),
             )
         saved = position(manifest)
+        state.origin = origin_of(manifest.trainer)
         _require_same_function(saved, path, state)
         _require_fitting_weights(state, path)
         notes = compare(manifest.data, state.data_identity, path, accept=state.config.data.accept_changed)
@@ -449,8 +451,11 @@ def _start_from_weights(state: TrainState) -> list[str]:
     _require_fitting_weights(state, path)
     state.optimizer.refresh_params_from_main()
     lines = [f"does not fit (checkpoint | run): {line}{_lost(line)}" for line in different]
-    notes += grown_note(verified_manifest(path, state.ctx), state.config.model.vocab_size)
-    return [f"started from the weights of {path}, step 0", *notes, *lines, *_function_notes(path, state)]
+    manifest = verified_manifest(path, state.ctx)
+    notes += grown_note(manifest, state.config.model.vocab_size)
+    state.origin = origin_of(manifest.trainer)
+    began = f" ({in_words(state.origin)})" if state.origin else ""
+    return [f"started from the weights of {path}{began}, step 0", *notes, *lines, *_function_notes(path, state)]
 
 
 def _lost(line: str) -> str:

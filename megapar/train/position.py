@@ -8,6 +8,7 @@ from megapar.base.errors import CheckpointError
 from megapar.base.precision import LossScale
 from megapar.checkpoint.format import BASE, MOST, Manifest
 from megapar.checkpoint.lineage import Lineage, lineage_of
+from megapar.checkpoint.origin import ORIGIN
 from megapar.config.compatible import weight_options
 from megapar.config.options import flatten
 from megapar.step.state import Recent, TrainState
@@ -31,6 +32,7 @@ def trainer_state(state: TrainState) -> dict[str, Any]:
             "recent": {"losses": list(state.recent.losses), "norms": list(state.recent.norms)},
             "lineage": [list(start) for start in state.lineage],
             **({BASE: dict(state.base)} if state.base else {}),
+            **({ORIGIN: dict(state.origin)} if state.origin else {}),
         },
         "data": {
             "train": list(config.data.train),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -20,11 +20,13 @@ from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint import vocabulary
 from megapar.checkpoint.format import BUFFER, Manifest, Sizes, read_manifest, reading
 from megapar.checkpoint.load import Reader
+from megapar.checkpoint.origin import origin_of
 from megapar.config.compatible import saved_adapter
 from megapar.config.messages import counted, first_few
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import ADAPTERS, AdapterConfig
 from megapar.declare.params import MAIN
+from megapar_models.convert.by_name import open_source
 from megapar_models.convert.config_json import names_of
 from megapar_models.convert.exported import native_shapes
 from megapar_models.convert.huggingface import hugging_face_tensor
@@ -94,14 +96,19 @@ class NativeToPeft:
 class PeftToNative:
     """Make a native checkpoint of PEFT's adapters, to merge them or to train on from them (adapter.init_from)."""
 
-    src: Annotated[Path, tyro.conf.Positional]
-    """Folder with adapter_config.json and adapter_model.safetensors."""
+    src: Annotated[str | Path, tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER|ORG/MODEL[@REVISION]")]
+    """Folder with adapter_config.json and adapter_model.safetensors, or a model at Hugging Face with these files."""
     base: Annotated[Path, tyro.conf.Positional]
     """Folder of the native checkpoint of their base."""
     dst: Annotated[Path, tyro.conf.Positional]
     """Folder of the checkpoint; must not exist."""
     family: str = ""
     """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
+
+    @property
+    def folder(self) -> Path:
+        """The folder with PEFT's files, once `src` is no name."""
+        return Path(self.src)
 
 
 def merge(options: Merge) -> None:
@@ -133,7 +140,8 @@ def merge(options: Merge) -> None:
             return advance(values)
 
         texts = text_record(options.src)
-        write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers, texts=texts)
+        kept: dict[str, Any] = {"texts": texts, "origin": origin_of(base.trainer)}
+        write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers, **kept)
     print(f"{options.dst}: {options.base} with the adapters of step {manifest.step} of {options.src}")
 
 
@@ -216,11 +224,13 @@ def peft_to_native(options: PeftToNative) -> None:
     Raises CheckpointError if the files are damaged or do not fit the base, and ConfigError for a field of
     adapter_config.json that means something else.
     """
+    source = open_source(options.src, (PEFT_CONFIG, PEFT_WEIGHTS), [PEFT_CONFIG, PEFT_WEIGHTS])
+    options = replace(options, src=source.folder)
     base = read_manifest(options.base)
     config = saved_config(base, options.family)
-    document = read_object(options.src / PEFT_CONFIG)
+    document = read_object(options.folder / PEFT_CONFIG)
     adapter = adapter_from_peft(document)
-    header = header_of(options.src / PEFT_WEIGHTS)
+    header = header_of(options.folder / PEFT_WEIGHTS)
     found = {name: shape for name, (_, shape) in header.items()}
     wanted = factors_for(config.model, adapter)
     stacked_words = words_in_stacks(document)
@@ -252,6 +262,7 @@ def peft_to_native(options: PeftToNative) -> None:
             lambda name: advance(reader.tensor(name)),
             shard_bytes=SHARD_BYTES,
             base={"weights": base.weights_digest()},
+            origin=source.origin,
         )
     further_way = next_command(options, config.model, adapter, adapted, beside)
     print(f"{options.dst}: adapters of rank {adapter.rank}; {further_way}")
@@ -305,7 +316,7 @@ class PeftTensors:
                 raise CheckpointError(f"{self.options.src}: does not fit {self.options.base}: {text}")
 
     def _stored(self, name: str) -> Tensor:
-        path = self.options.src / PEFT_WEIGHTS
+        path = self.options.folder / PEFT_WEIGHTS
         with reading(str(path)), safe_open(path, "pt") as file:
             values: Tensor = file.get_tensor(name)
         return values

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import tyro
@@ -11,6 +11,7 @@ from torch import Tensor
 from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import BUFFER, read_manifest
 from megapar.checkpoint.load import Reader, has_average
+from megapar.checkpoint.origin import origin_of
 from megapar.declare.params import AVERAGE, MAIN
 from megapar_models.convert.exported import buffer_shapes, native_shapes
 from megapar_models.convert.progress import progress
@@ -57,5 +58,6 @@ def average_of_weights(options: AverageOfWeights) -> None:
                 return advance(reader.tensor(stored))
 
         texts = text_record(options.src)
-        write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers, texts=texts)
+        kept: dict[str, Any] = {"texts": texts, "origin": origin_of(manifest.trainer)}
+        write_weights(folder, config, shapes, make, shard_bytes=options.shard_bytes, buffers=buffers, **kept)
     print(f"{options.dst}: the average of weights at step {manifest.step} of {options.src}")

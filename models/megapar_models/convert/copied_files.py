@@ -14,12 +14,18 @@ from megapar.system.regular_files import read_regular
 def files_inside(folder: Path, names: Iterable[str]) -> dict[str, Path]:
     """The files of these `names` that are in `folder`, behind all links.
 
-    In Hugging Face's cache the files of a folder snapshots/REVISION are links to the folder blobs of the same model.
+    In Hugging Face's cache the files of a folder snapshots/REVISION are links to the folder blobs of the same model,
+    and large ones on to that of all models. No code is taken out of the cache: somebody else has written it.
     Raises CheckpointError for any other link out of `folder`.
     """
     root = folder.resolve()
-    blobs = [parent.parent / "blobs" for parent in root.parents if parent.name == "snapshots"]
-    found = {name: (root / name).resolve() for name in names if (folder / name).is_file()}
+    models = [parent.parent for parent in root.parents if parent.name == "snapshots"]
+    blobs = [place / "blobs" for model in models for place in (model, model.parent)]
+    found = {
+        name: (root / name).resolve()
+        for name in names
+        if (folder / name).is_file() and not (models and name.endswith(".py"))
+    }
     for name, file in found.items():
         if not any(file.is_relative_to(place) for place in (root, *blobs)):
             raise CheckpointError(

@@ -90,7 +90,7 @@ def read_headers(folder: Path) -> tuple[dict[str, HeaderEntry], set[str]]:
     No tensor is read. Raises CheckpointError if files are missing, are not safetensors, do not hold what the index
     says, or hold a tensor under two names.
     """
-    listed = _listed(folder)
+    listed = listed_files(folder)
     absent = set(listed)
     files = sorted(set(listed.values())) if listed else [SINGLE]
     found: dict[str, HeaderEntry] = {}
@@ -105,8 +105,8 @@ def read_headers(folder: Path) -> tuple[dict[str, HeaderEntry], set[str]]:
     return found, absent
 
 
-def _listed(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor by the index; nothing if there is no index."""
+def listed_files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index; nothing if there is no index. Raises CheckpointError."""
     path = folder / INDEX
     if not path.exists():
         return {}

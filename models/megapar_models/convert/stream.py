@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +26,7 @@ from megapar.checkpoint.format import (
     sync_folder,
     write_manifest,
 )
+from megapar.checkpoint.origin import ORIGIN
 from megapar.checkpoint.values import checksum, content, sum_of_contents
 from megapar.config.options import Config, flatten
 from megapar.data.prepared import TEXTS
@@ -140,12 +142,13 @@ def write_weights(
     base: Mapping[str, Any] | None = None,
     texts: Mapping[str, Any] | None = None,
     accepted: Sequence[str] = (),
+    origin: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a native checkpoint of step 0 to `folder`: fp32 main weights of a validated `config`, without moments.
 
     `make` returns the logical tensor of a name in `shapes`, fp32. Those in `buffers` are no parameters. `base` is that
     of adapters (`Manifest.base`), and `texts` the record of the training's texts (`saved.text_record`). `accepted` are
-    unknown fields of the config.json beside it (`ACCEPTED`).
+    unknown fields of the config.json beside it (`ACCEPTED`). `origin` is that of the weights (`checkpoint.origin`).
     With `trainer.weights_only` in the manifest it has no moments, so no run can be resumed from it.
     """
     plan = {}
@@ -174,6 +177,8 @@ def write_weights(
         trainer[BASE] = dict(base)
     if accepted:
         trainer[ACCEPTED] = sorted(accepted)
+    if origin:
+        trainer[ORIGIN] = dict(origin)
     data: dict[str, Any] = {TEXTS: dict(texts)} if texts else {}
     total = sum_of_contents(contents)
     write_manifest(folder, Manifest(0, 0, {}, weight_options(config), trainer, data, files, tensors, content=total))
