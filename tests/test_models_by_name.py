@@ -7,7 +7,6 @@ import json
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -48,7 +47,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def home(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def home(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """HF_HOME with `model` in its cache, offline. The working folder is an empty one."""
     make_cache(tmp_path / "home", model)
     for name, value in environment(tmp_path / "home").items():
@@ -58,7 +57,7 @@ def home(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterat
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    yield tmp_path / "home"
+    return tmp_path / "home"
 
 
 # Names
