@@ -20,7 +20,6 @@ from megapar.base.errors import CheckpointError, ConfigError, DataError
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.origin import in_words, origin_of
 from megapar.data.tokenizer import fetch_tokenizer, load_tokenizer, tokenizer_file
-from megapar.system import hub
 from megapar.system.hub import ModelName
 from tests.support import program
 from tests.support.hub import COMMIT, NEWER, REPO, Hub, environment, fetch_apart, make_cache, serving
@@ -380,8 +379,22 @@ def test_a_transfer_goes_on_where_it_broke(tmp_path: Path) -> None:
         assert any(line.endswith("bytes=20971520-") for line in server.requests), server.requests
 
 
-def test_ranks_import_no_library_of_the_hub_without_a_name() -> None:
-    """`megapar.system.hub` is imported with the options; huggingface_hub is not."""
-    code = "import sys, megapar.config.files; sys.exit('huggingface_hub' in sys.modules or 'torch' in sys.modules)"
+def test_an_interrupted_download_ends_at_once() -> None:
+    """It runs in a fork (`apart`), which would go on for as long as the weights take."""
+    code = """
+import multiprocessing, os, signal, threading, time
+from megapar.system.apart import apart
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts what runs in the background without it
+threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+try:
+    apart(time.sleep, 1000)
+except KeyboardInterrupt:
+    print("interrupted", multiprocessing.active_children())
+"""
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert ended.stdout == "interrupted []\n", ended.stderr
+
+
+def test_a_run_without_such_a_name_does_not_import_the_library() -> None:
+    code = "import sys, megapar.config.files; sys.exit('huggingface_hub' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert hub.__name__ == "megapar.system.hub"
