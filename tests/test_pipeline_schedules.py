@@ -8,6 +8,7 @@ import matplotlib.image
 import numpy as np
 import pytest
 from megapar_tools.trace import timeline
+from megapar_tools.trace.colors import PARTS
 
 from megapar.base.errors import ConfigError
 from megapar.pipeline.lowering import MessageBatch, lower, lower_one, producer
@@ -270,10 +271,10 @@ def test_the_picture_shows_computation_in_proportion_to_time(tmp_path):
     result = simulate(plans_of("1f1b", 4, 1, 8), 1, 2)
     timeline.draw(result.events, tmp_path / "timeline.png", "1F1B", "forwards")
     pixels = matplotlib.image.imread(tmp_path / "timeline.png")[..., :3]
-    colors = {"F": timeline._COLORS["F"][0], "B": timeline._COLORS["B"][0], "idle": timeline._IDLE}
+    colors = {name: PARTS[name].light for name in ("forward", "backward", "idle")}
     near = {k: np.abs(pixels - np.array(matplotlib.colors.to_rgb(c))).max(-1) < 0.01 for k, c in colors.items()}
     area = {k: int(v.sum()) for k, v in near.items()}
-    assert area["B"] / area["F"] == pytest.approx(2, rel=0.1)
+    assert area["backward"] / area["forward"] == pytest.approx(2, rel=0.1)
     assert area["idle"] / sum(area.values()) == pytest.approx(result.bubble, rel=0.1)
     with pytest.raises(ValueError, match="no events"):
         timeline.draw([], tmp_path / "none.png", "nothing")

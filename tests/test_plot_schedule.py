@@ -8,7 +8,7 @@ import matplotlib.colors
 import matplotlib.image
 import numpy as np
 import pytest
-from megapar_tools.trace import timeline
+from megapar_tools.trace import colors, timeline
 
 from megapar.pipeline.actions import Event, show
 from megapar.pipeline.lowering import lower
@@ -103,7 +103,7 @@ def test_halves_of_a_backward_have_colors_of_their_own(tmp_path: Path) -> None:
     pixels = matplotlib.image.imread(tmp_path / "timeline.png")[..., :3]
     area = {}
     for kind in "FIW":
-        color = np.array(matplotlib.colors.to_rgb(timeline._COLORS[kind][0]))
+        color = np.array(matplotlib.colors.to_rgb(colors.CHUNKS[kind][0].light))
         area[kind] = int((np.abs(pixels - color).max(-1) < 0.01).sum())
     assert area["I"] / area["F"] == pytest.approx(1, rel=0.1)
     assert area["W"] / area["F"] == pytest.approx(1.5, rel=0.1)

@@ -9,20 +9,11 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from megapar.system.atomic_files import save_figure
+from megapar_tools.trace.colors import PARTS as SHADES
+from megapar_tools.trace.colors import find_axis
 from megapar_tools.trace.profile import PARTS, RankRecord, RankTime, Segment, segments
 
-_COLORS = {
-    "forward": "#174a86",
-    "backward": "#22692a",
-    "W": "#9a5b06",
-    "optimizer": "#6a3d9a",
-    "data": "#8c6d46",
-    "slowest": "#c62828",
-    "idle": "#e3e3e3",
-    "host": "#9e9e9e",
-}
 _LABELS = {"W": "gradients of weights", "slowest": "waiting for the slowest", "idle": "idle: waiting for the pipeline"}
-_OF_AXES = ("#f2a900", "#e76f51", "#f4cf6e", "#d98cb3", "#b5651d", "#ffd9a0")  # shades unlike those of the parts
 
 
 def draw(
@@ -32,7 +23,7 @@ def draw(
     step = max(records[0].steps)
     pieces = segments(records, step)
     names = [axis for axis in _axes(accounts) if any(accounts[rank].exposed.get(axis, 0) > 0 for rank in ranks)]
-    colors = {**_COLORS, **{axis: _OF_AXES[index % len(_OF_AXES)] for index, axis in enumerate(names)}}
+    colors = {part: SHADES[part].light for part in PARTS} | {axis: find_axis(axis).light for axis in names}
     # Without pyplot, which would choose a backend for the whole process.
     figure = Figure(figsize=(14, 2.2 + 0.75 * len(ranks)), layout="constrained")
     FigureCanvasAgg(figure)

@@ -10,17 +10,10 @@ from matplotlib.patches import Patch
 
 from megapar.pipeline.actions import Action, Event
 from megapar.system.atomic_files import as_json, save_figure, write_text
+from megapar_tools.trace.colors import CHUNKS, PARTS
 
-# Colors of each kind of action, from dark to light for the chunks of a rank. Text on the first two is white, on the
-# others black.
-_COLORS = {
-    "F": ("#174a86", "#3b7cc4", "#78ade3", "#b0d1f3"),
-    "B": ("#22692a", "#479a4b", "#7cc07f", "#b3ddb5"),
-    "I": ("#0f6b6b", "#2f9c97", "#74c4bd", "#b2e0dc"),
-    "W": ("#9a5b06", "#cf8420", "#e8b468", "#f5d9ab"),
-}
 _NAMES = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
-_IDLE = "#f0f0f0"
+_IDLE = PARTS["idle"].light
 
 
 def draw(events: Sequence[Event], path: str | Path, title: str, unit: str = "s") -> None:
@@ -113,8 +106,8 @@ def _draw_rank(
 
 
 def _color(action: Action, ranks: int) -> str:
-    shades = _COLORS[action.kind]
-    return shades[min(action.stage // ranks, len(shades) - 1)]
+    shades = CHUNKS[action.kind]
+    return shades[min(action.stage // ranks, len(shades) - 1)].light
 
 
 def _legend(events: Iterable[Event], ranks: int) -> list[Patch]:
