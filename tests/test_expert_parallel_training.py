@@ -200,3 +200,15 @@ def test_the_picture_of_the_load_tells_full_experts_apart_and_names_every_layer(
     assert len(many) == 3
     assert names.count("layer") == 2, "the rows of the left half, and a color bar for the lines of the right one"
     assert names[-1] == "even"
+
+
+@pytest.mark.parametrize(("fullest", "arrow"), [(3, "neither"), (5, "max")])
+def test_the_colors_of_the_load_mean_the_same_in_every_picture(fullest: int, arrow: str) -> None:
+    """The scale ends at three times the mean; an arrow says that a load is beyond."""
+    counts = [fullest] + [1] * (10 - fullest) + [0] * (fullest - 1)  # the mean is 1
+    figure = plot.load_figure("run", [{"step": 1, **tally_load("expert", torch.tensor([counts]))}])
+    assert figure is not None
+    image = figure.axes[0].images[0]
+    assert image.colorbar is not None
+    assert (image.norm.vmin, image.norm.vmax, image.colorbar.extend) == (0, 3, arrow)
+    plt.close(figure)

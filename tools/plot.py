@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+import numpy as np
 
 matplotlib.use("Agg")  # before pyplot is imported: it needs no display
 
@@ -13,7 +14,7 @@ import tyro
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.cm import ScalarMappable
-from matplotlib.colors import Normalize, TwoSlopeNorm
+from matplotlib.colors import ListedColormap, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 from megapar_tools.trace import profile
 from megapar_tools.trace.timeline import draw
@@ -22,6 +23,7 @@ from megapar.base.errors import DataError
 from megapar.launch.reporting import reported
 from megapar.system.atomic_files import save_figure
 
+MOST_LOAD = 3  # times the mean; pages have the same scale
 MOST_NAMES = 8  # of layers beside each other that can be read
 
 
@@ -32,7 +34,8 @@ class Arguments:
     run_dir: tyro.conf.Positional[Path]
     """Folder of a training run."""
     entropies: Path | None = None
-    """File that tools/entropy.py --json wrote: its unigram and bigram entropies become lines."""
+    """File that tools/entropy.py --json wrote: its unigram and bigram entropies become lines. By default
+    RUN_DIR/entropies.json, if that is there."""
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -89,11 +92,11 @@ def load_figure(title: str, lines: list[dict[str, Any]]) -> Figure | None:
 
 
 def _draw_heat(axes: Axes, shares: dict[str, list[float]]) -> None:
-    # An even load is white, wherever the fullest expert ends. No load is beyond the colors.
-    fullest = max(max(row) for row in shares.values())
-    norm = TwoSlopeNorm(vcenter=1, vmin=0, vmax=max(2, fullest))
+    # An even load is white, and a color means the same in every picture.
+    norm = TwoSlopeNorm(vcenter=1, vmin=0, vmax=MOST_LOAD)
     image = axes.imshow(list(shares.values()), aspect="auto", cmap="RdBu_r", norm=norm, interpolation="nearest")
-    axes.figure.colorbar(image, ax=axes, label="tokens ÷ mean of the layer's experts")
+    beyond = "max" if max(map(max, shares.values())) > MOST_LOAD else "neither"
+    axes.figure.colorbar(image, ax=axes, label="tokens ÷ mean of the layer's experts", extend=beyond)
     every = -(-len(shares) // MOST_NAMES)
     axes.set_yticks(range(0, len(shares), every), list(shares)[::every])
     axes.set(xlabel="expert", ylabel="layer")
@@ -102,7 +105,8 @@ def _draw_heat(axes: Axes, shares: dict[str, list[float]]) -> None:
 def _draw_fullest(axes: Axes, lines: list[dict[str, Any]]) -> None:
     layers = sorted(lines[-1]["expert_load"], key=int)
     range_of_layers = Normalize(int(layers[0]), int(layers[-1]))
-    colors = plt.get_cmap("viridis")
+    # Without the yellow end of the map, which is hard to see on white.
+    colors = ListedColormap(plt.get_cmap("viridis")(np.linspace(0, 0.8, 256)))
     steps = [line["step"] for line in lines]
     named = len(layers) <= MOST_NAMES
     for layer in layers:
@@ -118,7 +122,7 @@ def _draw_fullest(axes: Axes, lines: list[dict[str, Any]]) -> None:
     axes.set(xlabel="step", ylabel="tokens ÷ mean of the layer's experts", title="fullest expert of each layer")
     axes.grid(alpha=0.3)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
+    axes.legend(edgecolor="none")
     if not named:
         axes.figure.colorbar(ScalarMappable(range_of_layers, colors), ax=axes, label="layer")
 
@@ -150,8 +154,9 @@ def main() -> None:
     with reported():
         args = tyro.cli(Arguments, description=__doc__, use_underscores=True)
         lines = read_metrics(args.run_dir)
+        default = args.run_dir / "entropies.json"
         pictures = (
-            draw_loss(args.run_dir, lines, args.entropies),
+            draw_loss(args.run_dir, lines, args.entropies or (default if default.is_file() else None)),
             draw_load(args.run_dir, lines),
             draw_timeline(args.run_dir),
         )
