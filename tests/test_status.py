@@ -70,6 +70,26 @@ def test_steps_lost_to_faults_and_pauses_are_not_productive(tmp_path: Path) -> N
     assert "  fault     rank 1 on node- [31mb, step 9: CommunicationError: gone x" in status.in_words(found)
 
 
+def test_the_speed_agrees_with_itself(tmp_path: Path) -> None:
+    """The last step took four times as long: tokens a second are those of the median step, too."""
+    lines = lines_of(30)
+    lines[-1] |= {"step_seconds": 8.0, "tokens_per_second": 25.0}
+    write(tmp_path, lines, [event("start", 0)], 1)
+    found = look(tmp_path, START + 100)
+    assert (found.step_seconds, found.tokens_per_second, found.speed_steps) == (2.0, 100.0, (11, 30))
+    assert "  speed     2 s a step, 100 tokens/s (steps 11 to 30)" in status.in_words(found)
+
+
+@pytest.mark.parametrize(("last", "seconds"), [([event("exit", 50, code=0)], 50.0), ([], 34.0)])
+def test_a_copy_of_a_folder_has_the_goodput_of_the_run(
+    last: list[dict[str, Any]], seconds: float, tmp_path: Path
+) -> None:
+    """By hand: 10 steps of 2 s. A killed run has no end on file: it ended 4 steps' time after it saved step 6."""
+    write(tmp_path, lines_of(10), [event("start", 0), event("saved", 26, step=6), *last], -1e6)
+    found = look(tmp_path, START + 2e6)
+    assert (found.wall_seconds, found.goodput) == (seconds, pytest.approx(20 / seconds))
+
+
 @pytest.mark.parametrize(
     ("events", "runs", "age", "state"),
     [

@@ -45,6 +45,8 @@ def in_words(status: Status) -> list[str]:
         speed = f"{status.step_seconds:.3g} s a step"
         if status.tokens_per_second is not None:
             speed += f", {status.tokens_per_second:,.0f} tokens/s"
+        if status.speed_steps is not None:
+            speed += " (steps {} to {})".format(*status.speed_steps)
         lines.append(f"  speed     {speed}")
     if status.seconds_left is not None:
         lines.append(f"  left      {_span(status.seconds_left)}")

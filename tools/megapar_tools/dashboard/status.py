@@ -2,6 +2,7 @@
 
 import os
 import tomllib
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from megapar.base.errors import DataError, reason_of
 from megapar.system import events
 from megapar.system.regular_files import read_regular
 from megapar.system.typed import is_of
+from megapar_tools.dashboard import words
 from megapar_tools.dashboard.curves import Curves
 
 MOST_OPTIONS = 1 << 18  # bytes of config.toml, ten times as many as of all options
@@ -20,6 +22,7 @@ LOCK = ".lock"  # a run holds the kernel's lock on it
 _NEWEST = 20  # steps whose median is the speed
 _STILL_SECONDS = 60.0
 _STILL_STEPS = 10  # without a line for so many steps' time, a run stands still
+_ENDS = ("exit", "fault")  # the events after which nothing runs, but for a restart
 HEALTHY = ("at work", "starts", "done")
 
 
@@ -35,13 +38,14 @@ class Status:
     loss: float | None = None
     validation_loss: float | None = None
     step_seconds: float | None = None
-    """Median of the newest steps."""
+    """Median of the newest steps, from `speed_steps[0]` to `speed_steps[1]`. Both speeds below are of this time."""
     tokens_per_second: float | None = None
     mfu: float | None = None
+    speed_steps: tuple[int, int] | None = None
     peak_memory_bytes: float | None = None
     seconds_left: float | None = None
     silent_seconds: float | None = None
-    """Since the newest line of metrics.jsonl."""
+    """Since the newest line of metrics.jsonl, or since the end of a run that is over."""
     saved_step: int | None = None
     restarts: int = 0
     fault: str = ""
@@ -122,15 +126,16 @@ def look(run_dir: Path, now: float, curves: Curves | None = None, options: Optio
     newest = max(curves.changed, past[starts[-1]]["time"] if starts else 0.0)
     if not newest:
         return status
-    status.silent_seconds = max(0.0, now - newest)
     _add_metrics(status, curves)
     _add_events(status, past)
     since = past[starts[-1] :] if starts else []
-    status.state = _state(status, since, running=is_locked(run_dir))
+    running = is_locked(run_dir)
+    ended = None if running else _ended(since, curves)
+    over = ended is not None and since[-1]["event"] in _ENDS
+    status.silent_seconds = max(0.0, now - (since[-1]["time"] if over else newest))
+    status.state = _state(status, since, running=running)
     if starts:
-        goes_on = status.state in ("at work", "starts", "stands still")
-        ended = max([newest, *(event["time"] for event in since)])
-        status.wall_seconds = (now if goes_on else ended) - past[starts[0]]["time"]
+        status.wall_seconds = max(0.0, (now if ended is None else ended) - past[starts[0]]["time"])
         if not curves.bytes_left_out:  # else the sum of all steps is not known
             status.seconds = _seconds(curves, past, starts, status.wall_seconds)
     if status.steps and status.step_seconds and status.state == "at work":
@@ -144,10 +149,40 @@ def _add_metrics(status: Status, curves: Curves) -> None:
 
     if "loss" in curves.by_name:
         status.step = curves.by_name["loss"].steps[-1]
-    if "step_seconds" in curves.by_name:
-        status.step_seconds = median(curves.by_name["step_seconds"].values[-_NEWEST:])
-    for name in ("loss", "validation_loss", "tokens_per_second", "mfu", "peak_memory_bytes"):
+    _add_speed(status, curves)
+    for name in ("loss", "validation_loss", "peak_memory_bytes"):
         setattr(status, name, newest(name))
+
+
+def _add_speed(status: Status, curves: Curves) -> None:
+    """Set the speeds of the newest steps, so that tokens a second x seconds a step are the tokens of a step."""
+    if "step_seconds" not in curves.by_name:
+        return
+    timed = curves.by_name["step_seconds"]
+    seconds = dict(zip(timed.steps[-_NEWEST:], timed.values[-_NEWEST:], strict=True))
+    status.speed_steps = min(seconds), max(seconds)
+    status.step_seconds = median(seconds.values())
+    for name in ("tokens_per_second", "mfu"):
+        curve = curves.by_name.get(name)
+        rates = zip(curve.steps[-_NEWEST:], curve.values[-_NEWEST:], strict=True) if curve else ()
+        of_steps = [rate * seconds[step] for step, rate in rates if step in seconds]
+        if of_steps and status.step_seconds:
+            setattr(status, name, median(of_steps) / status.step_seconds)
+
+
+def _ended(since: Sequence[Mapping[str, Any]], curves: Curves) -> float | None:
+    """When a run ended that runs no more, by what the folder says: a copy's files have other times.
+
+    Without an event of the end, the run ended as many steps' time after its last event as it has steps after it.
+    """
+    if not since:
+        return None
+    last: float = since[-1]["time"]
+    if since[-1]["event"] in (*_ENDS, "restart"):
+        return last
+    step = max((event["step"] for event in since if "step" in event), default=0)
+    timed = curves.by_name.get("step_seconds")
+    return last + (sum(timed.values[bisect_right(timed.steps, step) :]) if timed else 0.0)
 
 
 def _add_events(status: Status, past: Sequence[Mapping[str, Any]]) -> None:
@@ -158,8 +193,7 @@ def _add_events(status: Status, past: Sequence[Mapping[str, Any]]) -> None:
             step = event.get("step")
             status.saved_step = step if type(step) is int else None  # a text could steer a terminal
         elif name == "fault":
-            where = f"rank {event.get('rank')} on {event.get('host')}, step {event.get('step')}"
-            status.fault = shown(f"{where}: {event.get('class')}: {event.get('message')}")
+            status.fault = shown(words.tell_fault(event))
         elif name == "straggler" and "rank" in event and event["rank"] not in status.slow_ranks:
             status.slow_ranks.append(event["rank"])
 
@@ -185,7 +219,7 @@ def _state(status: Status, since: Sequence[Mapping[str, Any]], *, running: bool)
         if status.silent_seconds > patience:
             return "stands still"
         return "at work" if status.step else "starts"
-    ends = [event for event in since if event["event"] in ("exit", "fault")]
+    ends = [event for event in since if event["event"] in _ENDS]
     if not ends:
         return "gone"
     if ends[-1]["event"] == "fault":
