@@ -1,6 +1,5 @@
 """report.html and tools/dashboard.py: what they show of a run folder, and what a hostile one can do to them."""
 
-import html
 import http.client
 import json
 import os
@@ -13,19 +12,23 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from html import unescape
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
 import numpy as np
 import pytest
-from megapar_tools.dashboard import server
+from megapar_tools.dashboard import server, words
 from megapar_tools.dashboard.curves import Curve, Curves
-from megapar_tools.dashboard.page import write_report
+from megapar_tools.dashboard.options import read_options
+from megapar_tools.dashboard.page import html, write_report
 from megapar_tools.dashboard.record import RunFolder
 from megapar_tools.dashboard.server import Dashboard
+from megapar_tools.trace import colors, profile
 
 from megapar.base.errors import ConfigError, DataError
+from megapar.base.grid import Grid
 from megapar.system.atomic_files import as_json
 from megapar.train.report_at_end import ReportAtEnd
 from tests.support import program
@@ -79,6 +82,105 @@ def test_curves_read_on_where_they_were_and_anew_after_a_resume(tmp_path: Path) 
     assert curves.step_seconds == 0.0
 
 
+def test_sums_over_steps_are_those_of_the_steps_that_the_run_still_has() -> None:
+    """By hand: step 2 is computed twice, with 5 tokens and then with 7."""
+    curve = Curve()
+    for step, tokens in ((1, 3.0), (2, 5.0), (3, 1.0), (2, 7.0), (3, 2.0)):
+        curve.add_to_sum(step, tokens)
+    assert (list(curve.steps), list(curve.values)) == ([1, 2, 3], [3.0, 10.0, 12.0])
+
+
+def test_what_all_axes_sent_is_a_curve_too(tmp_path: Path) -> None:
+    append(tmp_path / "metrics.jsonl", {"step": 1, "comm_bytes": {"tp": 5, "pp": 7}})
+    curves = Curves(tmp_path / "metrics.jsonl")
+    curves.update()
+    assert list(curves.by_name["comm_bytes"].values) == [12.0]
+
+
+def test_a_mixture_is_tables_of_loads_and_no_chart_for_each_layer(tmp_path: Path) -> None:
+    """By hand: of 12 tokens of 4 experts the mean is 3."""
+    steps = [{"step": step, "loss": 1.0, "expert_load": {"10": float(step), "2": 1.5}} for step in range(1, 1001)]
+    append(tmp_path / "metrics.jsonl", *steps, {"step": 1000, "expert_counts": {"10": [0, 3, 3, 6], "2": [3] * 4}})
+    record = RunFolder(tmp_path).record(NOW, 100)
+    fullest, newest = record["experts"]["fullest"], record["experts"]["newest"]
+    assert list(record["curves"]) == ["loss"]
+    assert fullest["layers"] == newest["layers"] == ["2", "10"]
+    assert (len(fullest["steps"]), fullest["steps"][:2], fullest["loads"][1][-1]) == (200, [1, 6], 1000.0)
+    assert newest == {"layers": ["2", "10"], "loads": [[1.0] * 4, [0.0, 1.0, 1.0, 2.0]], "step": 1000}
+    odd: list[Any] = [3, {"0": 5}, {"x": [1]}, {"0": []}, {"0": [-1, "a"]}, {"0": [10**400]}]
+    for counts in odd:
+        append(tmp_path / "metrics.jsonl", {"step": 1001, "loss": 1.0, "expert_counts": counts})
+        again = RunFolder(tmp_path).record(NOW, 100)
+        assert (again["error"], again["experts"]["newest"]) == ("", {}), counts
+
+
+# Words
+
+
+def test_every_event_of_the_documents_is_a_sentence_and_others_are_listed() -> None:
+    table = (program.ROOT / "docs/run-folder.md").read_text().partition("## events.jsonl")[2].partition("## MFU")[0]
+    names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
+    assert len(names) == 11
+    for name in names:  # also of a line that has no field
+        assert re.fullmatch(r"[A-Z].*", words.tell_event({"event": name}))
+        assert "_" not in words.tell_event({"event": name})
+    assert words.tell_event({"event": "lunch", "time": 1.0, "step": 3}) == "lunch, step 3"
+    layout = {"tp": 2, "pp": 1, "dp": 4, "etp": 0}
+    start = {
+        "event": "start",
+        "attempt": 1,
+        "step": 40,
+        "tier": "shared",
+        "world": 8,
+        "layout": layout,
+        "steps_lost": 1,
+    }
+    told = "Start number 2 from the checkpoint of step 40, with 8 ranks (tp 2 x dp 4); 1 step computed again."
+    assert words.tell_event(start) == told
+    assert words.tell_event({"event": "saved", "step": 4, "tier": "local", "seconds": 0.25}) == (
+        "Step 4 is saved on the local disks; training waited 0.25 s."
+    )
+    stopped = {"event": "exit", "code": 75, "step": 9, "reason": "SIGTERM"}
+    assert words.tell_event(stopped) == "Ended after step 9 with exit code 75: SIGTERM."
+
+
+def test_curves_have_words() -> None:
+    names = ("validation_loss/code", "losses/router", "comm_bytes/tp", "my_own/thing")
+    assert [words.name_metric(name) for name in names] == [
+        "held-out loss, code",
+        "router loss",
+        "over tp",
+        "my own, thing",
+    ]
+
+
+def test_options_are_read_with_their_sources() -> None:
+    text = 'run_dir = "a"  # flag\n[a.b]\nx = 0  # default, here 4\ny = "#  # no"  # /tmp/of mine.toml\nz = true\n'
+    assert read_options(text) == {
+        "run_dir": ("a", "flag"),
+        "a.b.x": ("0 → 4", "default"),
+        "a.b.y": ("#  # no", "of mine.toml"),
+        "a.b.z": ("true", ""),
+    }
+    with pytest.raises(DataError, match=r"config\.toml is no TOML"):
+        read_options("x = ")
+
+
+def test_each_part_and_each_axis_has_a_color_of_its_own() -> None:
+    axes = set(Grid().positions(0))
+    assert set(profile.PARTS) <= set(colors.PARTS)
+    assert axes <= set(colors.AXES)
+    for scheme in (0, 1):
+        shades = [shade[scheme] for shade in (*(colors.PARTS[part] for part in profile.PARTS), *colors.AXES.values())]
+        assert len(set(shades)) == len(shades)
+    assert colors.find_axis("tp") == colors.AXES["tp"]
+    assert colors.find_axis("own") == colors.OTHER_AXIS
+    page = html("x", [], [], live=False)
+    for name, shade in colors.AXES.items():
+        assert f"--of-{name}:{shade.light};" in page
+        assert f"--of-{name}:{shade.dark};" in page
+
+
 def test_a_thinned_curve_keeps_its_peaks_its_ends_and_what_is_not_finite() -> None:
     curve = Curve()
     values = np.sin(np.arange(100_000) / 500)
@@ -123,7 +225,12 @@ def test_a_report_has_everything_in_it_and_nothing_from_elsewhere(tmp_path: Path
     assert len(shown["ranks"]["compute_seconds"]) == len(shown["ranks"]["peak_memory_bytes"]) == 2
     assert [of["rank"] for of in details["profile"]] == [0, 1]
     assert [event["event"] for event in shown["events"]] == ["start", "saved", "exit"]
-    assert 'family = "llama"' in details["config"]
+    assert details["options"]["model.family"] == ["llama", "tiny.toml"]
+    assert details["options"]["parallel.dp"] == ["0 → 1", "default"]
+    assert details["options"]["train.steps"] == ["9", "flag"]
+    assert shown["sums"]["tokens"] == [list(range(1, 10)), [720.0 * step for step in range(1, 10)]]
+    assert shown["words"]["comm_bytes/pp"] == "over pp"
+    assert shown["events"][0]["text"] == "Start from initial weights, with 2 ranks (pp 2)."
     assert details["environment"]["kernels"]
     assert details["timeline"]
 
@@ -142,13 +249,38 @@ def test_a_hostile_folder_stays_data(tmp_path: Path) -> None:
     page = write_report(run_dir).read_text()
     assert page.count("</script>") == 3
     assert "<img src=x" not in page
-    assert html.unescape(re.findall("<title>(.*?)</title>", page)[0]) == "<b>run&{{data}}: report"
+    assert unescape(re.findall("<title>(.*?)</title>", page)[0]) == "<b>run&{{data}}: report"
     (shown,), (details,) = data_of(page)["runs"], data_of(page)["details"]
     assert shown["curves"][HOSTILE] == [[1], [1.0]]
     assert shown["curves"]["grad_norm"] == [[1], [None]]
     assert details["ranks"] == [{"host": HOSTILE}]
     assert f"{run_dir}/environment.json is no JSON: " in shown["error"]
     assert "default-src 'none'" in page
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("chromium"), reason="needs a browser: chromium")
+def test_a_hostile_folder_does_not_stop_the_page_of_the_other_run(tmp_path: Path) -> None:
+    """In a browser: names that are properties of every object, and markup."""
+    folders = [tmp_path / "odd", tmp_path / "good"]
+    names = ["__proto__", "constructor", "toString", HOSTILE, "expert_load", "losses", "comm_bytes"]
+    for folder in folders:
+        folder.mkdir()
+    for step in (1, 2):
+        append(folders[0] / "metrics.jsonl", {"step": step, "loss": 3.0, **dict.fromkeys(names, float(step))})
+        append(folders[1] / "metrics.jsonl", {"step": step, "loss": 2.0})
+    append(folders[0] / "events.jsonl", {"time": NOW, "event": "__proto__", "layout": {"__proto__": 2}, "x": HOSTILE})
+    (folders[0] / "config.toml").write_text('__proto__ = "x"\nconstructor = 1\n')
+    (folders[0] / "environment.json").write_text('{"versions": null, "commit": {}, "__proto__": [1]}')
+    flags = ("--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'browser'}", "--dump-dom")
+    with served(*folders) as dashboard:
+        command = ["chromium", *flags, "--virtual-time-budget=2000", dashboard.address]
+        page = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+    shown = page.partition('id="runs"')[2].partition("<script")[0]
+    assert shown.count('<div class="card chart">') >= 5, "charts of all names"
+    assert "options that were set" in shown
+    assert "starts, checkpoints, faults" in shown
+    assert "<img" not in shown
 
 
 def test_a_huge_folder_takes_bounded_memory_and_its_end_is_shown(tmp_path: Path) -> None:

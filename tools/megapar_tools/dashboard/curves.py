@@ -22,6 +22,7 @@ _MOST_BYTES = 1 << 30
 _LONGEST_LINE = 1 << 22  # a longer line is passed over: the one with a number of each of 100,000 ranks is half as long
 _MOST_NAMES = 1000
 _NOT_FINITE = ("loss", "grad_norm")
+SUMMED = ("tokens", "step_seconds")
 
 
 class Curve:
@@ -33,11 +34,20 @@ class Curve:
 
     def add(self, step: int, value: float) -> None:
         """Add the number of a step. Later numbers of a step replace earlier ones."""
+        self._go_back(step)
+        self.steps.append(step)
+        self.values.append(value)
+
+    def add_to_sum(self, step: int, value: float) -> None:
+        """Add the sum of the numbers up to a step, where `value` is that of the step."""
+        self._go_back(step)
+        self.steps.append(step)
+        self.values.append(value + (self.values[-1] if self.values else 0.0))
+
+    def _go_back(self, step: int) -> None:
         while self.steps and self.steps[-1] >= step:
             self.steps.pop()
             self.values.pop()
-        self.steps.append(step)
-        self.values.append(value)
 
     def thinned(self, first: int, last: int, points: int) -> tuple[list[int], list[float]]:
         """The numbers of the steps first..last. Of many, the least and the largest of each bin: no peak is lost.
@@ -75,7 +85,9 @@ class Curves:
 
     def _start_over(self) -> None:
         self.by_name: dict[str, Curve] = {}
+        self.sums = {name: Curve() for name in SUMMED}  # over the steps up to each step
         self.newest: dict[str, Any] = {}  # the newest line of each kind, by its keys that are no scalars too
+        self.counted_step = 0  # of the newest expert_counts
         self.step_seconds = 0.0  # of all steps
         self.data_seconds = 0.0
         self.bytes_left_out = 0  # from the beginning of a file that is too long
@@ -122,15 +134,23 @@ class Curves:
     def _add(self, line: dict[str, Any]) -> None:
         step = line["step"]
         self.newest |= line
+        if "expert_counts" in line:
+            self.counted_step = step
         # A number that JSON has not, as of a loss that is not finite, is null in the file.
         line = line | {name: math.nan for name in _NOT_FINITE if line.get(name, 0) is None}
         # Python reads numbers of any length.
         numbers = {name: value for name, value in scalars(line) if isinstance(value, float) or is_of(value, int)}
+        sent = [value for name, value in numbers.items() if name.startswith("comm_bytes/")]
+        if len(sent) > 1:
+            numbers["comm_bytes"] = sum(sent)
         if "loss" in numbers:
             seconds = [numbers.get(name, 0.0) for name in ("step_seconds", "data_seconds")]
             if all(map(math.isfinite, seconds)):
                 self.step_seconds += seconds[0]
                 self.data_seconds += seconds[1]
+            for name in SUMMED:
+                value = numbers.get(name, 0.0)
+                self.sums[name].add_to_sum(step, value if math.isfinite(value) else 0.0)
         for name, value in numbers.items():
             if name not in self.by_name and len(self.by_name) == _MOST_NAMES:
                 continue

@@ -7,12 +7,14 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from megapar.base.errors import storing
 from megapar.system.atomic_files import replace_file
 from megapar_tools.dashboard.record import RunFolder
+from megapar_tools.trace.colors import AXES, CHUNKS, OTHER_AXIS, PARTS
 
 FILE = "report.html"
 POINTS = 1200  # of a curve
@@ -22,8 +24,9 @@ _HERE = Path(__file__).parent
 def html(title: str, runs: Sequence[dict[str, Any]], details: Sequence[dict[str, Any]], *, live: bool) -> str:
     """The page of `runs` (`RunFolder.record`) and their `details`. If it is `live`, it asks for newer data."""
     # A run's files may hold anything. Only "<" could end a script element, and JSON has it in strings alone.
-    data = json.dumps({"live": live, "runs": runs, "details": details}, allow_nan=False).replace("<", "\\u003c")
-    parts = {"title": title.replace("&", "&amp;").replace("<", "&lt;"), "data": data}
+    shown = {"live": live, "shades": [*PARTS.values(), *chain(*CHUNKS.values())], "runs": runs, "details": details}
+    data = json.dumps(shown, allow_nan=False).replace("<", "\\u003c")
+    parts = {"title": title.replace("&", "&amp;").replace("<", "&lt;"), "data": data, "colors": _colors()}
 
     def part(found: re.Match[str]) -> str:
         name = found[1]
@@ -31,6 +34,14 @@ def html(title: str, runs: Sequence[dict[str, Any]], details: Sequence[dict[str,
 
     # In one pass: what is put in is not looked at again.
     return re.sub(r"\{\{([\w.]+)\}\}", part, (_HERE / "page.html").read_text(encoding="utf-8"))
+
+
+def _colors() -> str:
+    """The colors of parts and axes as CSS, light and dark."""
+    shades = {**PARTS, **AXES, "axis": OTHER_AXIS}
+    names = {re.sub(r"\W", "-", name): shade for name, shade in shades.items()}
+    light, dark = ("".join(f"--of-{name}:{shade[of]};" for name, shade in names.items()) for of in (0, 1))
+    return f":root{{{light}}}@media (prefers-color-scheme:dark){{:root{{{dark}}}}}"
 
 
 def write_report(run_dir: Path) -> Path:

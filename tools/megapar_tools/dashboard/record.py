@@ -16,10 +16,13 @@ from megapar.base.errors import DataError, MegaparError, reason_of
 from megapar.observe.memory_report import ALL
 from megapar.system.atomic_files import finite
 from megapar.system.typed import Shape, read_bytes, read_json
+from megapar_tools.dashboard import experts, words
 from megapar_tools.dashboard.curves import Curves
+from megapar_tools.dashboard.options import read_options
 from megapar_tools.dashboard.status import MOST_OPTIONS, Options, Status, look, timed_events
 from megapar_tools.trace import profile
 
+ENTROPIES = "entropies.json"
 _MOST_EVENTS = 400  # the newest ones
 _ALL_STEPS = (0, 1 << 62)
 
@@ -47,7 +50,8 @@ class RunFolder:
             except Exception as error:  # one folder must not take down the page of all
                 empty = Status(str(self.path), "no run")
                 found: dict[str, Any] = {"name": self.path.name, "status": asdict(empty), "goodput": None}
-                return {**found, "curves": {}, "events": [], "ranks": {}, "error": _in_words(error)}
+                nothing: dict[str, Any] = {name: {} for name in ("curves", "words", "sums", "experts", "ranks")}
+                return {**found, **nothing, "events": [], "error": _in_words(error)}
 
     def _record(self, now: float, points: int, steps: tuple[int, int] | None) -> dict[str, Any]:
         problems = list(self._problems)
@@ -61,19 +65,29 @@ class RunFolder:
         except MegaparError as unread:
             problems.append(str(unread))
         first, last = steps or _ALL_STEPS
+        curves = {name: curve for name, curve in self._curves.by_name.items() if not experts.is_layer(name)}
         ranks = {key: self._curves.newest.get(f"rank_{key}", []) for key in ("compute_seconds", "peak_memory_bytes")}
         record: dict[str, Any] = finite(
             {
                 "name": self.path.resolve().name,
                 "status": asdict(status),
                 "goodput": status.goodput,
-                "curves": {name: curve.thinned(first, last, points) for name, curve in self._curves.by_name.items()},
-                "events": past,
+                "curves": {name: curve.thinned(first, last, points) for name, curve in curves.items()},
+                "words": {name: words.name_metric(name) for name in curves},
+                "sums": {name: curve.thinned(first, last, points) for name, curve in self._curves.sums.items()},
+                "experts": self._experts(first, last),
+                "events": [{**event, "text": words.tell_event(event)} for event in past],
                 "ranks": ranks,
                 "error": "; ".join(problems),
             }
         )
         return record
+
+    def _experts(self, first: int, last: int) -> dict[str, Any]:
+        """The load of a mixture's experts by layer and step, and that of each expert in the newest logged step."""
+        newest = experts.tabulate_newest(self._curves.newest)
+        newest = newest and {**newest, "step": self._curves.counted_step}
+        return {"fullest": experts.tabulate_fullest(self._curves.by_name, first, last), "newest": newest}
 
     def details(self, age: float = 0.0) -> dict[str, Any]:
         """What else the folder says, at most `age` seconds ago. What is missing is empty.
@@ -83,8 +97,9 @@ class RunFolder:
         with self._lock:
             if time.monotonic() - self._details[0] > age:
                 self._problems = []
-                parts = {
-                    "config": (self._config, ""),
+                parts: dict[str, tuple[Callable[[], Any], Any]] = {
+                    "options": (self._read_options, {}),
+                    "entropies": (self._entropies, {}),
                     "environment": (self._environment, {}),
                     "ranks": (self._ranks, []),
                     "peak_memory_bytes": (self._memory, []),
@@ -103,9 +118,15 @@ class RunFolder:
             self._problems.append(_in_words(error))
             return empty
 
-    def _config(self) -> str:
+    def _read_options(self) -> dict[str, tuple[str, str]]:
         # A link is refused: it could lead to a secret, and pages are passed on.
-        return read_bytes(self.path / "config.toml", MOST_OPTIONS, os.O_NOFOLLOW).decode(errors="replace")
+        found = read_bytes(self.path / "config.toml", MOST_OPTIONS, os.O_NOFOLLOW)
+        return read_options(found.decode(errors="replace"))
+
+    def _entropies(self) -> dict[str, float]:
+        """The levels that `tools/entropy.py --json` has written into the folder."""
+        found = read_json(self.path / ENTROPIES, {"unigram": float, "bigram": float}, flags=os.O_NOFOLLOW)
+        return {name: found[name] for name in ("unigram", "bigram") if name in found}
 
     def _environment(self) -> dict[str, Any]:
         found: dict[str, Any] = read_json(self.path / "environment.json", dict, flags=os.O_NOFOLLOW)
