@@ -225,7 +225,7 @@ def test_the_page_has_the_table_and_its_sources():
         # Frameworks that agree are answered once.
         (
             "--deepspeed ds.json",
-            "it is Megatron-LM's, DeepSpeed's and Hugging Face's; leave it out: tools/from_deepspeed.py turns the "
+            "it is Megatron-LM's, DeepSpeed's and Hugging Face's; leave it out: megapar from_deepspeed turns the "
             "ds_config into options",
         ),
         # A key of a section, which has a row as a whole.

@@ -1,15 +1,15 @@
 """Turns the options of a job of Hugging Face's Trainer or DeepSpeed into a configuration of megapar.
 
-    python tools/from_deepspeed.py finetune.sh --ds_config ds_config.json --model llama3-8b --output job.toml
-    python tools/from_deepspeed.py arguments.json --world_size 8 --samples 52002
-    python tools/from_deepspeed.py ds_config.json --world_size 8
-    python tools/from_deepspeed.py -- torchrun --nproc_per_node 8 train.py --learning_rate 1e-5 ...
+    megapar from_deepspeed finetune.sh --ds_config ds_config.json --model llama3-8b --output job.toml
+    megapar from_deepspeed arguments.json --world_size 8 --samples 52002
+    megapar from_deepspeed ds_config.json --world_size 8
+    megapar from_deepspeed -- torchrun --nproc_per_node 8 train.py --learning_rate 1e-5 ...
 
 A launch script is read, not run. Values "auto" of the ds_config are those of the arguments. Three lists say what was
 carried over, which defaults differ here, and what has no counterpart. The exit code is 0 if everything was carried
 over, and 2 otherwise.
 
-tools/migrate.py deepspeed is the same program.
+megapar migrate deepspeed is the same program.
 """
 
 import sys

@@ -1,15 +1,15 @@
 """Turns the options of a job of Megatron-LM into a configuration of megapar, and says what became of each.
 
-    python tools/from_megatron.py train.sh --output job.toml
-    python tools/from_megatron.py args.json --world_size 64
-    python tools/from_megatron.py CHECKPOINT
-    python tools/from_megatron.py -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 ...
+    megapar from_megatron train.sh --output job.toml
+    megapar from_megatron args.json --world_size 64
+    megapar from_megatron CHECKPOINT
+    megapar from_megatron -- torchrun --nproc_per_node 8 pretrain_gpt.py --num-layers 32 ...
 
 YAML of GPT-NeoX is read too. A launch script is read, not run. Of a checkpoint (--ckpt-format torch) the saved
 arguments are read, and no code in it is run. Three lists say what was carried over, which defaults differ here, and
 what has no counterpart. The exit code is 0 if everything was carried over, and 2 otherwise.
 
-tools/migrate.py megatron is the same program.
+megapar migrate megatron is the same program.
 """
 
 import sys

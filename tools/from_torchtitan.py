@@ -1,12 +1,12 @@
 """Turns the options of a job of torchtitan into a configuration of megapar, and says what became of each.
 
-    python tools/from_torchtitan.py llama3_8b.toml --world_size 64 --output job.toml
-    python tools/from_torchtitan.py llama3_8b.toml --world_size 64 -- --training.steps 5000
+    megapar from_torchtitan llama3_8b.toml --world_size 64 --output job.toml
+    megapar from_torchtitan llama3_8b.toml --world_size 64 -- --training.steps 5000
 
 Flags behind -- win over the file, as they do in torchtitan. Three lists say what was carried over, which defaults
 differ here, and what has no counterpart. The exit code is 0 if everything was carried over, and 2 otherwise.
 
-tools/migrate.py torchtitan is the same program.
+megapar migrate torchtitan is the same program.
 """
 
 import sys

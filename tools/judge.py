@@ -1,7 +1,7 @@
 """Judge a checkpoint: perplexity of texts, and tasks of lm-evaluation-harness, in any layout.
 
-    python tools/judge.py CHECKPOINT --texts held_out.txt [--stride 512] [--parallel.tp 2 --launch.nproc 2 ...]
-    python tools/judge.py CHECKPOINT --tasks arc_easy hellaswag [--num_fewshot 5] [--output results.json]
+    megapar judge CHECKPOINT --texts held_out.txt [--stride 512] [--parallel.tp 2 --launch.nproc 2 ...]
+    megapar judge CHECKPOINT --tasks arc_easy hellaswag [--num_fewshot 5] [--output results.json]
 
 Flags of pretrain.py choose the layout (parallel, kernels, launch) and train.seq_length, train.micro_batch_size and
 train.precision. Everything else is the checkpoint's. train.seq_length is the longest context. By default it is that of
@@ -49,7 +49,7 @@ class Arguments(TextOptions):
     checkpoint: tyro.conf.Positional[Path]
     """Folder of one checkpoint, such as RUN_DIR/checkpoints/step_00000300."""
     texts: tuple[Path, ...] = ()
-    """Files whose perplexity to compute: .txt is one document, .jsonl has one a line, as preprocess_data.py reads."""
+    """Files whose perplexity to compute: .txt is one document, .jsonl has one a line, as megapar preprocess reads."""
     stride: int = 0
     """Tokens by which the window moves over a document; 0: by its whole length, so nothing is computed twice."""
     text_field: str = "text"

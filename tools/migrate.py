@@ -1,8 +1,8 @@
 """Turns a job of another framework into a configuration of megapar, and says what became of each of its options.
 
-    python tools/migrate.py megatron train.sh --output job.toml
-    python tools/migrate.py deepspeed finetune.sh --ds_config ds_config.json --model llama3-8b
-    python tools/migrate.py torchtitan llama3_8b.toml --world_size 64 -- --training.steps 5000
+    megapar migrate megatron train.sh --output job.toml
+    megapar migrate deepspeed finetune.sh --ds_config ds_config.json --model llama3-8b
+    megapar migrate torchtitan llama3_8b.toml --world_size 64 -- --training.steps 5000
 
 megatron reads GPT-NeoX's YAML too, and deepspeed Hugging Face's arguments and axolotl's. A launch script is read, not
 run. Three lists say what was carried over, which defaults differ here, and what has no counterpart. The exit code is 0

@@ -1,6 +1,6 @@
 """Ranks the layouts of a model on a number of GPUs by predicted step time, before anything is rented.
 
-    python tools/plan.py --config llama3-70b --gpus 64 --gpu h100-80g [pretrain.py's flags] [the flags below]
+    megapar plan --config llama3-70b --gpus 64 --gpu h100-80g [pretrain.py's flags] [the flags below]
 
 The flags and files of pretrain.py describe the model, the batch and the given layout. Every other layout that can run
 is tried too. Only --fix pins an option.
@@ -48,7 +48,7 @@ CONFIGS = Path(__file__).parents[1] / "pretrain_scripts/configs"
 _OF_A_STEP = ("train.seq_length", "train.global_batch_size", "train.precision")
 _SIZES = ("model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads")
 
-WORDS_FOR_GPUS = ("world", "world_size")  # as simulate.py and the programs for jobs of other frameworks say
+WORDS_FOR_GPUS = ("world", "world_size")  # as megapar simulate and the programs for jobs of other frameworks say
 
 
 @dataclass
@@ -116,7 +116,7 @@ def with_sizes(resolved: Resolved) -> Config:
     if all(resolved.sources[path] == "default" for path in _SIZES):
         raise ConfigError(
             f"{first_few(_SIZES)}: not given, so there is no model to plan; name one by --config, such as llama3-8b "
-            "(tools/presets.py lists them), or set them"
+            "(megapar presets lists them), or set them"
         )
     return with_planned_vocabulary(resolved.config)
 

@@ -34,7 +34,7 @@ class Arguments:
     run_dir: tyro.conf.Positional[Path]
     """Folder of a training run."""
     entropies: Path | None = None
-    """File that tools/entropy.py --json wrote: its unigram and bigram entropies become lines. By default
+    """File that megapar entropy --json wrote: its unigram and bigram entropies become lines. By default
     RUN_DIR/entropies.json, if that is there."""
 
 

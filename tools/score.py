@@ -1,7 +1,7 @@
 """Log-probabilities of texts by a trained model, or rewards by a reward model, in any layout.
 
-    python tools/score.py CHECKPOINT --input TEXTS.jsonl --output SCORES.jsonl [--parallel.tp 2 --launch.nproc 2 ...]
-    python tools/score.py CHECKPOINT --input PREFIX --output PREFIX.reference
+    megapar score CHECKPOINT --input TEXTS.jsonl --output SCORES.jsonl [--parallel.tp 2 --launch.nproc 2 ...]
+    megapar score CHECKPOINT --input PREFIX --output PREFIX.reference
 
 The first writes a line for each text, in order: the sum of its tokens' log-probabilities, and each of them. The second
 writes a column beside prepared tokens, such as the references of DPO. Tokens see what comes before them in their own
@@ -53,7 +53,7 @@ class Arguments(TextOptions):
     checkpoint: tyro.conf.Positional[Path]
     """Folder of one checkpoint, such as RUN_DIR/checkpoints/step_00000300."""
     input: Path
-    """Texts (.jsonl and other files that preprocess_data.py reads), or the prefix of a .bin/.idx pair."""
+    """Texts (.jsonl and other files that megapar preprocess reads), or the prefix of a .bin/.idx pair."""
     output: Path
     """File to write. It appears when it is complete."""
     text_field: str = "text"

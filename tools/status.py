@@ -1,4 +1,4 @@
-"""How runs are, from the files of their folders alone: python tools/status.py RUN_DIR [RUN_DIR ...] [--json]
+"""How runs are, from the files of their folders alone: megapar status RUN_DIR [RUN_DIR ...] [--json]
 
 Exit code 0: each run is at work or has done all its steps. 1: one of them failed, was stopped or stands still.
 """

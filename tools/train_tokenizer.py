@@ -19,7 +19,7 @@ class Arguments:
     """Train a lossless BPE tokenizer (byte fallback, nothing normalized); the same text gives the same file."""
 
     input: tuple[Path, ...]
-    """Files or folders that preprocess_data.py takes."""
+    """Files or folders that megapar preprocess takes."""
     output: Path
     """Model file to write."""
     reading: tyro.conf.OmitArgPrefixes[tyro.conf.FlagCreatePairsOff[Reading]]

@@ -1,6 +1,6 @@
 """Compares layouts with one process: every gradient and every updated weight, beside the noise of rounding.
 
-    python tools/verify_layouts.py --config C.toml --layouts tp2 pp2,dp2 cp2,ep2 [--section.key value ...]
+    megapar verify_layouts --config C.toml --layouts tp2 pp2,dp2 cp2,ep2 [--section.key value ...]
 
 It takes pretrain.py's own flags and files. It runs each layout on CPU ranks of this machine, with a small model of the
 same kind. Exit code 0: all layouts compute what one process computes; 5: some does not.
@@ -181,7 +181,7 @@ def faults_to_plant(name: str) -> Any:
     if not (ROOT / "tests/support/plants.py").is_file():
         raise ConfigError(
             f"--plant {name}: the faults to plant are in tests/support/plants.py of the repository, which an "
-            "installation does not have; run tools/verify_layouts.py in a clone"
+            "installation does not have; run megapar verify_layouts in a clone"
         )
     sys.path.insert(0, str(ROOT))  # first: packages of others may have a folder `tests` too
     return importlib.import_module("tests.support.plants")

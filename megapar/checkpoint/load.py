@@ -188,7 +188,7 @@ def _load(
             option = "adapter.init_from" if manifest.base else "checkpoint.init_from"
             hint = f"; it holds weights alone: --{option} starts from them"
         if manifest.base and weights_alone and not hint:
-            hint = "; it holds adapters alone, without the weights of their base: convert_checkpoint.py merge adds them"
+            hint = "; it holds adapters alone, without the weights of their base: megapar convert merge adds them"
         head = f"{path} does not fit this run{hint} (checkpoint | run):"
         raise _everywhere(CheckpointError("\n  ".join([head, *_shortened(lines)])))
     try:

@@ -127,7 +127,7 @@ class TrainConfig:
     """dpo, dpo_norm, ipo: how strongly the model is held to its reference. DPO's rewards are log-ratios times it."""
     references: Literal["stored", "adapters_off"] = "stored"
     """dpo, dpo_norm, ipo: what says the log-probabilities by the reference model. stored: a column beside the pairs,
-    which tools/score.py writes. adapters_off: the frozen base of the adapters, in one further forward pass a step."""
+    which megapar score writes. adapters_off: the frozen base of the adapters, in one further forward pass a step."""
     label_smoothing: float = 0.0
     """dpo: the share of pairs thought to have the wrong answer chosen, below 0.5 (robust DPO, arXiv 2403.00409)."""
     z_loss: float = 0.0
@@ -189,7 +189,7 @@ class AdapterConfig:
     """Train the norms of the rows of W + s B A too (DoRA, arXiv 2402.09353). Without dropout, and not of experts."""
     init_from: str = "none"
     """Folder of a checkpoint of adapters on the same base. If nothing is resumed, the run starts from them, at step 0
-    and with a new optimizer state. convert_checkpoint.py peft-to-native makes one of PEFT's files."""
+    and with a new optimizer state. megapar convert peft-to-native makes one of PEFT's files."""
 
     @property
     def scale(self) -> float:
@@ -298,7 +298,7 @@ class OptimizerConfig:
     piece, while gradients and weights travel. Changes no bit on CPUs."""
     ema: float = 0.0
     """Decay of an average of the weights over the steps, such as 0.999; 0: none. It takes 4 bytes for each parameter,
-    in checkpoints too. train.eval_weights evaluates it, and convert_checkpoint.py average makes a checkpoint of it."""
+    in checkpoints too. train.eval_weights evaluates it, and megapar convert average makes a checkpoint of it."""
     overlap_param_gather: bool = False
     """With zero_stage 1 and 2: gather updated weights layer by layer, while the next forward pass runs. Changes no
     bit."""
@@ -405,7 +405,7 @@ class LogConfig:
     """Command that gets an event as JSON on its standard input: a loss that spikes or is not finite, a stall, a slow
     rank, a disk nearly full, a fault, the end. It is called without a shell; none: no command."""
     profile: str = "none"
-    """Steps A-B, such as 10-12: every rank writes what it did in them to run_dir/profile. tools/profile.py shows where
+    """Steps A-B, such as 10-12: every rank writes what it did in them to run_dir/profile. megapar profile shows where
     their time went. none: no steps."""
     observers: tuple[str, ...] = ()
     """What else sees each step: MODULE:NAME of subclasses of megapar.observe.observer.Observer."""

@@ -86,7 +86,7 @@ class TokenIndex:
             raise DataError(
                 f"{self.path}: offset {offset}: documents must span sequences 0 to {sequences}, and span {span}: "
                 "some programs write such an index when they merge files; merge them again with "
-                "tools/preprocess_data.py merge"
+                "megapar preprocess merge"
             )
         for first in range(0, len(boundaries) - 1, _BLOCK):
             falls = np.diff(boundaries[first : first + _BLOCK + 1]) < 0  # blocks overlap by one, so that none is missed

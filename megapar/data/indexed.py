@@ -46,7 +46,7 @@ def _hint_of_prefix(prefix: str) -> str:
     if prefix.endswith(".npy"):
         return (
             "a .npy file, such as OLMo's and dolma's, holds ids without an index of documents; write a pair of it with "
-            "megapar.data.indexed.IndexedWriter, or of the text with tools/preprocess_data.py"
+            "megapar.data.indexed.IndexedWriter, or of the text with megapar preprocess"
         )
     if name != prefix:
         return f"give {name}, without the suffix"

@@ -1,4 +1,4 @@
-"""Packs: samples of whole conversations, out of a pair with weights (`tools/preprocess_data.py chat`)."""
+"""Packs: samples of whole conversations, out of a pair with weights (`megapar preprocess chat`)."""
 
 from collections.abc import Mapping, Sequence
 from heapq import heappop, heappush

@@ -1,6 +1,6 @@
 """Pairs of answers as samples, for preferences: the conversation with the chosen answer, that with the rejected one.
 
-They come from a pair of files with weights (`tools/preprocess_data.py preferences`): documents 2 i and 2 i + 1 are the
+They come from a pair of files with weights (`megapar preprocess preferences`): documents 2 i and 2 i + 1 are the
 two members of pair i. The weights are those of the last turn, the answer.
 """
 

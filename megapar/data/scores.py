@@ -49,7 +49,7 @@ def read_scores(path: Path, dataset: IndexedDataset) -> FileArray:
 
     Raises DataError if it is missing, or of another pair.
     """
-    remedy = f"write it with tools/score.py CHECKPOINT --input {dataset.bin_path.with_suffix('')} --output {path}"
+    remedy = f"write it with megapar score CHECKPOINT --input {dataset.bin_path.with_suffix('')} --output {path}"
     try:
         stated = json.loads(read_regular(_description(path)))
     except (OSError, ValueError, RecursionError) as error:

@@ -177,7 +177,7 @@ class StreamDataset:
 
     Sample i is the i-th piece of the stream. The order is the stream's, so shuffle the files.
     Every rank reads the whole stream. A reader that starts in the middle, as in a resumed run, tokenizes everything
-    before. So this class is for trying out data and for small corpora. For larger ones use tools/preprocess_data.py.
+    before. So this class is for trying out data and for small corpora. For larger ones use megapar preprocess.
     Raises DataError for an id outside the vocabulary.
     """
 
@@ -295,7 +295,7 @@ def open_dataset(
     if has_pairs != (kind != "texts"):
         if has_pairs:
             raise DataError(f"{source} has pairs of a chosen and a rejected answer; use train.objective dpo or another")
-        raise DataError(f"{source} has no pairs of answers; tools/preprocess_data.py preferences writes them")
+        raise DataError(f"{source} has no pairs of answers; megapar preprocess preferences writes them")
     if has_pairs:
         referenced = kind == "referenced pairs"
         return PairDataset(source, seq_length, vocab_size, part, num_targets, with_references=referenced)

@@ -1,7 +1,7 @@
 """Logs how often a rank chooses each expert, by layer and micro-batch: messages and memory follow from it.
 
 run_dir/expert_rows/rank_00003.json is {"layers": {"0": [[...], ...]}}: for each layer of the rank a row for each
-micro-batch, with a number for each expert. `tools/simulate.py --expert_rows` reads it.
+micro-batch, with a number for each expert. `megapar simulate --expert_rows` reads it.
 """
 
 from collections.abc import Iterator

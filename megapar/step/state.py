@@ -164,7 +164,7 @@ def without_targets(what: str) -> DataError:
     error = DataError(
         f"{what}: no token of its samples is trained, so there is no loss to take the mean of. The first token of a "
         "document is no target with data.documents=apart: if documents have one token, use joined. Of conversations "
-        "tools/preprocess_data.py chat --show 3 shows what is trained. Or raise train.global_batch_size"
+        "megapar preprocess chat --show 3 shows what is trained. Or raise train.global_batch_size"
     )
     error.everywhere = True
     return error

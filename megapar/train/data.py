@@ -371,5 +371,5 @@ def _written_since(before: Mapping[str, int], modified: Mapping[str, int]) -> li
         return []
     return [
         f"data written since: {first_few(written, 3)}: size and samples are equal, other bytes were not compared; "
-        "tools/preprocess_data.py verify --full compares all of them with the SHA-256 of PREFIX.json"
+        "megapar preprocess verify --full compares all of them with the SHA-256 of PREFIX.json"
     ]

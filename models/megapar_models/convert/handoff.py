@@ -3,7 +3,7 @@
 The tensors come in buckets. Each rank derives the same plan from the options alone: which tensors a bucket has, and
 which rank owns which box of them (`Piece.owned`). So nothing is announced or negotiated. For each bucket, each owner
 sends one message with its boxes to each receiver. The receiver puts them where the export to Hugging Face has them
-(`megapar_models.convert.recipes`). What arrives is bitwise what `tools/convert_checkpoint.py native-to-hf` writes.
+(`megapar_models.convert.recipes`). What arrives is bitwise what `megapar convert native-to-hf` writes.
 
 A receiver needs the memory of a bucket, and of the largest message of one owner. An owner needs that of its message.
 With ZeRO-3 each rank also gathers the units of the bucket's weights. What a bf16 file has in fp32 (routers of some
@@ -123,7 +123,7 @@ def plan_buckets(config: Config, grid: Grid, bucket_bytes: int = BUCKET_BYTES) -
     if others := sorted(owners.keys() - known):
         raise ConfigError(
             f"weights cannot be handed over: {first_few(others)} of this run are no part of an export to Hugging Face, "
-            "such as adapters, which convert_checkpoint.py merges or writes as PEFT's files"
+            "such as adapters, which megapar convert merges or writes as PEFT's files"
         )
     groups: list[list[Theirs]] = []
     end = bucket_bytes

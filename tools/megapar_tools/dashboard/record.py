@@ -124,7 +124,7 @@ class RunFolder:
         return read_options(found.decode(errors="replace"))
 
     def _entropies(self) -> dict[str, float]:
-        """The levels that `tools/entropy.py --json` has written into the folder."""
+        """The levels that `megapar entropy --json` has written into the folder."""
         found = read_json(self.path / ENTROPIES, {"unigram": float, "bigram": float}, flags=os.O_NOFOLLOW)
         return {name: found[name] for name in ("unigram", "bigram") if name in found}
 

@@ -118,7 +118,7 @@ class _Handler(BaseHTTPRequestHandler):
             )
             self._answer(200, "application/json", json.dumps(found, allow_nan=False))
         else:
-            self._answer(404, "text/plain", "The address is the one that dashboard.py has printed.\n")
+            self._answer(404, "text/plain", "The address is the one that megapar dashboard has printed.\n")
 
     def _answer(self, code: int, kind: str, text: str) -> None:
         body = text.encode()

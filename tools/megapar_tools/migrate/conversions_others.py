@@ -183,7 +183,7 @@ def chat_adapters(job: Job, words: Words) -> Ours:
 
 def texts(job: Job, words: Words) -> Ours:
     """A file of texts: data.train names tokens."""
-    raise NoCounterpart("tools/preprocess_data.py makes tokens of it first")
+    raise NoCounterpart("megapar preprocess makes tokens of it first")
 
 
 def save_strategy(job: Job, words: Words) -> Ours:
@@ -455,9 +455,7 @@ def saving(job: Job, words: Words) -> Ours:
 def if_saved(job: Job, words: Words) -> Ours:
     """Options of the last checkpoint, which count if there is one."""
     if _saves(job) and words[0].lower() != "false":
-        raise NoCounterpart(
-            "a checkpoint is complete, and tools/convert_checkpoint.py native-to-hf writes weights alone"
-        )
+        raise NoCounterpart("a checkpoint is complete, and megapar convert native-to-hf writes weights alone")
     return {}
 
 

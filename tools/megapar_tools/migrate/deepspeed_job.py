@@ -29,7 +29,7 @@ class DeepSpeedJob:
     """The ds_config; by default the file of --deepspeed, from here or from the folder of the source."""
     model: str = ""
     """A preset such as llama3-8b, a model at Hugging Face (ORG/MODEL[@REVISION]), or config.toml in a folder that
-    tools/convert_checkpoint.py hf-to-native wrote."""
+    megapar convert hf-to-native wrote."""
     output: Path | None = None
     """The TOML file to write. Without it the TOML goes to standard output, and the lists to standard error."""
     world_size: int = 0
