@@ -96,7 +96,7 @@ def test_samples_are_pairs_with_the_references_of_their_answers(
 ) -> None:
     prefix = prepare(monkeypatch, tmp_path, ROWS)
     file = IndexedDataset(prefix)
-    with pytest.raises(DataError, match=r"pairs\.reference: no column .*; write it with tools/score\.py CHECKPOINT"):
+    with pytest.raises(DataError, match=r"pairs\.reference: no column .*; write it with megapar score CHECKPOINT"):
         PairDataset(prefix, 48, 257, with_references=True)
     column = -np.arange(1, len(file.tokens) + 1, dtype=np.float32) / 8
     with writing_scores(tmp_path / "pairs.reference", file, {}) as output:
@@ -141,7 +141,7 @@ def test_pairs_are_for_objectives_of_pairs_alone(tmp_path: Path, monkeypatch: py
     assert isinstance(open_dataset(prefix, **options, kind="pairs"), PairDataset)
     with pytest.raises(DataError, match=r"has pairs of a chosen and a rejected answer; use train\.objective dpo"):
         open_dataset(prefix, **options)
-    with pytest.raises(DataError, match=r"synthetic has no pairs of answers; tools/preprocess_data\.py preferences"):
+    with pytest.raises(DataError, match=r"synthetic has no pairs of answers; megapar preprocess preferences"):
         open_dataset("synthetic", **options, kind="pairs")
 
 

@@ -74,7 +74,9 @@ def run_commands(document: Path, folder: Path, without: Collection[str] = ()) ->
             subprocess.run(["bash", "-n", command.split()[1]], cwd=ROOT, check=True)
         elif command.startswith(("megapar ", "python pretrain_scripts/", "python tools/")):
             script, *flags = words_of_program(command)
-            ended = Program(folder / script, flags, folder, {}).wait()
+            # A plan for GPUs is of compiled kernels, as in the reader's shell.
+            interpreted = {"TRITON_INTERPRET": "0"} if command.startswith("megapar plan ") else {}
+            ended = Program(folder / script, flags, folder, interpreted).wait()
             assert ended.code == 0, f"{command}\n{ended.out}{ended.err}"
             printed[command] = ended.out
         else:

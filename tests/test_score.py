@@ -120,7 +120,7 @@ def test_a_column_of_a_pair_is_read_for_its_own_tokens_alone(folder: Path, monke
 
     with IndexedWriter(folder / "other", np.dtype("<u2")) as writer:
         writer.add_document(np.ones(len(column), np.uint16))
-    with pytest.raises(DataError, match=r"of other tokens than .*other\.bin; write it with tools/score\.py"):
+    with pytest.raises(DataError, match=r"of other tokens than .*other\.bin; write it with megapar score"):
         read_scores(folder / "texts.reference", IndexedDataset(folder / "other"))
     with pytest.raises(DataError, match="no column of log-probabilities"):
         read_scores(folder / "none.reference", dataset)
