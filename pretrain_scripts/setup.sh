@@ -6,6 +6,8 @@
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Of pyproject.toml only what is installed: the settings of tools come behind it.
 wanted=$(sed '/^\[tool\./,$d' pyproject.toml | cat - setup.py constraints.txt | sha256sum)
+# Some containers set it. Without compiled files each process would compile what it imports.
+unset PYTHONDONTWRITEBYTECODE
 installed=.venv/installed${extra:+-$extra}
 if [ ! -f "$installed" ] || [ "$(cat "$installed")" != "$wanted" ]; then
     python=''
@@ -21,11 +23,15 @@ if [ ! -f "$installed" ] || [ "$(cat "$installed")" != "$wanted" ]; then
     fi
     echo "installing into $PWD/.venv with $("$python" --version)"
     "$python" -m venv .venv
-    install() { .venv/bin/pip install --quiet --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
+    # Python compiles a file at its first import: pip would compile all files, which takes as long as the rest of its work.
+    install() { .venv/bin/pip install --no-compile --quiet --quiet --disable-pip-version-check --constraint constraints.txt "$@"; }
     install torch==2.13.0
     # torch's CUDA builds bring their own triton; its CPU build brings none, and kernels are interpreted by this one.
-    [ "$(uname)" != Linux ] || .venv/bin/python -c "import triton" 2> /dev/null || install triton==3.9.0
-    install --editable ".${extra:+[$extra]}"
+    triton=triton==3.9.0
+    if [ "$(uname)" != Linux ] || .venv/bin/python -c "import triton" 2> /dev/null; then
+        triton=
+    fi
+    install $triton --editable ".${extra:+[$extra]}"
     echo "$wanted" | tee .venv/installed > "$installed"
 fi
 source .venv/bin/activate

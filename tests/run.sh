@@ -14,8 +14,6 @@ set -euo pipefail
 extra=dev
 source "$(dirname "$0")/../pretrain_scripts/setup.sh"
 export OMP_NUM_THREADS=1
-# Some containers set it. Without compiled files each of a thousand processes would compile what it imports.
-unset PYTHONDONTWRITEBYTECODE
 
 marks="not slow"
 leave_out=--leave-out
