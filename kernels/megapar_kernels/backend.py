@@ -25,6 +25,8 @@ class Kernels:
     token_rows: Implementation = "torch"
     grouped_products: Implementation = "torch"
     """Who multiplies for all experts of a layer: torch for one after the other, triton for all at once."""
+    quantize: Implementation = "torch"
+    """FP8 codes of activations and weights."""
     adamw: Implementation = "torch"
     weight_gradient: Implementation = "torch"
     attention: FusedAttention = "torch"
@@ -57,6 +59,7 @@ FUSED = Kernels(
     cross_entropy="triton",
     token_rows="triton",
     grouped_products="triton",
+    quantize="triton",
     adamw="triton",
     weight_gradient="torch",
     masked_attention="triton",

@@ -5,7 +5,8 @@ that only move rows take the bytes (`moved`). Every other op gets the numbers, r
 nothing of `Packed` computes what it would compute of them.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -57,3 +58,20 @@ def moved(move: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 def rows_of(x: Tensor) -> Tensor:
     """What is in memory of x: the bytes of a `Packed`, or x itself."""
     return x.rows if isinstance(x, Packed) else x
+
+
+def form_of(x: Tensor) -> Callable[[Tensor], Tensor]:
+    """What makes a tensor like x of the bytes in its memory."""
+    if isinstance(x, Packed):
+        return partial(Packed, features=x.shape[-1], dtype=x.dtype, restore=x.restore)
+    return _itself
+
+
+def split_rows(x: Tensor, sizes: Sequence[int]) -> Sequence[Tensor]:
+    """Return views of consecutive rows of x [rows, features]. Those of a `Packed` are `Packed`."""
+    form = form_of(x)
+    return [form(part) for part in rows_of(x).split(list(sizes))]
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

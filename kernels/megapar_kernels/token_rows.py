@@ -10,6 +10,7 @@ moves 2 k + 2 bytes. With torch's ops each of the k rows is a pass over the sum 
 Shapes: t tokens, k choices of a token, h hidden.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels.dispatch import Implementation, fused, launches, next_power_of_2, tl, triton
+from megapar_kernels.packed import Packed
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -73,6 +75,10 @@ def sum_config(columns: int) -> tuple[int, int, int]:
 
 def _copy(x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation) -> Tensor:
     """The tokens as rows: [n, h] from [t, h], where both indices have n numbers."""
+    if isinstance(x_th, Packed):
+        # In 16 bits, of which the kernel moves 16 bytes a thread. Packed rows are multiples of 16 bytes.
+        rows = _copy(x_th.rows.view(torch.int16), token_of_row, row_of_choice, impl)
+        return x_th.with_rows(rows.view(torch.uint8))
     # The kernel does not compute, so it takes every dtype.
     if not fused(impl, x_th):
         return x_th.index_select(0, token_of_row)
@@ -139,16 +145,28 @@ class _PermuteRows(torch.autograd.Function):
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation) -> Tensor:
+    def forward(
+        ctx: Any,
+        rows: Tensor,
+        token_of_row: Tensor,
+        row_of_choice: Tensor,
+        impl: Implementation,
+        convert: Callable[[Tensor], Tensor],
+    ) -> Tensor:
         ctx.save_for_backward(token_of_row, row_of_choice)
         ctx.impl = impl
+        ctx.convert = convert
         return _sum(rows, row_of_choice, impl)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         token_of_row, row_of_choice = ctx.saved_tensors
-        return _copy(grad, token_of_row, row_of_choice, ctx.impl), None, None, None
+        return _copy(ctx.convert(grad), token_of_row, row_of_choice, ctx.impl), None, None, None, None
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
 
 
 def rows_of_tokens(x_th: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation = "torch") -> Tensor:
@@ -161,6 +179,16 @@ def permuted_rows(rows: Tensor, order: Tensor, inverse: Tensor, impl: Implementa
     return _PermuteRows.apply(rows, order, inverse, impl)
 
 
-def sums_of_rows(rows: Tensor, token_of_row: Tensor, row_of_choice: Tensor, impl: Implementation = "torch") -> Tensor:
-    """The sum of each token's rows [t k, h]: [t, h] in the dtype of the rows. It keeps no row for backward."""
-    return _SumRows.apply(rows, token_of_row, row_of_choice, impl)
+def sums_of_rows(
+    rows: Tensor,
+    token_of_row: Tensor,
+    row_of_choice: Tensor,
+    impl: Implementation = "torch",
+    convert: Callable[[Tensor], Tensor] = _same,
+) -> Tensor:
+    """The sum of each token's rows [t k, h]: [t, h] in the dtype of the rows. It keeps no row for backward.
+
+    Backward may `convert` the gradient of a sum before it copies the gradient to the token's rows, such as to a
+    `Packed`: one conversion instead of k.
+    """
+    return _SumRows.apply(rows, token_of_row, row_of_choice, impl, convert)

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+from megapar_kernels.packed import form_of, rows_of
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
@@ -392,7 +393,9 @@ class _Light:
 
     def _costs_nothing(self, recipe: _Recipe) -> bool:
         """Whether the recipe's inputs are kept anyway. The output of ReLU is kept by itself, and its input is not."""
-        return all(self._is_kept(x.untyped_storage()) for x in recipe.inputs if x.is_floating_point())
+        # Numbers and bytes of `Packed` numbers. Indices are few.
+        large = [x for x in recipe.inputs if x.is_floating_point() or x.dtype == torch.uint8]
+        return all(self._is_kept(x.untyped_storage()) for x in large)
 
     def _is_kept(self, storage: UntypedStorage) -> bool:
         if storage not in self._recipes:
@@ -430,8 +433,15 @@ def remade(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
 def remade_as(y: Tensor, function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
     """Return y, which function(*inputs) would give too. Within `light`, backward calls it, rather than to keep y."""
     keeper = _light.get()
-    storage = y.untyped_storage()
+    made, rows = rows_of(y), [rows_of(x) for x in inputs]
+    storage = made.untyped_storage()
     # A function that gives back its input, such as no norm, makes nothing.
-    if keeper is not None and y.requires_grad and all(x.untyped_storage() is not storage for x in inputs):
-        keeper.note(y, _Recipe(function, inputs, y.dtype))
+    if keeper is not None and y.requires_grad and all(x.untyped_storage() is not storage for x in rows):
+        forms = [form_of(x) for x in inputs]
+        keeper.note(made, _Recipe(partial(_rows_made, function, forms), rows, made.dtype))
     return y
+
+
+def _rows_made(function: Callable[..., Tensor], forms: Sequence[Callable[[Tensor], Tensor]], *rows: Tensor) -> Tensor:
+    """What is in memory of function(*inputs), given what is in memory of the inputs."""
+    return rows_of(function(*(form(x) for form, x in zip(forms, rows, strict=True))))

@@ -99,6 +99,12 @@ class TrainConfig:
     precision: Precision = "fp32"
     """Dtype of weights and activations. Gradients and main weights are fp32 in any case. fp16 has a dynamic loss
     scale."""
+    fp8: str = "none"
+    """blocks: matrices of layers are multiplied in FP8 (e4m3), with scales that are powers of two: of 1 x 128 for
+    activations and gradients, 128 x 128 for weights. Equal inputs have equal codes in every layout. It needs precision
+    bf16 or fp32; head, embedding, norms, routers and adapters stay in it. none: nothing is."""
+    fp8_skip: tuple[str, ...] = ()
+    """What stays out of FP8: numbers of layers (-1: the last), and patterns of matrices, such as 0 -1 *.mlp.down."""
     recompute: Literal["none", "selective", "light", "all_but_attention", "full"] = "none"
     """Activation checkpointing. selective: the backward pass recomputes the core of attention, from queries, keys and
     values to its output. light: it recomputes norms, activations of MLPs and copies of rows for experts, but no product

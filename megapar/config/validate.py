@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Any
 
 from megapar.base.errors import ConfigError
-from megapar.config import validate_experts, validate_optimizer
+from megapar.config import validate_experts, validate_fp8, validate_optimizer
 from megapar.config.data_spec import data_problems
 from megapar.config.derive import derive, profiled_steps, recomputed_layers
 from megapar.config.messages import around, counted, divisors, listed, problem, shown
@@ -110,7 +110,9 @@ def _layout_problems(
     yield from validate_experts.problems(derived, rules)
     yield from _cut_by_tp(derived, world_size)
     yield from _pipeline(derived, world_size, stages)
-    yield from chain.from_iterable(check(derived) for check in (_layout, _train, validate_optimizer.problems))
+    yield from chain.from_iterable(
+        check(derived) for check in (_layout, _train, validate_fp8.problems, validate_optimizer.problems)
+    )
     # While the grid does not fit, dp is unknown, and nothing can be said about what it divides.
     if not grid_problems:
         yield from validate_experts.grid_problems(derived)

@@ -231,6 +231,11 @@ def cut(size: int, axis: Axis) -> tuple[int, int]:
     return axis.rank * size // axis.size, (axis.rank + 1) * size // axis.size
 
 
+def cut_unit(size: int, parts: int) -> int:
+    """The largest number that divides every border of `cut` over `parts` ranks, and `size`."""
+    return math.gcd(*(rank * size // parts for rank in range(parts + 1)))
+
+
 def make_piece(name: str, shape: Sequence[int], cuts: Mapping[int, tuple[int, int]], *, grows: bool = False) -> Piece:
     """The piece [start, stop) along each dimension in `cuts`, else whole. Its owner alone holds it in a replica."""
     offset = [0] * len(shape)

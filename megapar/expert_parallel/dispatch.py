@@ -3,7 +3,8 @@
 A row is the hidden state of one token for one of its experts. Rows travel in chunks (`row_counts`), often just one.
 
     function    what it does                                                                  axis
-    send        copies each token's hidden state once for each of its experts
+    send        converts each token's hidden state, if the experts' products do (`MatrixProducts.convert_input`)
+                copies it once for each of its experts
                 sorts these rows by chunk, and by expert
                 all-to-all of all weights, sorted by expert                                   ep
                 all-to-all of each chunk: each row goes to the position of its expert         ep
@@ -33,10 +34,12 @@ p positions of ep, q positions of etp.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.grouped import RowGroups
+from megapar_kernels.packed import moved
 from megapar_kernels.token_rows import permuted_rows, rows_of_tokens, sums_of_rows
 from torch import Tensor
 
@@ -48,7 +51,10 @@ from megapar.declare.params import cut
 from megapar.expert_parallel.exchange import ArrivingRows, ExchangeMemory, all_arrived, exchange_rows, start_exchanges
 from megapar.expert_parallel.route import counts
 from megapar.expert_parallel.row_counts import RowChunk, RowCounts, experts_of, inverse_of
+from megapar.linear.function import converted
 from megapar.linear.meanwhile import Meanwhile
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 from megapar.system import device
 
 
@@ -180,11 +186,19 @@ def _arriving_rows(chosen_pe: Tensor, ep: Axis, etp: Axis) -> Tensor:
     return collectives.all_gather(received_pe.contiguous(), etp).view(etp.size, ep.size, len(experts))
 
 
-def send(x_th: Tensor, weights_tk: Tensor, plan: Dispatch, impl: Implementation = "torch") -> Arriving:
+def send(
+    x_th: Tensor,
+    weights_tk: Tensor,
+    plan: Dispatch,
+    impl: Implementation = "torch",
+    products: MatrixProducts = TORCH_PRODUCTS,
+) -> Arriving:
     """Start to send each token's rows to the ranks of its experts, and the weights of the token's experts.
 
-    What runs before `compute` overlaps the transfer.
+    Rows travel as the `products` of the experts convert them: once for a token, and not once for each of its rows. What
+    runs before `compute` overlaps the transfer.
     """
+    x_th = converted(x_th, products)
     # Before the numbers of rows are waited for. The experts keep the rows if they do not travel.
     copied = partial(rows_of_tokens, impl=impl)
     rows = recompute.remade(copied, x_th, plan.token_of_row, plan.row_of_choice)
@@ -222,12 +236,23 @@ def compute(
     return returning
 
 
-def combine(returning: Sequence[ArrivingRows], plan: Dispatch, impl: Implementation = "torch") -> Tensor:
+def combine(
+    returning: Sequence[ArrivingRows],
+    plan: Dispatch,
+    impl: Implementation = "torch",
+    products: MatrixProducts = TORCH_PRODUCTS,
+) -> Tensor:
     """Wait for the experts' results, and sum them by token: [t, h].
 
     Sums over the experts of a token are in fp32, or in fp64 for fp64. The returned tensor has the dtype of the rows.
+    Their gradients travel as the `products` of the experts convert them.
     """
-    return sums_of_rows(all_arrived(returning), plan.token_of_row, plan.row_of_choice, impl)
+    convert = partial(_converted_gradient, products)
+    return sums_of_rows(all_arrived(returning), plan.token_of_row, plan.row_of_choice, impl, convert)
+
+
+def _converted_gradient(products: MatrixProducts, grad: Tensor) -> Tensor:
+    return products.carry(products.as_gradient(grad), like=grad)
 
 
 def _by_expert(arriving: ArrivingRows, chunk: RowChunk, plan: Dispatch, impl: Implementation) -> Tensor:
@@ -241,7 +266,7 @@ def _gather_rows(rows: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor
     if etp.size == 1:
         return rows
     # An all-gather needs equal numbers of rows, which ranks do not have. So each rank sends a copy to each rank.
-    copies = rows.expand(etp.size, *rows.shape).reshape(-1, rows.shape[1])
+    copies = _CopyToParts.apply(rows, etp.size)
     return exchange_rows(copies, [len(rows)] * etp.size, brought_rows, etp)
 
 
@@ -251,7 +276,38 @@ def _sum_rows(parts: Tensor, brought_rows: Sequence[int], etp: Axis) -> Tensor:
         return parts
     own_rows = brought_rows[etp.rank]
     arrived = exchange_rows(parts, brought_rows, [own_rows] * etp.size, etp)
-    return arrived.view(etp.size, own_rows, parts.shape[1]).sum(0)
+    total: Tensor = _SumOfParts.apply(arrived, etp.size)
+    return total
+
+
+class _CopyToParts(torch.autograd.Function):
+    """Rows [n, h] as often as there are parts: [parts n, h]. Backward sums the gradients of a row."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, parts: int) -> Tensor:
+        ctx.parts = parts
+        return moved(partial(_copies, parts), rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.reshape(ctx.parts, len(grad) // ctx.parts, grad.shape[1]).sum(0), None
+
+
+class _SumOfParts(torch.autograd.Function):
+    """The sum of the parts [parts n, h] of rows: [n, h]. Backward copies the gradient of a row to its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, arrived: Tensor, parts: int) -> Tensor:
+        ctx.parts = parts
+        return arrived.view(parts, len(arrived) // parts, arrived.shape[1]).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return moved(partial(_copies, ctx.parts), grad), None
+
+
+def _copies(parts: int, rows: Tensor) -> Tensor:
+    return rows.expand(parts, *rows.shape).reshape(-1, rows.shape[1])
 
 
 def _reorder(rows: Tensor, order: Tensor | None, inverse: Tensor | None, impl: Implementation) -> Tensor:

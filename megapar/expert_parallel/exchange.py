@@ -10,13 +10,15 @@ until the rows, or their gradients, are here (`megapar.linear.meanwhile`).
 
 Rows may travel in several parts, one all-to-all each. They may start together and be waited for one by one, or start
 one by one and be waited for together. No part is copied for that: rows leave from slices of one tensor, and arrive in
-slices of one tensor. Through shared memory rows also arrive sorted by expert, and leave so (`ExchangedRows`).
+slices of one tensor. Rows and gradients may be `Packed`: their bytes travel. Through shared memory rows also arrive
+sorted by expert, and leave so (`ExchangedRows`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from megapar_kernels.packed import form_of, rows_of, split_rows
 from torch import Tensor
 
 from megapar.comm import collectives
@@ -35,11 +37,14 @@ class ExchangeMemory:
     def __init__(self, counts: Sequence[int]):
         self._counts = list(counts)
         self._whole: Tensor | None = None
+        self._form: Callable[[Tensor], Tensor] = rows_of  # makes rows of the bytes in memory: they may be `Packed`
 
     def part(self, number: int, like: Tensor) -> Tensor:
-        """The memory for the rows of one exchange. A row has the shape and dtype of those of `like`."""
+        """The memory for the rows of one exchange. A row has the shape and dtype of those in memory of `like`."""
         if self._whole is None:
-            self._whole = like.new_empty(sum(self._counts), *like.shape[1:])
+            self._form = form_of(like)
+            rows = rows_of(like)
+            self._whole = rows.new_empty(sum(self._counts), *rows.shape[1:])
         # `data`, so autograd takes the part for no view of the whole: each has a place of its own in the graph.
         return self._whole.split(self._counts)[number].data
 
@@ -47,7 +52,7 @@ class ExchangeMemory:
         """All of it. Nothing is kept here: the graph would keep it."""
         whole, self._whole = self._whole, None
         assert whole is not None, "ExchangeMemory.take() came before the first exchange"
-        return whole
+        return self._form(whole)
 
 
 class ArrivingRows:
@@ -71,19 +76,19 @@ class ArrivingRows:
         self.memory: Tensor | None = None  # of the rows, for autograd
 
     def post(self, x: Tensor) -> Tensor:
-        """Start to send the rows `x`. Returns the memory in which rows arrive."""
+        """Start to send the rows `x`. Returns the memory in which rows arrive, in the form of x."""
         memory, number = self.arrivals
-        out, self.pending = collectives.all_to_all_async(x, self.counts, self.axis, memory.part(number, x))
-        return out
+        out, self.pending = collectives.all_to_all_async(rows_of(x), self.counts, self.axis, memory.part(number, x))
+        return form_of(x)(out)
 
     def post_gradient(self, grad: Tensor) -> Tensor:
         """Start to send the gradient of the rows back. Returns what autograd takes for the gradient of `memory`."""
         memory, number = self.gradients
         place = memory.part(number, grad)
-        _, self.pending = collectives.all_to_all_async(grad, self.counts.back, self.axis, place)
+        _, self.pending = collectives.all_to_all_async(rows_of(grad), self.counts.back, self.axis, place)
         # autograd wants a gradient of the shape of `memory`. The gradients in flight have the shape of what was sent,
         # so they wait in `gradients`, and autograd gets zeros that take no memory.
-        return grad.new_zeros(()).expand(grad.shape)
+        return torch.zeros((), dtype=grad.dtype, device=grad.device).expand(grad.shape)
 
     def wait(self) -> Tensor:
         """The rows received, in the order of positions or of groups. Call it once."""
@@ -95,7 +100,7 @@ class _Start(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, parts: Sequence[ArrivingRows]) -> tuple[Tensor, ...]:
         ctx.parts = parts
         ctx.host_waits = x.device.type == "cpu"
-        pieces = x.split([sum(part.counts.sent) for part in parts])
+        pieces = split_rows(x, [sum(part.counts.sent) for part in parts])
         return tuple(part.post(piece) for part, piece in zip(parts, pieces, strict=True))
 
     @staticmethod
@@ -121,7 +126,7 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        pieces = grad.split([sum(part.counts.received) for part in ctx.parts])
+        pieces = split_rows(grad, [sum(part.counts.received) for part in ctx.parts])
         # Autograd goes backward: it asks for the gradients of the last part first.
         found = [part.post_gradient(piece) for part, piece in zip(ctx.parts[::-1], pieces[::-1], strict=True)]
         return None, *found[::-1]

@@ -37,7 +37,8 @@ from megapar.expert_parallel.balance import Float32Products, halves
 from megapar.expert_parallel.expert_parameters import ExpertParameters
 from megapar.expert_parallel.row_counts import experts_of
 from megapar.linear.converted_weight import ConvertedWeight
-from megapar.linear.low_rank import LoraRule
+from megapar.linear.function import converted
+from megapar.linear.low_rank import FactorProducts, LoraRule
 from megapar.linear.main_grad import DeferredWeightGradient
 from megapar.linear.meanwhile import Meanwhile
 from megapar.linear.products import MatrixProducts
@@ -122,15 +123,24 @@ class Experts(nn.Module):
         gate_up = self._adapted("gate", gate_up, rows, slice(0, width), groups, experts)
         gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), groups, experts)
         gate_up = self._biased(gate_up, self.gate_up_bias, None, self.gate_up, groups, experts, adds=True)
-        inner = recompute.remade(self.activation, gate_up, weights)
+        inner = converted(recompute.remade(self.activation, gate_up, weights), self.products)
         y = self._product(inner, self.down, self.hidden_size, groups, experts)
         y = self._adapted("down", y, inner, slice(0, self.hidden_size), groups, experts)
         # The ranks of etp have parts of a sum, to which the bias is added once.
         return self._biased(y, self.down_bias, weights, self.down, groups, experts, adds=self.sharding.etp.first)
 
-    def _product(self, rows: Tensor, weight: Tensor, out_features: int, groups: RowGroups, experts: slice) -> Tensor:
+    def _product(
+        self,
+        rows: Tensor,
+        weight: Tensor,
+        out_features: int,
+        groups: RowGroups,
+        experts: slice,
+        products: MatrixProducts | None = None,
+    ) -> Tensor:
         """The rows of each expert, multiplied by its matrix in `weight`."""
-        y: Tensor = _GroupedLinear.apply(rows, weight, out_features, groups, experts, self.products, self.meanwhile)
+        products = products or self.products
+        y: Tensor = _GroupedLinear.apply(rows, weight, out_features, groups, experts, products, self.meanwhile)
         return y
 
     def _adapted(
@@ -140,8 +150,10 @@ class Experts(nn.Module):
         if matrix not in self.lora_a:
             return y
         b = self.lora_b[matrix]
-        z = self._product(rows, self.lora_a[matrix], b.shape[1], groups, experts)
-        added = self._product(z, b, columns.stop - columns.start, groups, experts)
+        plain = self.products.plain
+        of_a = self.products if plain is self.products else FactorProducts(self.products)
+        z = self._product(rows, self.lora_a[matrix], b.shape[1], groups, experts, of_a)
+        added = self._product(z, b, columns.stop - columns.start, groups, experts, plain)
         return _AddToColumns.apply(y, added, columns, self.scale)
 
     def _biased(
@@ -301,7 +313,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.shape = (weight.shape[0] // out_features, out_features, weight.shape[1])
         # A rank without experts has no product to compute, but the shapes of the results to say.
         ctx.products = products = products if groups.number else TORCH_PRODUCTS
-        rows = products.convert_input(rows)
+        rows = products.as_input(rows)
         ctx.save_for_backward(rows, weight)
         ctx.groups = groups
         ctx.experts = experts
@@ -315,7 +327,8 @@ class _GroupedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None, None]:
         rows, weight = ctx.saved_tensors
         needs_rows, needs_weight = ctx.needs_input_grad[:2]
-        grad = grad.contiguous()  # the gradient of a sum is expanded, which products of groups may not accept
+        # The gradient of a sum is expanded, which products of groups may not accept.
+        grad = ctx.products.as_gradient(grad).contiguous()
         grad_rows = grad_weight = None
         if needs_rows:
             grad_rows = ctx.products.grouped_input_gradient(grad, _converted(ctx, weight), ctx.groups)

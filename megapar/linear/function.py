@@ -12,13 +12,16 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from megapar_kernels.dispatch import apply_function
+from megapar_kernels.packed import Packed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar.activations import recompute
 from megapar.comm.pending import NOTHING, Pending
 from megapar.linear.converted_weight import ConvertedWeight
 from megapar.linear.main_grad import DeferredWeightGradient, MainGrad, is_deferred, main_grad_of
-from megapar.linear.products import MatrixProducts
+from megapar.linear.products import MatrixProducts, as_2d
 
 
 class InputRegion(Protocol):
@@ -77,6 +80,10 @@ class KeptWeight(NamedTuple):
         """The weight as its products get it."""
         return self.converted.get(weight, self.products)
 
+    def as_gradient(self, grad_y: Tensor) -> Tensor:
+        """The gradient of the product's output as the products get it."""
+        return self.products.as_gradient(grad_y)
+
 
 def keep_for_backward(
     ctx: Any,
@@ -101,26 +108,21 @@ def weight_gradient(
 ) -> Tensor | None:
     """The gradient of a weight, or None if it goes to `main_grad`, now or in W.
 
-    `x` is the input of the product. If the gradient is deferred, `x` may be the input of the layer, which W lets enter
-    through `region`.
+    `grad_y` and `x` are as the products get them. `x` is the input of the product. If the gradient is deferred, `x` may
+    be the input of the layer, which W lets enter through `region`.
 
     The gradient is one product over all tokens, also where the input gradient is computed in chunks, so that its sums
     have the same order.
     """
     if main_grad is None:
-        grad: Tensor = products.weight_gradient(_as_2d(grad_y), _as_2d(x))
+        grad: Tensor = products.weight_gradient(grad_y, x)
         return grad
     DeferredWeightGradient(main_grad, grad_y, x, partial(_add_product, products), region.enter_async).add_or_defer()
     return None
 
 
 def _add_product(products: MatrixProducts, total: Tensor, grad_y: Tensor, x: Tensor, overwrite: bool) -> None:
-    products.add_weight_gradient(total, _as_2d(grad_y), _as_2d(x), overwrite=overwrite)
-
-
-def _as_2d(x: Tensor) -> Tensor:
-    """[tokens, features], from [..., features]."""
-    return x.reshape(-1, x.shape[-1])
+    products.add_weight_gradient(total, grad_y, x, overwrite=overwrite)
 
 
 Gradients = tuple[Tensor | None, list[Tensor | None], Tensor | None]
@@ -137,18 +139,20 @@ def linear_backward(
 ) -> Gradients:
     """The backward of a layer with one or more products of the same input: their outputs' gradients are `grads_y`.
 
+    Products convert each of them once (`MatrixProducts.convert_gradient`). The gradient of a bias is summed before.
     x and the weights are saved tensors. The bias is that of the first product. See `LinearFunction` for the order.
     """
     grad_x = grad_bias = None
     entering = leaving = NOTHING
     region = ctx.region  # through which x has still to enter
+    converted = [kept.as_gradient(grad_y) for kept, grad_y in zip(ctx.kept, grads_y, strict=True)]
     if any(needs and not is_deferred(kept.main_grad) for needs, kept in zip(needs_weights, ctx.kept, strict=True)):
         # From here on x is the input of the product, no longer that of the layer. This communication runs during the
         # product of the input gradient.
         x, entering = region.enter_async(x)
         region = LOCAL
     if ctx.needs_input_grad[0]:
-        for grad_y, weight, kept in zip(grads_y, weights, ctx.kept, strict=True):
+        for grad_y, weight, kept in zip(converted, weights, ctx.kept, strict=True):
             part = kept.products.input_gradient(grad_y, kept.get(weight))
             grad_x = part if grad_x is None else grad_x.add_(part)
         entering.wait()
@@ -157,12 +161,39 @@ def linear_backward(
     entering.wait()  # again, because the input may need no gradient; a second wait does nothing
     grad_weights = [
         weight_gradient(kept.products, kept.main_grad, grad_y, x, region) if needs else None
-        for needs, kept, grad_y in zip(needs_weights, ctx.kept, grads_y, strict=True)
+        for needs, kept, grad_y in zip(needs_weights, ctx.kept, converted, strict=True)
     ]
     if needs_bias:
-        grad_bias = _as_2d(grads_y[0]).sum(0)
+        grad_bias = as_2d(grads_y[0]).sum(0)
     leaving.wait()
     return grad_x, grad_weights, grad_bias
+
+
+class _Convert(torch.autograd.Function):
+    """x as the products of a layer convert it. Backward takes the gradient as if nothing had been rounded."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, products: MatrixProducts) -> Tensor:
+        return products.carry(products.convert_input(x), like=x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def converted(x: Tensor, products: MatrixProducts) -> Tensor:
+    """Return x as the `products` of a layer convert it: once, also if several layers of this format read the result.
+
+    With train.recompute light backward converts again rather than to keep what was converted.
+    """
+    if not products.converts or isinstance(x, Packed):
+        return x
+    return recompute.remade(partial(_convert, products), x)
+
+
+def _convert(products: MatrixProducts, x: Tensor) -> Tensor:
+    y: Tensor = apply_function(_Convert, x, products)
+    return y
 
 
 class LinearFunction(torch.autograd.Function):
@@ -181,7 +212,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: InputRegion, products: MatrixProducts
     ) -> Tensor:
-        x = products.convert_input(x)
+        x = products.as_input(x)
         keep_for_backward(ctx, x, [weight], region, products)
         return products.forward(region.enter(x), ctx.kept[0].get(weight), bias)
 

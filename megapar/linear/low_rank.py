@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from megapar_kernels.dispatch import Implementation, MainGrad, main_grad_of
 from megapar_kernels.dropout import dropout
+from megapar_kernels.grouped import RowGroups
+from megapar_kernels.packed import Packed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -61,35 +63,60 @@ class InputDropout:
 
 
 @dataclass(frozen=True, eq=False)
-class DroppedInputs(MatrixProducts):
-    """The products of A: those of `base`, of inputs of which some are dropped."""
+class FactorProducts(MatrixProducts):
+    """The products of A, of inputs that the products of the `layer` have converted, and of which some are dropped.
 
-    base: MatrixProducts = TORCH_PRODUCTS
+    A itself is in the dtype of activations: `layer.plain` computes its products of the restored inputs.
+    """
+
+    layer: MatrixProducts
     dropped: InputDropout | None = None
 
-    def _drop(self, x: Tensor) -> Tensor:
-        assert self.dropped is not None
-        return self.dropped.apply(x)
+    @property
+    def converts(self) -> bool:
+        return self.layer.converts
+
+    @property
+    def plain(self) -> MatrixProducts:
+        return self.layer.plain
+
+    def _input(self, x: Tensor) -> Tensor:
+        x = self.layer.restore(x)
+        return x if self.dropped is None else self.dropped.apply(x)
 
     def convert_input(self, x: Tensor) -> Tensor:
-        if self.base.convert_input(x) is not x:
-            raise ValueError("adapter.dropout: needs products that leave the inputs of layers as they are")
-        return x
+        return self.layer.convert_input(x)
 
     def convert_weight(self, weight: Tensor) -> Any:
-        return self.base.convert_weight(weight)
+        return self.plain.convert_weight(weight)
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        return self.base.forward(self._drop(x), weight, bias)
+        return self.plain.forward(self._input(x), weight, bias)
 
     def input_gradient(self, grad_y: Tensor, weight: Tensor) -> Tensor:
-        return self._drop(self.base.input_gradient(grad_y, weight))
+        grad_x = self.plain.input_gradient(grad_y, weight)
+        return grad_x if self.dropped is None else self.dropped.apply(grad_x)
 
-    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
-        return self.base.weight_gradient(grad_2d, self._drop(x_2d))
+    def weight_gradient(self, grad_y: Tensor, x: Tensor) -> Tensor:
+        return self.plain.weight_gradient(grad_y, self._input(x))
 
-    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
-        self.base.add_weight_gradient(total, grad_2d, self._drop(x_2d), overwrite=overwrite)
+    def add_weight_gradient(self, total: Tensor, grad_y: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+        self.plain.add_weight_gradient(total, grad_y, self._input(x), overwrite=overwrite)
+
+    def grouped_forward(self, x_2d: Tensor, weights_goi: Any, groups: RowGroups) -> Tensor:
+        return self.plain.grouped_forward(self._input(x_2d), weights_goi, groups)
+
+    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Any, groups: RowGroups) -> Tensor:
+        return self.plain.grouped_input_gradient(grad_2d, weights_goi, groups)
+
+    def add_grouped_weight_gradient(
+        self, totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, groups: RowGroups, *, overwrite: bool = False
+    ) -> None:
+        x_2d = self._input(x_2d)
+        self.plain.add_grouped_weight_gradient(totals_goi, grad_2d, x_2d, groups, overwrite=overwrite)
+
+    def in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
+        return self.plain.in_one_launch(x_2d, matrices_goi)
 
 
 @dataclass(frozen=True)
@@ -106,9 +133,9 @@ class LowRank:
 
     def products_of_a(self, products: MatrixProducts) -> MatrixProducts:
         """The products of A, in a layer with `products`."""
-        if self.dropped is None:
+        if self.dropped is None and products.plain is products:
             return products
-        return DroppedInputs(base=products, dropped=self.dropped)
+        return FactorProducts(products, self.dropped)
 
     def dropped_chunk(self, x: Tensor, slices: int, tokens: slice) -> Tensor:
         """The inputs of A, from those x [slices, tokens, in] of the layer. They are `tokens` of each slice."""
@@ -202,7 +229,7 @@ class AdaptedLinear(torch.autograd.Function):
         rule: LowRank,
     ) -> Tensor:
         products_of_a = rule.products_of_a(products)
-        x = products_of_a.convert_input(x)
+        x = products.as_input(x)
         entered = region.enter(x)
         y = products.forward(entered, KeptWeight.of(weight, products).get(weight), bias)
         z = products_of_a.forward(entered, KeptWeight.of(a, products_of_a).get(a), None)
@@ -215,11 +242,15 @@ class AdaptedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, a, z, b = ctx.saved_tensors
         _, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
-        grad_z = ctx.rule.inner_gradient(grad_y, b)
+        # Converted, B reads what ranks could have sent: the same numbers in every layout.
+        products = ctx.kept[0].products
+        grad_y = products.carry(products.as_gradient(grad_y), like=grad_y)
+        values = grad_y.restored() if isinstance(grad_y, Packed) else grad_y
+        grad_z = ctx.rule.inner_gradient(values, b)
         grad_x, grad_weights, grad_bias = linear_backward(
             ctx, x, [weight, a], [grad_y, grad_z], [needs_weight, needs_a], needs_bias
         )
-        grad_b = ctx.rule.b_gradient(ctx.main_grad_b, grad_y, z, b) if needs_b else None
+        grad_b = ctx.rule.b_gradient(ctx.main_grad_b, values, z, b) if needs_b else None
         return grad_x, grad_weights[0], grad_bias, grad_weights[1], grad_b, None, None, None
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megapar_kernels.grouped import RowGroups
+from megapar_kernels.packed import Packed
 from torch import Tensor
 
 
@@ -17,9 +18,11 @@ class MatrixProducts:
     Another number format is a subclass that overrides `convert_input`, `convert_weight`, `forward`, `input_gradient`
     and `weight_gradient`, or some of these five. `kernels.products` names the subclass. The other products follow from
     the five, one after the other; `megapar.linear.torch_products` computes them faster: in place, or several in one
-    launch.
+    launch. A format may also convert the gradients of outputs (`convert_gradient`). `megapar.linear.fp8_products` has
+    a whole one.
 
-    Products get x and the weight as `convert_input` and `convert_weight` returned them.
+    Products get x, the weight and the gradients of outputs as `convert_input`, `convert_weight` and `convert_gradient`
+    returned them.
     """
 
     @classmethod
@@ -40,6 +43,56 @@ class MatrixProducts:
         """
         return x
 
+    def convert_gradient(self, grad_y: Tensor) -> Tensor:
+        """Return the gradient [..., out] of a layer's output as it is sent, multiplied and kept: [..., any number].
+
+        It is called once, before ranks gather the gradient. What `convert_input` says of a row holds here too.
+        """
+        return grad_y
+
+    def restore(self, converted: Tensor) -> Tensor:
+        """Return the numbers of what `convert_input` or `convert_gradient` returned, in the dtype of activations.
+
+        A format that overrides either of the two overrides this one too. Adapters and gradients of biases need it.
+        """
+        return converted
+
+    @property
+    def plain(self) -> "MatrixProducts":
+        """The products in the dtype of activations that compute an adapter's factors beside a matrix in this format."""
+        return self
+
+    @property
+    def converts(self) -> bool:
+        """Whether `convert_input` returns something else than its argument."""
+        return type(self).convert_input is not MatrixProducts.convert_input
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether `convert_weight` quantizes the weight in blocks (`megapar_kernels.quantize.quantize_blocks`)."""
+        return False
+
+    def as_input(self, x: Tensor) -> Tensor:
+        """Return `convert_input(x)`. What has been converted already is taken as it is."""
+        if isinstance(x, Packed):
+            return x.rows if self.converts else x.restored()
+        return self.convert_input(x)
+
+    def as_gradient(self, grad_y: Tensor) -> Tensor:
+        """Return `convert_gradient(grad_y)`. What has been converted already is taken as it is."""
+        if isinstance(grad_y, Packed):
+            return grad_y.rows if self.converts else grad_y.restored()
+        return self.convert_gradient(grad_y)
+
+    def carry(self, converted: Tensor, like: Tensor) -> Tensor:
+        """Return what `convert_input` or `convert_gradient` made of `like`, or ranks gathered of it, for autograd.
+
+        Autograd sees the numbers, of the features and the dtype of `like`.
+        """
+        if converted.dtype == like.dtype and converted.shape[-1] == like.shape[-1]:
+            return converted  # the format leaves it as it is
+        return Packed(converted, like.shape[-1], like.dtype, self.restore)
+
     def convert_weight(self, weight: Tensor) -> Any:
         """Return the weight [out, in], or [groups, out, in] of experts, as products get it.
 
@@ -57,19 +110,22 @@ class MatrixProducts:
         gradient: Tensor = grad_y @ weight
         return gradient
 
-    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
-        """Return the gradient of the weight: fp32 [out, in], from grad_2d [tokens, out] and x_2d [tokens, in]."""
-        wide = torch.promote_types(grad_2d.dtype, torch.float32)
-        return grad_2d.to(wide).t() @ x_2d.to(wide)
+    def weight_gradient(self, grad_y: Tensor, x: Tensor) -> Tensor:
+        """Return the gradient of the weight: fp32 [out, in], from grad_y [..., out] and x [..., in].
+
+        The leading dimensions are those of the layer, positions first and then samples, or rows of experts.
+        """
+        wide = torch.promote_types(grad_y.dtype, torch.float32)
+        return as_2d(grad_y).to(wide).t() @ as_2d(x).to(wide)
 
     # The products that follow from the five methods above.
 
-    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
+    def add_weight_gradient(self, total: Tensor, grad_y: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
         """Add the weight gradient to `total`, fp32 [out, in], without rounding it to the inputs' dtype first.
 
         With `overwrite` the values of `total` count as zero, even if they are NaN.
         """
-        gradient = self.weight_gradient(grad_2d, x_2d)
+        gradient = self.weight_gradient(grad_y, x)
         if overwrite:
             total.copy_(gradient)
         else:
@@ -125,3 +181,8 @@ class MatrixProducts:
     def in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
         """Return whether one launch computes the products of all groups, by the grouped kernels."""
         return False
+
+
+def as_2d(x: Tensor) -> Tensor:
+    """Return x [..., features] as [tokens, features]."""
+    return x.reshape(-1, x.shape[-1])

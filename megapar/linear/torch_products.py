@@ -9,7 +9,7 @@ from megapar_kernels.dispatch import Implementation
 from megapar_kernels.grouped import RowGroups
 from torch import Tensor
 
-from megapar.linear.products import MatrixProducts
+from megapar.linear.products import MatrixProducts, as_2d
 
 
 @dataclass(frozen=True)
@@ -50,10 +50,11 @@ class TorchProducts(MatrixProducts):
     def input_gradient_slices(self, out: Tensor, grad: Tensor, weight: Tensor) -> None:
         _products_of_slices(out, grad, weight.t(), None)
 
-    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
-        return grad_2d.t() @ x_2d
+    def weight_gradient(self, grad_y: Tensor, x: Tensor) -> Tensor:
+        return as_2d(grad_y).t() @ as_2d(x)
 
-    def add_weight_gradient(self, total: Tensor, grad_2d: Tensor, x_2d: Tensor, *, overwrite: bool = False) -> None:
+    def add_weight_gradient(self, total: Tensor, grad_y: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+        grad_2d, x_2d = as_2d(grad_y), as_2d(x)
         beta = 0.0 if overwrite else 1.0  # addmm multiplies `total` by it, and does not read `total` if it is 0
         if grad_2d.dtype == total.dtype:
             total.addmm_(grad_2d.t(), x_2d, beta=beta)

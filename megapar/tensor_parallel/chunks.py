@@ -183,6 +183,11 @@ def _in_slices(x: Tensor, slices: int) -> Tensor:
     return x.view(slices, -1, x.shape[-1])
 
 
+def _empty(like: Tensor, length: int, features: int) -> Tensor:
+    """Memory [length, ..., features] in the dtype of `like` [s, ..., any]."""
+    return torch.empty(length, *like.shape[1:-1], features, dtype=like.dtype, device=like.device)
+
+
 class _GatherLinear(torch.autograd.Function):
     """LinearFunction with its input entering in chunks in forward. Its backward is the same: this hides all it can."""
 
@@ -190,9 +195,9 @@ class _GatherLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, region: ChunkedGather, products: MatrixProducts
     ) -> Tensor:
-        y = x.new_empty(region.slices * x.shape[0], *x.shape[1:-1], weight.shape[0])
+        y = _empty(x, region.slices * x.shape[0], weight.shape[0])
         y_slices = _in_slices(y, region.slices)
-        x = products.convert_input(x)
+        x = products.as_input(x)
         keep_for_backward(ctx, x, [weight], region, products)
         converted = ctx.kept[0].get(weight)
         for tokens, chunk in region.enter_in_chunks(x.reshape(-1, x.shape[-1])):
@@ -220,13 +225,15 @@ class _GatherAdapted(torch.autograd.Function):
         products: MatrixProducts,
         rule: LowRank,
     ) -> Tensor:
-        y, z = (x.new_empty(region.slices * x.shape[0], *x.shape[1:-1], len(matrix)) for matrix in (weight, a))
+        y, z = (_empty(x, region.slices * x.shape[0], len(matrix)) for matrix in (weight, a))
         y_slices, z_slices = _in_slices(y, region.slices), _in_slices(z, region.slices)
-        x = rule.products_of_a(products).convert_input(x)
-        of_weight, of_a = (KeptWeight.of(matrix, products).get(matrix) for matrix in (weight, a))
+        x = products.as_input(x)
+        of_weight = KeptWeight.of(weight, products).get(weight)
+        of_a = KeptWeight.of(a, products.plain).get(a)
         for tokens, chunk in region.enter_in_chunks(x.reshape(-1, x.shape[-1])):
             products.forward_slices(y_slices[:, tokens], chunk, of_weight, bias)
-            products.forward_slices(z_slices[:, tokens], rule.dropped_chunk(chunk, region.slices, tokens), of_a, None)
+            dropped = rule.dropped_chunk(products.restore(chunk), region.slices, tokens)
+            products.plain.forward_slices(z_slices[:, tokens], dropped, of_a, None)
         rule.add(y, z, b)
         keep_adapted(ctx, x, [weight, a], region, products, z, b, rule)
         return y
@@ -255,8 +262,8 @@ class _LinearReduce(torch.autograd.Function):
         b: Tensor | None,
         rule: LowRank | None,
     ) -> Tensor:
-        y = x.new_empty(x.shape[0] // region.slices, *x.shape[1:-1], weight.shape[0])
-        x = products.convert_input(x)
+        y = _empty(x, x.shape[0] // region.slices, weight.shape[0])
+        x = products.as_input(x)
         if z is None or b is None or rule is None:
             keep_for_backward(ctx, x, [weight], region, products)
         else:
@@ -277,10 +284,10 @@ class _LinearReduce(torch.autograd.Function):
         x, weight, *factors = ctx.saved_tensors
         needs_x, needs_weight, _, _, _, needs_b, _ = ctx.needs_input_grad
         slices = ctx.region.slices
-        grad_x = grad_y.new_empty(*x.shape[:-1], weight.shape[1]) if needs_x else None
-        # From here on grad_y is the gradient of the product's output, no longer that of the layer's.
-        grad_y, chunks = ctx.region.enter_gradient(grad_y)
+        grad_x = _empty(grad_y, x.shape[0], weight.shape[1]) if needs_x else None
         of_weight = ctx.kept[0]
+        # From here on grad_y is the gradient of the product's output, no longer that of the layer's.
+        grad_y, chunks = ctx.region.enter_gradient(of_weight.as_gradient(grad_y))
         converted = of_weight.get(weight)
         for tokens in chunks:
             if grad_x is not None:
@@ -290,8 +297,9 @@ class _LinearReduce(torch.autograd.Function):
         grad_z = grad_b = None
         if factors:
             z, b = factors
-            grad_z = ctx.rule.inner_gradient(grad_y, b)
-            grad_b = ctx.rule.b_gradient(ctx.main_grad_b, grad_y, z, b) if needs_b else None
+            values = of_weight.products.restore(grad_y)
+            grad_z = ctx.rule.inner_gradient(values, b)
+            grad_b = ctx.rule.b_gradient(ctx.main_grad_b, values, z, b) if needs_b else None
         return grad_x, grad_weight, None, None, grad_z, grad_b, None
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megapar.comm.axis import Axis
-from megapar.declare.params import Box, Piece, cut, make_piece
+from megapar.declare.params import Box, Piece, cut, cut_unit, make_piece
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Columns:
 
     The logical tensors are `name`.weight [size, in] and `name`.bias [size]. This rank holds their rows [start, stop)
     and owns [own_start, own_stop). With `shared` several ranks hold some of the rows. `blocks` are those of the weight
-    (`Piece.blocks`), such as the rows of a head.
+    (`Piece.blocks`), such as the rows of a head. `unit` divides `start` and `stop` of every rank.
     """
 
     name: str
@@ -24,12 +24,13 @@ class Columns:
     own_stop: int
     shared: bool = False
     blocks: tuple[int, ...] = ()
+    unit: int = 1
 
     @classmethod
     def even(cls, name: str, size: int, tp: Axis, blocks: tuple[int, ...] = ()) -> "Columns":
         """`size` outputs, dealt evenly over tp."""
         start, stop = cut(size, tp)
-        return cls(name, size, start, stop, start, stop, blocks=blocks)
+        return cls(name, size, start, stop, start, stop, blocks=blocks, unit=cut_unit(size, tp.size))
 
     def piece(
         self, kind: Literal["weight", "bias", "lora_b", "lora_magnitude"], shape: tuple[int, ...], tp: Axis

@@ -20,7 +20,7 @@ from megapar.comm.axis import Axis
 from megapar.declare.params import VOCAB_MULTIPLE, ZEROS, Init, cut, held_by_all, make_piece, shared_piece
 from megapar.declare.random import Tokens
 from megapar.declare.sharding import Sharding
-from megapar.linear.function import LOCAL, LinearFunction
+from megapar.linear.function import LOCAL, LinearFunction, converted
 from megapar.linear.low_rank import AdaptedLinear
 from megapar.linear.main_grad import DeferredWeightGradient
 from megapar.linear.products import MatrixProducts
@@ -44,6 +44,7 @@ def column_linear(
 
     The outputs of the adapter `lora` are added to them. Its dropout needs the tokens [s, b].
     """
+    x = converted(x, products)
     chunked = ChunkedGather(sharding.tp, sharding.overlap_chunks)
     in_chunks = sharding.splits_sequence and sharding.overlap_chunks > 1
     region = input_region(sharding.tp, sharding.sequence_parallel)
@@ -73,6 +74,7 @@ def local_linear(
 
     The adapter's dropout needs the tokens of x.
     """
+    x = converted(x, products)
     if lora is None:
         product: Tensor = apply_function(LinearFunction, x, weight, bias, LOCAL, products)
         return product
@@ -158,6 +160,7 @@ class RowParallelLinear(nn.Module):
 
     def _product_and_sum(self, x_sbi: Tensor, tokens: Tokens | None) -> Tensor:
         # The input is this rank's slice already, so nothing is communicated before the product.
+        x_sbi = converted(x_sbi, self.products)
         sharding = self.sharding
         lora = self.lora
         if sharding.tp.size > 1 and sharding.overlap_chunks > 1:
@@ -173,7 +176,7 @@ class RowParallelLinear(nn.Module):
             rule = lora.for_pass(tokens)
             partial = AdaptedLinear.apply(x_sbi, self.weight, None, lora.a, lora.b, LOCAL, self.products, rule)
         if sharding.sequence_parallel:
-            return scatter_sum(partial, sharding.tp)
+            return scatter_sum(partial, sharding.tp, self.products)
         return reduce_from_tp(partial, sharding.tp)
 
 

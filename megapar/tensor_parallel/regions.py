@@ -25,6 +25,8 @@ from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.linear.function import LOCAL, InputRegion, Local
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,15 @@ class _Reduce(torch.autograd.Function):
 
 class _ScatterSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Axis) -> Tensor:
+    def forward(ctx: Any, x: Tensor, tp: Axis, products: MatrixProducts) -> Tensor:
         ctx.tp = tp
+        ctx.products = products
         return collectives.reduce_scatter(x, tp)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return collectives.all_gather(grad, ctx.tp), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        gathered = collectives.all_gather(ctx.products.as_gradient(grad), ctx.tp)
+        return ctx.products.carry(gathered, like=grad), None, None
 
 
 class _GatherSequence(torch.autograd.Function):
@@ -124,11 +128,14 @@ def reduce_from_tp(x: Tensor, tp: Axis) -> Tensor:
     return _Reduce.apply(x, tp)
 
 
-def scatter_sum(x: Tensor, tp: Axis) -> Tensor:
-    """g bar: sum the partial results [s, ...] of the ranks. Each rank gets its slice [s/tp, ...] of the sum."""
+def scatter_sum(x: Tensor, tp: Axis, products: MatrixProducts = TORCH_PRODUCTS) -> Tensor:
+    """g bar: sum the partial results [s, ...] of the ranks. Each rank gets its slice [s/tp, ...] of the sum.
+
+    Backward gathers the gradient as the `products` that made the partial results convert it.
+    """
     if tp.size == 1:
         return x
-    return _ScatterSum.apply(x, tp)
+    return _ScatterSum.apply(x, tp, products)
 
 
 def gather_sequence(x: Tensor, tp: Axis) -> Tensor:

@@ -4,6 +4,7 @@ Shapes: s positions of this context-parallel rank, b micro-batch, h hidden, n th
 c this rank's columns of q, k and v together: (query heads + 2 key/value heads) d, and of the gate: query heads * d.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from einops import rearrange
@@ -31,6 +32,7 @@ class Heads:
     Ranks share key/value heads if there are fewer of them than tp, or if the query heads of one lie on two ranks. The
     first rank with a key/value head owns it: [kv_own_start, kv_stop) are this rank's own. `shared` is the same on every
     rank: whether any two ranks share a head. `kv_heads` has the local key/value head of each local query head.
+    `kv_unit` divides the first and the last key/value head + 1 of every rank.
     """
 
     q_start: int
@@ -40,6 +42,7 @@ class Heads:
     kv_own_start: int
     shared: bool
     kv_heads: tuple[int, ...]
+    kv_unit: int
 
 
 def _kv_range(rank: int, per_rank: int, group: int) -> tuple[int, int]:
@@ -63,6 +66,7 @@ def deal_heads(num_heads: int, num_kv_heads: int, tp: Axis) -> Heads:
         min(stop, max(start, previous_stop)),
         shared,
         tuple(q // group - start for q in range(tp.rank * per_rank, (tp.rank + 1) * per_rank)),
+        math.gcd(*(bound for of_rank in ranges for bound in of_rank)),
     )
 
 
@@ -98,6 +102,7 @@ class Attention(nn.Module):
                     own_stop=heads.kv_stop * d,
                     shared=heads.shared,
                     blocks=(d,),
+                    unit=heads.kv_unit * d,
                 )
             )
         projected = columns

@@ -4,21 +4,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
+from megapar_kernels.backend import TORCH, Kernels
 from torch import nn
 
 from megapar.activations.recompute import Recompute
+from megapar.base.grid import Grid
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig, Config
 from megapar.declare.batch import PipelineStage
-from megapar.declare.context import ParallelContext
+from megapar.declare.context import ParallelContext, planned
 from megapar.declare.sharding import Sharding, model_dtype
 from megapar.declare.stage_set import Declared, StageSet
-from megapar.linear.torch_products import TorchProducts
+from megapar.linear.fp8_products import Fp8Products
+from megapar.linear.torch_products import TORCH_PRODUCTS, TorchProducts
 from megapar.pipeline.partition import explicit, partition, split_finely
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.system.device import choose_kernels
 from megapar_models.counts import WholeModel
 from megapar_models.factory import initializations
+from megapar_models.fp8_matrices import Fp8Matrices
 from megapar_models.registry import find, find_number_format, find_objective
 from megapar_models.stage import Stage, title
 
@@ -96,7 +101,10 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         adapter=config.adapter,
         measures_logits=config.optimizer.qk_clip > 0,
         number_format=find_number_format(config),
+        fp8=fp8_rule(config, kernels, products),
     )
+    if config.train.fp8_skip:
+        fp8_matrices(config).check_skip()
     if factory.beside or config.adapter.targets:
         # It raises ConfigError for a pattern without a match, before this rank builds its part.
         WholeModel(model, config.adapter)
@@ -111,6 +119,34 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         loss_chunk=config.kernels.loss_chunk,
         objective=partial(find_objective(config.train.objective).total, train=config.train),
     )
+
+
+def fp8_rule(config: Config, kernels: Kernels = TORCH, products: TorchProducts = TORCH_PRODUCTS) -> Fp8Matrices | None:
+    """Return which matrices are multiplied in FP8, or None without train.fp8.
+
+    `products` multiply what is in the dtype of activations, and `kernels` say what quantizes.
+    """
+    if config.train.fp8 == "none":
+        return None
+    in_fp8 = Fp8Products(model_dtype(config.train.precision), products, kernels.quantize)
+    return Fp8Matrices(in_fp8, config.train.fp8_skip, config.model.num_hidden_layers)
+
+
+def fp8_matrices(config: Config) -> Fp8Matrices:
+    """Return what train.fp8 means for each matrix of the whole model, in the layout of `config`."""
+    rule = fp8_rule(config)
+    assert rule is not None, "train.fp8 is none"
+    parallel = config.parallel
+    # Only tp and etp cut matrices. dp is as large as etp needs.
+    has_experts = config.model.num_experts > 0
+    grid = Grid(tp=parallel.tp, dp=parallel.etp, ep=1, etp=parallel.etp) if has_experts else Grid(tp=parallel.tp)
+    ctx = planned(grid, 0, device=torch.device("meta"))
+    sharding = Sharding.of(ctx, torch.float32, sequence_parallel=parallel.sequence_parallel)
+    family = find(config.model.family)
+    factory = replace(family.factory(sharding, *initializations(config.model)), adapter=config.adapter, fp8=rule)
+    layers = range(config.model.num_hidden_layers)
+    family.stage(config.model, factory, layers, first=True, last=True, recompute_rule=Recompute())
+    return rule
 
 
 def whole_model(config: Config) -> WholeModel:

@@ -22,7 +22,7 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig
 from megapar.context_parallel.attention import CoreAttention
 from megapar.declare.largest_logits import LargestLogits, ScaledRows
-from megapar.declare.params import Init, Sizes
+from megapar.declare.params import Init, Sizes, cut_unit
 from megapar.declare.random import Tokens
 from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.experts import Experts
@@ -37,6 +37,7 @@ from megapar.tensor_parallel.layers import (
     vocabulary_parameter,
 )
 from megapar.tensor_parallel.lora import Lora, lora_of_columns
+from megapar_models.fp8_matrices import Fp8Matrices
 from megapar_models.norms import LayerNorm, NormRule, RMSNorm
 
 
@@ -86,8 +87,23 @@ class Factory:
     number_format: MatrixProducts | None = None
     """The products of kernels.products, for the matrices that they serve."""
 
+    fp8: Fp8Matrices | None = None
+    """Which matrices of layers are multiplied in FP8, if any are (train.fp8)."""
+
+    def products_of_matrices(self, names: Sequence[str], units: Mapping[str, int]) -> MatrixProducts:
+        """Return how the matrices `names` of a layer, which are one product, are multiplied.
+
+        `units` has by what, such as "inputs", a number that divides its cuts on all ranks.
+        """
+        if self.fp8 is not None and self.fp8.take(names, units):
+            return self.fp8.products
+        return self.products_of(names[0])
+
     def products_of(self, name: str) -> MatrixProducts:
-        """Return how the products of the module `name`, such as layers.3.mlp.down or head, are computed."""
+        """Return how the products of the module `name`, such as layers.3.mlp.down or head, are computed.
+
+        In FP8 they never are: see `products_of_matrices`.
+        """
         if self.number_format is not None and self.number_format.serves(name):
             return self.number_format
         return self.products
@@ -96,7 +112,8 @@ class Factory:
         self, in_features: int, columns: Sequence[Columns], *, bias: bool = False, init: Init | None = None
     ) -> ColumnParallelLinear:
         """One layer of several matrices with the same input. `init` is `self.init` if it is not given."""
-        products = self.products_of(columns[0].name)  # the matrices are one product
+        units = {"inputs": in_features, **{f"outputs of {c.name.rpartition('.')[2]}": c.unit for c in columns}}
+        products = self.products_of_matrices([c.name for c in columns], units)
         lora = None
         adapted = [self.is_adapted(c.name) for c in columns]
         if any(adapted):
@@ -117,7 +134,8 @@ class Factory:
     ) -> RowParallelLinear:
         """`init` is `self.output_init` if it is not given."""
         init = init or self.output_init
-        products = self.products_of(name)
+        units = {"inputs": cut_unit(in_features, self.sharding.tp.size), "outputs": out_features}
+        products = self.products_of_matrices([name], units)
         lora = None
         if self.is_adapted(name):
             lora = Lora.of_rows(self._lora_rule(), name, (out_features, in_features), self.sharding)
@@ -160,13 +178,15 @@ class Factory:
         Raises ConfigError for an adapter of some of the experts, with dropout, or with magnitudes.
         """
         adapted = _adapted_experts(self, name, num_experts)
+        matrices = [f"{name}.{matrix}" for matrix in ("gate", "up", "down")]
+        units = {"width": cut_unit(width, self.sharding.etp.size), "hidden size": hidden_size}
         return Experts(
             *(name, num_experts, hidden_size, width, self.sharding),
             activation=activation,
             init=self.init,
             output_init=self.output_init,
             token_share=token_share,
-            products=self.products_of(name),
+            products=self.products_of_matrices(matrices, units),
             bias=bias,
             lora=self._lora_rule() if adapted else None,
             adapted=adapted,
@@ -213,7 +233,7 @@ def _beside(factory: Factory, matrix: Matrix) -> nn.Module | None:
         if fnmatchcase(matrix.name, pattern):
             factory.matched.add(pattern)
             # A pattern such as *.attention.* matches the matrices of the adapter too: those have none beside them.
-            return make(replace(factory, beside={}, adapter=AdapterConfig(), adaptable=set()), matrix)
+            return make(replace(factory, beside={}, adapter=AdapterConfig(), adaptable=set(), fp8=None), matrix)
     return None
 
 

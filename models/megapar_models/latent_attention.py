@@ -162,7 +162,7 @@ class WholeLinear(nn.Module):
         piece = shared_piece(f"{name}.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
         self.weight = sharding.parameter((piece,), shape, factory.init, decay=True, update="matrix")
         self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
-        self.products = factory.products_of(name)
+        self.products = factory.products_of_matrices([name], {"inputs": in_features, "outputs": out_features})
         self.sharding = sharding
         self.lora = factory.lora_of_whole(name, shape)
 

@@ -196,6 +196,9 @@ class Layout:
     adapter: AdapterConfig = NO_ADAPTER
     objective: str = "cross_entropy"
     references: Literal["stored", "adapters_off"] = "stored"
+    length: int = LENGTH
+    fp8: str = "none"
+    fp8_skip: tuple[str, ...] = ()
 
     @property
     def world(self) -> int:
@@ -222,7 +225,7 @@ class Layout:
             steps=10,
             global_batch_size=SAMPLES,
             micro_batch_size=self.micro_batch_size,
-            seq_length=LENGTH,
+            seq_length=self.length,
             precision=precision,
             recompute=self.recompute,
             recompute_layers=self.layers or layers_of_every([str(self.every)]),
@@ -230,6 +233,8 @@ class Layout:
             trainable=self.trainable,
             objective=self.objective,
             references=self.references,
+            fp8=self.fp8,
+            fp8_skip=self.fp8_skip,
         )
         # Buckets of about 16 KiB: several of them, so that reduction really overlaps the backward pass.
         # A first update of AdamW is about g / (|g| + eps): an eps above the rounding of gradients keeps it
@@ -335,6 +340,9 @@ def alone(layout: Layout) -> Layout:
         adapter=layout.adapter,
         objective=layout.objective,
         references=layout.references,
+        length=layout.length,
+        fp8=layout.fp8,
+        fp8_skip=layout.fp8_skip,
         # The derived methods of MatrixProducts are those of torch's products, which one process has.
         products="torch" if layout.products == DERIVED_PRODUCTS else layout.products,
     )

@@ -1,0 +1,90 @@
+"""The matrix products of linear layers in FP8, with the same codes in every layout (`train.fp8 blocks`).
+
+Inputs x and gradients dy of outputs are e4m3 in groups of 1 x 128 along features, weights in blocks of 128 x 128, with
+scales that are powers of two (`megapar_kernels.quantize`). Each tensor is converted once: the codes of x are what ranks
+gather, what is multiplied and what is kept for backward. No scale depends on another rank, on the micro-batch or on
+which rows lie beside each other, so equal inputs have equal codes in every layout.
+
+    product             operands
+    y  = x W^T          codes of x and W
+    dx = dy W           codes of dy and W: a block is a block of the transposed matrix too
+    dW = dy^T x         numbers restored from the codes of dy and x, in bf16; or codes grouped again along positions
+
+The numbers are exact in bf16, and a product of two in fp32. So where a machine has no FP8, restored numbers are
+multiplied in the dtype of activations, and the result is the FP8 product up to the order of its sums.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from megapar_kernels import quantize
+from megapar_kernels.dispatch import Implementation
+from megapar_kernels.grouped import RowGroups
+from megapar_kernels.quantize import Quantized
+from torch import Tensor
+
+from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS, TorchProducts
+
+
+@dataclass(frozen=True)
+class Fp8Products(MatrixProducts):
+    """Products of activations in `dtype`, bf16 or fp32. `plain` computes what is multiplied in this dtype.
+
+    `impl` selects what quantizes and restores.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    torch_products: TorchProducts = TORCH_PRODUCTS
+    impl: Implementation = "torch"
+
+    @property
+    def plain(self) -> MatrixProducts:
+        return self.torch_products
+
+    @property
+    def in_blocks(self) -> bool:
+        return True
+
+    def convert_input(self, x: Tensor) -> Tensor:
+        return quantize.quantize_rows(x, self.impl)
+
+    def convert_gradient(self, grad_y: Tensor) -> Tensor:
+        return quantize.quantize_rows(grad_y, self.impl)
+
+    def restore(self, converted: Tensor) -> Tensor:
+        return quantize.restore_rows(converted, self.dtype, self.impl)
+
+    def convert_weight(self, weight: Tensor) -> Quantized:
+        return quantize.quantize_blocks(weight, self.impl)
+
+    def _matrix(self, weight: Quantized) -> Tensor:
+        return quantize.restore_blocks(weight, self.dtype, self.impl)
+
+    def forward(self, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+        return self.plain.forward(self.restore(x), self._matrix(weight), bias)
+
+    def input_gradient(self, grad_y: Tensor, weight: Quantized) -> Tensor:
+        return self.plain.input_gradient(self.restore(grad_y), self._matrix(weight))
+
+    def weight_gradient(self, grad_y: Tensor, x: Tensor) -> Tensor:
+        return self.plain.weight_gradient(self.restore(grad_y), self.restore(x))
+
+    def add_weight_gradient(self, total: Tensor, grad_y: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+        self.plain.add_weight_gradient(total, self.restore(grad_y), self.restore(x), overwrite=overwrite)
+
+    def grouped_forward(self, x_2d: Tensor, weights_goi: Quantized, groups: RowGroups) -> Tensor:
+        return self.plain.grouped_forward(self.restore(x_2d), self._matrix(weights_goi), groups)
+
+    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Quantized, groups: RowGroups) -> Tensor:
+        return self.plain.grouped_input_gradient(self.restore(grad_2d), self._matrix(weights_goi), groups)
+
+    def add_grouped_weight_gradient(
+        self, totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, groups: RowGroups, *, overwrite: bool = False
+    ) -> None:
+        # In bf16 always: groups of an expert's rows would depend on the tokens that share its rank.
+        grad_2d, x_2d = self.restore(grad_2d), self.restore(x_2d)
+        self.plain.add_grouped_weight_gradient(totals_goi, grad_2d, x_2d, groups, overwrite=overwrite)
+
+    def in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
+        return self.plain.in_one_launch(x_2d, matrices_goi)

@@ -1,0 +1,84 @@
+"""Which matrices of a model are multiplied in FP8 (`train.fp8`): by their sizes, their cuts, and the user's choice.
+
+Layers declare what may be in FP8: linear layers and experts that a family's factory makes, by their names. Routers, the
+head, embeddings, norms and adapters never are. A matrix must be cut into blocks of 128 x 128, on every rank and between
+the matrices of one product, such as q, k and v. The answer is the same on every rank. It depends on tp and etp: with
+`train.fp8_skip` two layouts can be given the same matrices.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from megapar_kernels.quantize import GROUP
+
+from megapar.base.errors import ConfigError
+from megapar.linear.products import MatrixProducts
+
+
+@dataclass(frozen=True)
+class Fp8Matrices:
+    """Says which matrices of a model with `num_layers` layers `products` multiply.
+
+    `skip` are those of `train.fp8_skip`: numbers of layers, of which negative ones count from the last, and patterns of
+    names such as *.mlp.down.
+    """
+
+    products: MatrixProducts
+    skip: tuple[str, ...]
+    num_layers: int
+    kept_back: dict[str, str] = field(default_factory=dict, compare=False)
+    """For each matrix asked for why it is not in FP8. Empty: it is."""
+
+    def take(self, names: Sequence[str], units: Mapping[str, int]) -> bool:
+        """Return whether the matrices `names`, which are one product, are multiplied in FP8, and note why not.
+
+        `units` has by what, such as "inputs", a number that divides its cuts on all ranks.
+        """
+        skipped = [name for name in names if any(self._is_meant(name, item) for item in self.skip)]
+        unfit = [f"{what} cut by {unit:,}" for what, unit in units.items() if unit % GROUP]
+        reason = ""
+        if skipped:
+            reason = "train.fp8_skip" if len(skipped) == len(names) else f"one product with {skipped[0]}"
+        elif unfit:
+            reason = f"{unfit[0]}, no multiple of {GROUP}"
+        self.kept_back.update(dict.fromkeys(names, reason))
+        return not reason
+
+    def check_skip(self) -> None:
+        """Raise ConfigError if an item of `skip` means none of the matrices asked for."""
+        for item in self.skip:
+            if not any(self._is_meant(name, item) for name in self.kept_back):
+                words = sorted({name.rpartition(".")[2] for name in self.kept_back})
+                error = ConfigError(
+                    f"train.fp8_skip {item}: means no matrix of the model; layers are 0 to {self.num_layers - 1}, or "
+                    f"-1 for the last, and matrices are called {', '.join(words)}, such as *.{words[0]}"
+                )
+                error.everywhere = True
+                raise error
+
+    def _is_meant(self, name: str, item: str) -> bool:
+        if re.fullmatch(r"-?[0-9]+", item):
+            layer = int(item) % self.num_layers if abs(int(item)) <= self.num_layers else -1
+            return name.startswith(f"layers.{layer}.")
+        return fnmatchcase(name, item)
+
+    def in_words(self) -> str:
+        """The matrices in FP8 and the others, with the reason, in one line."""
+        total = len(self.kept_back)
+        others: dict[tuple[str, str], list[int]] = {}
+        for name, reason in self.kept_back.items():
+            if reason:
+                layer = int(name.split(".")[1])
+                others.setdefault((name.replace(f".{layer}.", ".N.", 1), reason), []).append(layer)
+        line = f"{total - sum(map(len, others.values()))} of {total} matrices of layers in FP8"
+        texts = [f"{name} of {_listed(layers)} ({reason})" for (name, reason), layers in others.items()]
+        return f"{line}; not {', '.join(texts)}" if texts else line
+
+
+def _listed(layers: Sequence[int]) -> str:
+    """Layers in words: the single ones, or the first and the last with their number."""
+    if len(layers) <= 3:
+        return f"layer{'s' if len(layers) > 1 else ''} {' '.join(map(str, layers))}"
+    return f"{len(layers)} layers, {layers[0]} to {layers[-1]}"
