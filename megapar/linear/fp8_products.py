@@ -38,6 +38,11 @@ class Fp8Products(MatrixProducts):
     torch_products: TorchProducts = TORCH_PRODUCTS
     impl: Implementation = "torch"
 
+    @staticmethod
+    def on(device: torch.device) -> str:
+        """Who multiplies codes on a device, in words."""
+        return f"restored numbers are multiplied in the dtype of activations: {device.type} has no products of FP8"
+
     @property
     def plain(self) -> MatrixProducts:
         return self.torch_products

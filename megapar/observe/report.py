@@ -1,7 +1,7 @@
 """Prints and records what a run is about to do, before its first step."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -114,20 +114,26 @@ def attention_in_words(stages: Iterable[nn.Module]) -> str:
 
 
 def write_run_header(
-    config: Config, ctx: ParallelContext, parameters: str, notes: Sequence[str], config_toml: str
+    config: Config,
+    ctx: ParallelContext,
+    parameters: str,
+    notes: Sequence[str],
+    config_toml: str,
+    matrices: Mapping[str, Any] | None = None,
 ) -> None:
     """Make the run folder, write config.toml and environment.json, and print the header. A collective.
 
     If parallel.schedule is a file, the folder gets a copy, schedule.txt.
 
-    environment.json holds `provenance`, the implementation of each op, and the cores of rank 0. `parameters` is the
-    number of parameters, in words. `notes` are lines to print about what was resumed. Raises StorageError on every rank
-    if rank 0 cannot write the folder. Afterwards it exists on every rank.
+    environment.json holds `provenance`, the implementation of each op, the cores of rank 0, and `matrices`: in which
+    number format each is multiplied, where that is not train.precision. `parameters` is the number of parameters, in
+    words. `notes` are lines to print about what was resumed. Raises StorageError on every rank if rank 0 cannot write
+    the folder. Afterwards it exists on every rank.
     """
     kernels = device.choose_kernels(config.kernels.backend, ctx.device, compiled=config.kernels.compile)
     run_dir = Path(config.run_dir)
     bound = {"cores of rank 0": numa.cores(), device.CONNECTIONS: device.connections()}
-    environment = provenance(ctx.device) | {"kernels": asdict(kernels)} | bound
+    environment = provenance(ctx.device) | {"kernels": asdict(kernels)} | bound | dict(matrices or {})
 
     def write_files() -> None:
         if not ctx.world.first:

@@ -44,6 +44,9 @@ class Builder(Protocol):
     def declared(self, config: Config) -> Declared:
         """What the model declares."""
 
+    def in_fp8(self, config: Config) -> list[str]:
+        """Return which matrices are multiplied in FP8, in lines. None without train.fp8."""
+
     def flops_per_token(self, config: Config) -> int:
         """FLOPs of a token, forward and backward, for MFU."""
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from megapar_kernels.backend import TORCH, Kernels
@@ -104,7 +105,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         fp8=fp8_rule(config, kernels, products),
     )
     if config.train.fp8_skip:
-        fp8_matrices(config).check_skip()
+        fp8_matrices(config).check_skip()  # it raises ConfigError for what means no matrix
     if factory.beside or config.adapter.targets:
         # It raises ConfigError for a pattern without a match, before this rank builds its part.
         WholeModel(model, config.adapter)
@@ -149,6 +150,18 @@ def fp8_matrices(config: Config) -> Fp8Matrices:
     return rule
 
 
+def in_fp8(config: Config, device: torch.device) -> tuple[list[str], dict[str, Any]]:
+    """Return what train.fp8 means in a run on `device`: lines for the user, and what the run records. Empty without it.
+
+    Raises ConfigError if train.fp8_skip means no matrix.
+    """
+    if config.train.fp8 == "none":
+        return [], {}
+    matrices = fp8_matrices(config)
+    matrices.check_skip()
+    return [f"train.fp8 blocks: {matrices.in_words()}", Fp8Products.on(device)], matrices.by_format()
+
+
 def whole_model(config: Config) -> WholeModel:
     """The model of a run, with its adapters."""
     return WholeModel(config.model, config.adapter)
@@ -179,7 +192,7 @@ class StageBuilder:
 
     def __init__(self) -> None:
         self._models: dict[tuple[ModelConfig, AdapterConfig], WholeModel] = {}
-        self._kinds: dict[tuple[ModelConfig, AdapterConfig, int], list[int]] = {}
+        self._kinds: dict[tuple[object, ...], list[int]] = {}
         self._layers: dict[tuple[object, ...], list[range]] = {}
 
     def stage_layers(self, config: Config) -> list[range]:
@@ -195,9 +208,16 @@ class StageBuilder:
 
     def layer_kinds(self, config: Config) -> list[int]:
         """For each layer the number of the first layer of the same kind (`WholeModel.layer_kinds`)."""
-        decides = (config.model, config.adapter, config.train.seq_length)
+        train, parallel = config.train, config.parallel
+        in_fp8 = (train.fp8, train.fp8_skip, *((parallel.tp, parallel.etp) if train.fp8 != "none" else ()))
+        decides = (config.model, config.adapter, train.seq_length, *in_fp8)
         if decides not in self._kinds:
-            self._kinds[decides] = self._whole(config).layer_kinds(config.train.seq_length)
+            kinds = self._whole(config).layer_kinds(train.seq_length)
+            if train.fp8_skip:
+                formats = fp8_matrices(config).by_layer()
+                pairs = list(zip(kinds, formats, strict=True))
+                kinds = [pairs.index(pair) for pair in pairs]
+            self._kinds[decides] = kinds
         return self._kinds[decides]
 
     def maker(self, config: Config, ctx: ParallelContext) -> Callable[..., Stage]:
@@ -212,6 +232,10 @@ class StageBuilder:
     def declared(self, config: Config) -> Declared:
         """The function `declared`."""
         return declared(config)
+
+    def in_fp8(self, config: Config) -> list[str]:
+        """Which matrices are multiplied in FP8, as the first line of `in_fp8`."""
+        return in_fp8(config, torch.device("meta"))[0][:1]
 
     def flops_per_token(self, config: Config) -> int:
         """FLOPs of a token, forward and backward, without those of frozen weights' gradients."""

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Any
 
 from megapar_kernels.quantize import GROUP
 
@@ -64,17 +65,34 @@ class Fp8Matrices:
             return name.startswith(f"layers.{layer}.")
         return fnmatchcase(name, item)
 
+    def by_format(self) -> dict[str, Any]:
+        """The names of the matrices in FP8, and of the others with the reason, as a run records them."""
+        names = [name for name, reason in self.kept_back.items() if not reason]
+        others = {name: reason for name, reason in self.kept_back.items() if reason}
+        return {"matrices in fp8": names, "matrices not in fp8": others}
+
+    def by_layer(self) -> list[set[tuple[str, bool]]]:
+        """For each layer its matrices, by their names in it, and whether each is in FP8."""
+        layers: list[set[tuple[str, bool]]] = [set() for _ in range(self.num_layers)]
+        for name, reason in self.kept_back.items():
+            _, layer, inside = name.split(".", 2)
+            layers[int(layer)].add((inside, not reason))
+        return layers
+
     def in_words(self) -> str:
-        """The matrices in FP8 and the others, with the reason, in one line."""
-        total = len(self.kept_back)
-        others: dict[tuple[str, str], list[int]] = {}
+        """How many matrices are in FP8, and which are not, with the reason, in one line."""
+        layers_of: dict[tuple[str, str], list[int]] = {}
         for name, reason in self.kept_back.items():
             if reason:
-                layer = int(name.split(".")[1])
-                others.setdefault((name.replace(f".{layer}.", ".N.", 1), reason), []).append(layer)
-        line = f"{total - sum(map(len, others.values()))} of {total} matrices of layers in FP8"
-        texts = [f"{name} of {_listed(layers)} ({reason})" for (name, reason), layers in others.items()]
-        return f"{line}; not {', '.join(texts)}" if texts else line
+                _, layer, inside = name.split(".", 2)
+                layers_of.setdefault((inside, reason), []).append(int(layer))
+        names_of: dict[tuple[tuple[int, ...], str], list[str]] = {}
+        for (inside, reason), layers in layers_of.items():
+            names_of.setdefault((tuple(layers), reason), []).append(inside)
+        total = len(self.kept_back)
+        line = f"{total - sum(map(len, layers_of.values()))} of {total} matrices of layers in FP8"
+        texts = [f"{', '.join(names)} of {_listed(layers)} ({reason})" for (layers, reason), names in names_of.items()]
+        return f"{line}; not {'; '.join(texts)}" if texts else line
 
 
 def _listed(layers: Sequence[int]) -> str:

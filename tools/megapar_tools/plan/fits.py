@@ -56,6 +56,8 @@ def _write(config: Config, parts: Parts, parameters: str, flops_per_token: int, 
         f"multiple of {VOCAB_MULTIPLE}",
         highlight=False,
     )
+    for line in parts.builder.in_fp8(config):
+        console.print(line, highlight=False)
     rate = lengths_in_steps(config.optimizer, train)
     if rate:
         console.print(rate, highlight=False)

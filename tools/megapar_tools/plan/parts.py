@@ -184,6 +184,8 @@ class _Cuts:
         parallel = config.parallel
         options = (
             config.train.precision,
+            config.train.fp8,
+            config.train.fp8_skip,
             config.adapter,
             config.train.trainable,
             parallel.sequence_parallel,
