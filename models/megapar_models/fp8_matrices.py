@@ -61,7 +61,9 @@ class Fp8Matrices:
 
     def _is_meant(self, name: str, item: str) -> bool:
         if re.fullmatch(r"-?[0-9]+", item):
-            layer = int(item) % self.num_layers if abs(int(item)) <= self.num_layers else -1
+            layer = int(item)
+            if -self.num_layers <= layer < 0:
+                layer += self.num_layers
             return name.startswith(f"layers.{layer}.")
         return fnmatchcase(name, item)
 
