@@ -45,12 +45,14 @@ class BucketGroup:
     """Parameters allowed to share buckets.
 
     `sizes` are their numbers of elements. Each bucket is cut into `shards` equal slices. With `whole`, no parameter may
-    lie in two slices.
+    lie in two slices. Parameters and slices start at multiples of `alignment`, from the start of the bucket. It is a
+    multiple of ALIGNMENT.
     """
 
     sizes: Sequence[int]
     shards: int
     whole: bool = False
+    alignment: int = ALIGNMENT
 
 
 def lay_out(groups: Sequence[BucketGroup], bucket_elements: int) -> tuple[list[int], list[Bucket]]:
@@ -66,13 +68,13 @@ def lay_out(groups: Sequence[BucketGroup], bucket_elements: int) -> tuple[list[i
         open_from = 0  # position in the group of the first parameter of the open bucket
         filled = 0
         for position, size in enumerate(group.sizes):
-            filled += _round_up(size, ALIGNMENT)
+            filled += _round_up(size, group.alignment)
             is_last = position == len(group.sizes) - 1
             if filled < bucket_elements and not is_last:
                 continue
             sizes = group.sizes[open_from : position + 1]
             offsets_of = _offsets_of_whole if group.whole else _offsets
-            offsets, length = offsets_of(sizes, group.shards)
+            offsets, length = offsets_of(sizes, group.shards, group.alignment)
             buckets.append(Bucket(end, end + length, len(starts), len(starts) + len(sizes)))
             starts += [end + offset for offset in offsets]
             end += length
@@ -81,31 +83,31 @@ def lay_out(groups: Sequence[BucketGroup], bucket_elements: int) -> tuple[list[i
     return starts, buckets
 
 
-def _offsets(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
+def _offsets(sizes: Sequence[int], shards: int, alignment: int) -> tuple[list[int], int]:
     """Offset of each parameter in its bucket, and the bucket's length. Slices may cut parameters."""
     offsets = []
     end = 0
     for size in sizes:
         offsets.append(end)
-        end += _round_up(size, ALIGNMENT)
-    return offsets, _round_up(end, ALIGNMENT * shards)
+        end += _round_up(size, alignment)
+    return offsets, _round_up(end, alignment * shards)
 
 
-def _offsets_of_whole(sizes: Sequence[int], shards: int) -> tuple[list[int], int]:
+def _offsets_of_whole(sizes: Sequence[int], shards: int, alignment: int) -> tuple[list[int], int]:
     """Return the offset of each parameter and the bucket's length, with no parameter in two slices.
 
     Slices are as short as the order of parameters allows.
     """
-    padded = [_round_up(size, ALIGNMENT) for size in sizes]
+    padded = [_round_up(size, alignment) for size in sizes]
     # Binary search: the least slice length for which at most `shards` slices suffice.
-    low = max(max(padded), _round_up(_divide_up(sum(padded), shards), ALIGNMENT))
+    low = max(max(padded), _round_up(_divide_up(sum(padded), shards), alignment))
     high = sum(padded)
     while low < high:
-        middle = (low + high) // 2 // ALIGNMENT * ALIGNMENT
+        middle = (low + high) // 2 // alignment * alignment
         if _slices_needed(padded, middle) <= shards:
             high = middle
         else:
-            low = middle + ALIGNMENT
+            low = middle + alignment
     slice_length = low
     offsets = []
     end = 0

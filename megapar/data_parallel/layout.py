@@ -6,7 +6,8 @@ gradients over their data-parallel axis (`ParamSpec.grad_axis`). Under ZeRO each
 slice of the bucket, its shard (Rajbhandari et al., arXiv 1910.02054).
 
 With ZeRO-2 and 3 a bucket is a unit: parameters of one fine stage (`megapar.pipeline.refine`), as far as they may share
-a bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`).
+a bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`). Parameters that products
+read in FP8 blocks (`ParamSpec.quantized`) have units of their own.
 """
 
 import sys
@@ -15,11 +16,12 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
+from megapar_kernels.quantize import GROUP
 from torch import nn
 
 from megapar.base.grid import TIED_AXIS
 from megapar.comm.axis import Axis
-from megapar.data_parallel.buckets import Bucket, BucketGroup, Range, intersect, lay_out, merge
+from megapar.data_parallel.buckets import ALIGNMENT, Bucket, BucketGroup, Range, intersect, lay_out, merge
 from megapar.declare.params import ParamSpec, spec_of
 
 
@@ -78,7 +80,8 @@ class FlatLayout:
     `whole` names the optimizers needing each parameter in one shard: ZeRO then never cuts it. `update_of` says who
     updates a parameter (`megapar.optimizer.table.update_of`).
 
-    Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16.
+    Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16. Raises
+    ValueError if 128 does not divide a matrix that products read in FP8 blocks, with `units`.
     """
 
     def __init__(
@@ -93,15 +96,19 @@ class FlatLayout:
     ):
         declared = _collect(modules)
         self.sharded = sharded
+        self._units = units
         self.dtype = _common_dtype(declared)
-        groups = _in_groups(declared, update_of, single_axes=not units)
+        groups = _in_groups(declared, update_of, units=units)
         if units:
             groups = [unit for group in groups for unit in _by_users(group, modules)]
         bucket_groups = []
         for group in groups:
             sizes = [param.numel() for param, _ in group]
             _, spec = group[0]  # `grad_axis` and the update are the same for all parameters of a group
-            bucket_groups.append(BucketGroup(sizes, spec.grad_axis.shards.size, update_of(spec).optimizer in whole))
+            never_cut = update_of(spec).optimizer in whole
+            # A piece of a row, of which a block of codes has 128 below each other, lies on one rank.
+            alignment = GROUP if units and spec.quantized else ALIGNMENT
+            bucket_groups.append(BucketGroup(sizes, spec.grad_axis.shards.size, never_cut, alignment))
         starts, self.buckets = lay_out(bucket_groups, bucket_elements)
         self.slots = _slots([pair for group in groups for pair in group], update_of, starts, self.buckets)
         self._bucket_of = {id(slot.param): slot.bucket_index for slot in self.slots}
@@ -130,6 +137,14 @@ class FlatLayout:
     def copies(self, bucket: Bucket) -> Axis:
         """The ranks with copies of this rank's shard of a bucket. Its sum goes on over them."""
         return self.slots[bucket.first_param].spec.grad_axis.copies
+
+    def is_quantized(self, bucket: Bucket) -> bool:
+        """Whether a bucket is a unit of parameters that products read in FP8 blocks. ZeRO-3 gathers their codes."""
+        return self._units and self.slots[bucket.first_param].spec.quantized
+
+    def gathered_nbytes(self, bucket: Bucket) -> int:
+        """The bytes of a unit while ZeRO-3 has gathered it for a step, padding included."""
+        return bucket.numel * gathered_itemsize(self.slots[bucket.first_param].spec, self.dtype)
 
     def shard(self, bucket: Bucket) -> Range:
         """The part of a bucket updated by this rank's optimizer."""
@@ -221,8 +236,13 @@ def _common_dtype(params: Sequence[DeclaredParam]) -> torch.dtype:
     return first.dtype
 
 
+def gathered_itemsize(spec: ParamSpec, dtype: torch.dtype) -> int:
+    """The bytes of an element that ZeRO-3 gathers of a parameter for a step: those of a weight, or of a code."""
+    return torch.uint8.itemsize if spec.quantized else dtype.itemsize
+
+
 def _in_groups(
-    params: Sequence[DeclaredParam], update_of: Callable[[ParamSpec], Update], *, single_axes: bool
+    params: Sequence[DeclaredParam], update_of: Callable[[ParamSpec], Update], *, units: bool
 ) -> list[list[DeclaredParam]]:
     """Group parameters by whether they may share buckets.
 
@@ -231,17 +251,23 @@ def _in_groups(
 
     The rounding of a sum over three or more ranks depends on an element's position in its bucket. Copies of a parameter
     must not drift apart. So the buckets of the copies must be laid out alike on all ranks with a copy, however other
-    parameters are cut. On an axis of one rank there are no copies. Without `single_axes` such axes do not count, and a
-    layer has fewer units.
+    parameters are cut. On an axis of one rank there are no copies. With `units` such axes do not count, and a layer has
+    fewer units. But parameters read in FP8 blocks are then apart from others, because ranks gather another dtype.
     """
-    groups: dict[tuple[tuple[str, ...], str, Update], list[DeclaredParam]] = {}
+    groups: dict[tuple[tuple[str, ...], str, Update, bool], list[DeclaredParam]] = {}
     for param, spec in params:
         sizes = {axis.name: axis.size for piece in spec.pieces for axis in piece.same_on}
-        replicated = tuple(name for name in spec.same_over() if single_axes or sizes[name] > 1)
-        key = (replicated, spec.grad_axis.name, update_of(spec))
+        replicated = tuple(name for name in spec.same_over() if not units or sizes[name] > 1)
+        is_quantized = units and spec.quantized
+        if is_quantized and (param.dim() != 2 or any(size % GROUP for size in param.shape)):
+            raise ValueError(
+                f"{spec.name} is {' x '.join(map(str, param.shape))}: {GROUP} must divide rows and columns of a matrix "
+                "that products read in FP8 blocks; declare it without `quantized`"
+            )
+        key = (replicated, spec.grad_axis.name, update_of(spec), is_quantized)
         groups.setdefault(key, []).append((param, spec))
     # Sorted by name, because the stage at the other end may have registered its copies in another order.
-    for (replicated, _, _), group in groups.items():
+    for (replicated, _, _, _), group in groups.items():
         if TIED_AXIS in replicated:
             group.sort(key=lambda pair: pair[1].name)
     # Tied parameters come last: the gradient of an embedding becomes final at the very end of the backward pass.

@@ -145,6 +145,12 @@ class ParamSpec:
 
     A run may start from weights of a model made without it. The tensor then keeps its initial value.
     """
+    quantized: bool = False
+    """Whether matrix products read the parameter in FP8 blocks of 128 x 128 alone (`megapar_kernels.quantize`).
+
+    128 then divides the rows and the columns of the parameter [rows, in], and the rows of each piece. ZeRO-3 gathers
+    the codes of such a parameter instead of its values.
+    """
 
     def names_to_select(self) -> list[str]:
         """The logical tensors that train.trainable must select together or not at all, sorted, each once."""
