@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from megapar_kernels.quantize import GROUP, Quantized
 from torch import Tensor
 
 from megapar.linear.products import MatrixProducts
@@ -16,11 +17,15 @@ class ConvertedWeight:
     by torch (`Tensor._version`) are seen here. Torch counts neither an update of the flat buffer, nor that ZeRO-3 frees
     a parameter's memory. So `FlatWeights` and `UnitWeights` call `forget_converted`. If products return the weight
     itself, nothing is kept.
+
+    If ZeRO-3 gathers codes of the parameter instead of its values, it calls `set`. The parameter has no memory then.
     """
 
     def __init__(self) -> None:
         self._values: dict[tuple[int, torch.Size], Any] = {}  # by the place and the shape of the view
         self._made: tuple[MatrixProducts, int] | None = None  # by which products, of which version of the weight
+        self._given: Quantized | None = None  # by `set`: codes [rows, in] of the whole parameter
+        self._first = 0  # where the parameter begins in its storage
 
     @classmethod
     def of(cls, param: Tensor) -> "ConvertedWeight":
@@ -31,23 +36,63 @@ class ConvertedWeight:
             param.converted = found  # type: ignore[attr-defined]
         return found
 
-    def get(self, weight: Tensor, products: MatrixProducts) -> Any:
-        """`products.convert_weight(weight)`, made now or before. `weight` is the parameter, a view or a part of it."""
+    def set(self, param: Tensor, values: Quantized) -> None:
+        """Let `get` return `values`, or the part of them that it is asked for, until `forget`.
+
+        They are blocks of 128 x 128, with codes [rows, in]. No value of `param` [rows, in] is read, and `get` is asked
+        for views of it: with the same columns, and rows at multiples of 128.
+        """
+        self.forget()
+        self._given = values
+        self._first = int(param.storage_offset())
+
+    def get(self, weight: Tensor, products: MatrixProducts, part: slice | None = None) -> Any:
+        """`products.convert_weight(weight)`, made now or before. `weight` is the parameter, a view or a part of it.
+
+        With `part`, this of weight[part] instead. Torch refuses to slice a parameter without memory, so whoever wants
+        a part names it here.
+        """
+        if self._given is not None:
+            return self._part_of_given(weight, part)
+        if part is not None:
+            weight = weight[part]
         wanted = products, weight._version
         if self._made != wanted:
             self.forget()
-        part = int(weight.storage_offset()), weight.shape
-        if part in self._values:
-            return self._values[part]
+        key = int(weight.storage_offset()), weight.shape
+        if key in self._values:
+            return self._values[key]
         value = products.convert_weight(weight)
         if value is not weight:
-            self._values[part] = value
+            self._values[key] = value
             self._made = wanted
         return value
+
+    def _part_of_given(self, weight: Tensor, part: slice | None) -> Quantized:
+        """The codes of a view [..., in] of the parameter, or of this part of the view."""
+        assert self._given is not None
+        columns = self._given.codes.shape[-1]
+        first, between = divmod(int(weight.storage_offset()) - self._first, columns)
+        rows = weight.numel() // columns
+        if between or weight.shape[-1] != columns or first % GROUP or weight.shape[-2] % GROUP:
+            raise RuntimeError(
+                f"products ask for a part {tuple(weight.shape)} of a matrix of {columns} columns, of which ZeRO-3 has "
+                f"gathered codes in blocks of {GROUP} x {GROUP}: the part must have whole blocks of all columns"
+            )
+        blocks = slice(first // GROUP, (first + rows) // GROUP)
+        shape = weight.shape[:-2]
+        found = Quantized(
+            self._given.codes[first : first + rows].view(weight.shape),
+            self._given.exponents[blocks].view(*shape, weight.shape[-2] // GROUP, columns // GROUP),
+            self._given.group,
+            self._given.layout,
+        )
+        return found if part is None else found[part]
 
     def forget(self) -> None:
         self._values = {}
         self._made = None
+        self._given = None
 
 
 def forget_converted(params: Iterable[Tensor]) -> None:
