@@ -48,17 +48,27 @@ class Weights(ABC):
         self.placement = Placement(layout, shards_only=self.SHARDS_ONLY)
         self.flat = torch.zeros(self.placement.numel, dtype=layout.dtype, device=device)
 
+    @classmethod
+    def planned_nbytes(cls, layout: FlatLayout) -> int:
+        """The `nbytes` of the weights of a layout, before there are any."""
+        return Placement(layout, shards_only=cls.SHARDS_ONLY).numel * layout.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes taken by the weights between steps."""
+        return self.flat.nbytes
+
     @property
     def most_nbytes(self) -> int:
         """The most bytes taken by the weights at one time."""
-        return self.flat.nbytes + self.whole.peak
+        return self.nbytes + self.whole.peak
 
     def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
         """What the plan of a step may ask of a unit's weights, by the kind of action. Nothing without units."""
         return {}
 
     def nbytes_of(self, unit: int) -> int:
-        """The bytes of a unit's weights while they are gathered, padding included."""
+        """The bytes of a unit's weights, or of their codes, while a step has them gathered, padding included."""
         return 0
 
     def part(self, start: int, stop: int) -> Tensor:
@@ -68,7 +78,8 @@ class Weights(ABC):
     def gather(self) -> None:
         """Let forward passes read every rank's updated shards.
 
-        Without ZeRO nothing is communicated. Call it after every update nevertheless: it forgets converted weights.
+        Without ZeRO nothing is communicated. Call it after every update nevertheless: it forgets converted weights, and
+        with ZeRO-3 makes the codes of those that products read in FP8.
         """
         self.start_gather()
         self.wait()

@@ -12,9 +12,11 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
 from megapar.comm import collectives
+from megapar.comm.axis import Axis
 from megapar.data_parallel.accumulate import MainGradView, attach, view_of_slot, zero_padding
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.shards import ReducedGradients, Weights
+from megapar.data_parallel.unit_codes import UnitCodes, kept_nbytes
 from megapar.linear.converted_weight import forget_converted
 
 Initial = Callable[[nn.Parameter, slice], None]
@@ -27,6 +29,9 @@ class UnitWeights(Weights):
     Parameters are views of their unit's memory. It is allocated when the unit is gathered, and freed when it is
     released. Each unit keeps one storage object, and its size goes from zero to the whole and back. So tensors saved
     for backward by autograd see the weights again when the unit is gathered again.
+
+    Of parameters that products read in FP8 blocks, steps and evaluations gather the codes (`UnitCodes`). The parameters
+    then have no memory: only `hold` gathers their values.
 
     With `initial`, it fills the weights here, a unit at a time: parameters need no memory before, and a rank never
     holds more than one unit whole. It gets a parameter, and the elements of it that this rank keeps. Without it they
@@ -58,49 +63,82 @@ class UnitWeights(Weights):
                     initial(slot.param, slice(start, stop))
             self._shards[unit].copy_(self._own_slice(unit))
             whole.untyped_storage().resize_(0)
+        self._codes = UnitCodes(layout, self._shards)
+        self.gather()
+
+    @classmethod
+    def planned_nbytes(cls, layout: FlatLayout) -> int:
+        return super().planned_nbytes(layout) + kept_nbytes(layout)
+
+    @property
+    def nbytes(self) -> int:
+        return self.flat.nbytes + self._codes.nbytes
 
     def gather_unit(self, unit: int) -> None:
-        """Start to gather the weights of a unit. Parameters may be read after `wait_for`."""
-        whole = self._whole[unit]
-        whole.untyped_storage().resize_(self.nbytes_of(unit))
-        self.whole.change(self.nbytes_of(unit))
-        self._own_slice(unit).copy_(self._shards[unit])
-        axis = self.layout.axis(self.layout.buckets[unit])
-        self._arriving[unit] = collectives.all_gather_shard_async(whole, axis)
+        """Start to gather what products read of a unit: its weights or its codes. They may read it after `wait_for`."""
+        if unit in self._codes:
+            self._arriving[unit] = collectives.all_gather_shard_async(self._codes.open(unit), self._axis(unit))
+            self.whole.change(self.nbytes_of(unit))
+        else:
+            self._arriving[unit] = self._gather_values(unit)
 
     def wait_for(self, unit: int) -> None:
         """Wait for the gather of a unit."""
         self._arriving.pop(unit).wait()
+        if unit in self._codes:
+            self._codes.show(unit)
 
     def release(self, unit: int) -> None:
-        """Free the memory of a unit's weights.
+        """Free the memory of a unit's weights or codes.
 
         On a GPU the kernels that read it may still be queued. The allocator gives the memory only to work queued behind
         them.
         """
-        bucket = self.layout.buckets[unit]
-        forget_converted(slot.param for slot in self.layout.slots[bucket.first_param : bucket.end_param])
-        self._whole[unit].untyped_storage().resize_(0)
-        self.whole.change(-self.nbytes_of(unit))
+        if unit in self._codes:
+            self._forget(unit)
+            self._codes.close(unit)
+            self.whole.change(-self.nbytes_of(unit))
+        else:
+            self._free_values(unit)
 
     def hold(self, params: Iterable[nn.Parameter]) -> None:
         wanted = {self._unit_of[id(param)] for param in params if id(param) in self._unit_of}
         for unit in self._held - wanted:
-            self.release(unit)
+            self._free_values(unit)
         for unit in sorted(wanted - self._held):
-            self.gather_unit(unit)
-            self.wait_for(unit)
+            self._gather_values(unit).wait()
         self._held = wanted
+
+    def _gather_values(self, unit: int) -> collectives.Pending:
+        """Start to gather the weights of a unit. Parameters may be read after the wait."""
+        whole = self._whole[unit]
+        whole.untyped_storage().resize_(whole.numel() * whole.itemsize)
+        self.whole.change(whole.nbytes)
+        self._own_slice(unit).copy_(self._shards[unit])
+        return collectives.all_gather_shard_async(whole, self._axis(unit))
+
+    def _free_values(self, unit: int) -> None:
+        self._forget(unit)
+        self._whole[unit].untyped_storage().resize_(0)
+        self.whole.change(-self._whole[unit].nbytes)
+
+    def _forget(self, unit: int) -> None:
+        """Free what products have converted of a unit."""
+        bucket = self.layout.buckets[unit]
+        forget_converted(slot.param for slot in self.layout.slots[bucket.first_param : bucket.end_param])
+
+    def _axis(self, unit: int) -> Axis:
+        return self.layout.axis(self.layout.buckets[unit])
 
     def unit_actions(self) -> Mapping[str, Callable[[int], None]]:
         return {"gather": self.gather_unit, "wait": self.wait_for, "release": self.release}
 
     def nbytes_of(self, unit: int) -> int:
-        bucket = self.layout.buckets[unit]
-        return (bucket.stop - bucket.start) * self.layout.dtype.itemsize
+        return self.layout.gathered_nbytes(self.layout.buckets[unit])
 
     def start_gather(self) -> None:
-        """Do nothing: the plan gathers each unit before its use."""
+        """Make the codes of updated weights. The plan gathers each unit before its use."""
+        self._codes.encode()
 
     def wait(self) -> None:
         """Do nothing: after a step no gather is in flight."""

@@ -60,7 +60,7 @@ def built_report(config: Config, rank: int) -> RankReport:
         pp=ctx.pp.rank,
         stages="; ".join(stage.title() for stage in stages.values()),
         parameters=sum(math.prod(p.local_shape) for param in params.values() for p in spec_of(param).pieces),
-        weights=state.weights.flat.nbytes
+        weights=state.weights.nbytes
         + most_live(plan, state.weights.nbytes_of, "gather", "release")
         + memory_report.frozen_nbytes(stages.values()),
         gradients=state.grads.flat.nbytes + most_live(plan, state.grads.nbytes_of, "open", "add"),

@@ -170,13 +170,9 @@ def held_weights(state: TrainState) -> list[Held]:
     weights = state.weights
     if not isinstance(weights, UnitWeights):
         return held(state.stages.values(), state.ctx)
-    units = range(len(weights.layout.buckets))
-    for unit in units:
-        weights.gather_unit(unit)
-        weights.wait_for(unit)
+    weights.hold(slot.param for slot in weights.layout.slots)
     parts = held(state.stages.values(), state.ctx)
-    for unit in units:
-        weights.release(unit)
+    weights.hold(())
     return parts
 
 
