@@ -20,8 +20,8 @@ class Buffers:
     """The bytes of a rank's buffers, and what they hold.
 
     `parameters` is a number of elements. `optimizers` are the names of the rank's optimizers. `units[i]` are the units
-    of the stage i of the rank, and `unit_elements` the elements of each unit; there are none before ZeRO-2.
-    `weight_size` is the bytes of one weight.
+    of the stage i of the rank. `unit_elements` are the elements of each unit, and `unit_gathered` its bytes while
+    ZeRO-3 has it gathered; there are none before ZeRO-2.
     """
 
     parameters: int
@@ -32,14 +32,13 @@ class Buffers:
     optimizers: Sequence[str]
     units: Sequence[Sequence[int]]
     unit_elements: Sequence[int]
-    weight_size: int
+    unit_gathered: Sequence[int]
 
     @classmethod
     def of(cls, options: OptimizerConfig, modules: Sequence[HasParameters]) -> "Buffers":
         """The buffers of a rank with these stages. Gathered and collected units come on top."""
         layout = layout_of(options, modules)
         weights_type, gradients_type = types_of(options.zero_stage)
-        num_weights = Placement(layout, shards_only=weights_type.SHARDS_ONLY).numel
         num_gradients = Placement(layout, shards_only=gradients_type.SHARDS_ONLY).numel
         state = {True: 0, False: 0}  # by whether it is in host memory
         for updates in layout.updates():
@@ -49,19 +48,21 @@ class Buffers:
         params = {id(param): param for module in modules for param in module.parameters()}
         units: list[list[int]] = []
         unit_elements: list[int] = []
+        unit_gathered: list[int] = []
         if options.zero_stage >= 2:
             units = [layout.buckets_of(module) for module in modules]
             unit_elements = [bucket.numel for bucket in layout.buckets]
+            unit_gathered = [layout.gathered_nbytes(bucket) for bucket in layout.buckets]
         return cls(
             parameters=sum(math.prod(p.local_shape) for param in params.values() for p in spec_of(param).pieces),
-            weights=num_weights * layout.dtype.itemsize + memory_report.frozen_nbytes(modules),
+            weights=weights_type.planned_nbytes(layout) + memory_report.frozen_nbytes(modules),
             gradients=num_gradients * torch.float32.itemsize,
             optimizer=state[False],
             optimizer_on_host=state[True],
             optimizers=table.names_of(options, modules),
             units=units,
             unit_elements=unit_elements,
-            weight_size=layout.dtype.itemsize,
+            unit_gathered=unit_gathered,
         )
 
 

@@ -70,7 +70,7 @@ class PartTimer:
                 # The sum is read and added to the shard.
                 add += self._hardware.memory_seconds(3 * 4 * shard)
                 if self._options.zero_stage == 3:
-                    gather += self._network.seconds("all_gather", shards, elements * part.itemsize)
+                    gather += self._network.seconds("all_gather", shards, part.gathered_bytes[axis])
         to_host = sum(part.kept.on_host) / (self._hardware.host.link_gb_per_second * 1e9)
         return PartTimes(part, 1, forward, backward, gather, reduce, add, to_host)
 

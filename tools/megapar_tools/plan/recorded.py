@@ -7,7 +7,7 @@ norm with head. Its own forward and backward run, so nothing here knows a family
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megapar.activations.host_inputs import NotedInputs, kept_by
 from megapar.data_parallel.accumulate import MainGradView, attach
+from megapar.data_parallel.layout import gathered_itemsize
 from megapar.declare.batch import MicroBatch, PipelineStage
 from megapar.declare.params import Piece, spec_of
 from megapar.linear.main_grad import WeightGradientQueue, main_grads
@@ -219,11 +220,12 @@ class Recording:
     @cached_property
     def elements(self) -> Mapping[str, int]:
         """Return the elements of the part's trained parameters on this rank, by the axis of their gradients' sum."""
-        found: Counter[str] = Counter()
-        for param in self._stage.parameters():
-            if param.requires_grad:
-                found[spec_of(param).grad_axis.name] += param.numel()
-        return found
+        return _by_axis(self._stage, nn.Parameter.numel)
+
+    @cached_property
+    def gathered_bytes(self) -> Mapping[str, int]:
+        """Return the bytes that ZeRO-3 gathers of the part's `elements`, by the same axis: of weights, or of codes."""
+        return _by_axis(self._stage, lambda param: param.numel() * gathered_itemsize(spec_of(param), param.dtype))
 
     @cached_property
     def matrices(self) -> Mapping[tuple[str, str], Sequence[Piece]]:
@@ -264,6 +266,15 @@ class Recording:
         if given is None:
             return None
         return torch.empty(given.shape, dtype=given.dtype, device=META, requires_grad=given.needs_grad)
+
+
+def _by_axis(stage: nn.Module, size_of: Callable[[nn.Parameter], int]) -> Mapping[str, int]:
+    """The sizes of a stage's trained parameters, added up by the axis of their gradients' sum."""
+    found: Counter[str] = Counter()
+    for param in stage.parameters():
+        if param.requires_grad:
+            found[spec_of(param).grad_axis.name] += size_of(param)
+    return found
 
 
 def _run_forward(stage: PipelineStage, batch: MicroBatch, tape: Tape, x: Tensor | None) -> tuple[_Graph, Operations]:

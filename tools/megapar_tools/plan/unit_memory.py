@@ -54,13 +54,13 @@ class UnitMemory:
             if ("gathers", decides) not in self._parts.memory:
                 uses = [(kind, stage) for kind, stage in steps if kind != "W"]
                 self._parts.memory["gathers", decides] = changes(uses, "gather", "release")
-            gathered = _peak(self._parts.memory["gathers", decides], buffers.unit_elements)
+            gathered = _peak(self._parts.memory["gathers", decides], buffers.unit_gathered)
         if ("additions", decides) not in self._parts.memory:
             in_i = {coarse[new] for new in add_in_i}
             adding = [(kind, stage) for kind, stage in steps if kind in ("B", "W") or (kind == "I" and stage in in_i)]
             self._parts.memory["additions", decides] = changes(adding, "open", "add")
         collected = _peak(self._parts.memory["additions", decides], buffers.unit_elements)
-        return gathered * buffers.weight_size, collected * torch.float32.itemsize
+        return gathered, collected * torch.float32.itemsize
 
     def _adds_gradients_in_i(self, ctx: ParallelContext, position: int) -> bool:
         stage = self._layout.stages[ctx.pp.rank][position]
