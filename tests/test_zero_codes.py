@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_kernels.quantize import Quantized, quantize_blocks, restore_blocks
+from megapar_kernels.quantize import Quantized, quantize_blocks
 from megapar_models.build import build_stages
 from megapar_tools.plan.memory import report_rank
-from megapar_tools.plan.parts import LayerPart, Parts
+from megapar_tools.plan.parts import LayerPart
 from torch import Tensor, nn
 
 from megapar.base.grid import Grid
@@ -22,10 +22,9 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import CheckpointConfig, Config
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.units import UnitWeights
-from megapar.declare import context, sharding
+from megapar.declare import context
 from megapar.declare.params import ONES, ParamSpec, parameter, shared_piece
 from megapar.linear.converted_weight import ConvertedWeight
-from megapar.linear.products import MatrixProducts
 from megapar.linear.torch_products import TORCH_PRODUCTS
 from megapar.pipeline.sharding_plan import UnitAction
 from megapar.step.evaluation import evaluate
@@ -248,31 +247,16 @@ HIDDEN = replace(
 )
 
 
-class BlockProducts(MatrixProducts):
-    """Products with weights of FP8, in emulation."""
-
-    def convert_weight(self, weight: Tensor) -> Any:
-        return quantize_blocks(weight)
-
-    def forward(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
-        return super().forward(x, restore_blocks(weight, x.dtype), bias)
-
-    def input_gradient(self, grad_y: Tensor, weight: Any) -> Tensor:
-        return super().input_gradient(grad_y, restore_blocks(weight, grad_y.dtype))
-
-
-@pytest.fixture
-def quantized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matrices of layers declare that products read them in FP8."""
-
-    def declare(pieces: Any, init: Any, **fields: Any) -> ParamSpec:
-        return ParamSpec(pieces, init, **fields, quantized=fields.get("update") == "matrix")
-
-    monkeypatch.setattr(sharding, "ParamSpec", declare)
+EXPERTS = replace(
+    grid.of(grid.MIXTRAL, num_experts=4, moe_intermediate_size=128),
+    hidden_size=128,
+    head_dim=32,
+    num_key_value_heads=4,
+)
 
 
 def config_of(zero_stage: int, model: ModelConfig = HIDDEN, dp: int = 2, **options: Any) -> Config:
-    layout = Layout(model, dp=dp, zero_stage=zero_stage, products=f"{__name__}:BlockProducts", **options)
+    layout = Layout(model, dp=dp, zero_stage=zero_stage, fp8="blocks", **options)
     config = layout.config("bf16")
     return replace(config, optimizer=replace(config.optimizer, ema=0.5))
 
@@ -301,11 +285,11 @@ def train_at_stages(options: dict[str, Any]) -> list[list[float]]:
 TRAINED: list[dict[str, Any]] = [
     {"micro_batch_size": 6},
     {"micro_batch_size": 6, "recompute": "full"},
+    {"model": EXPERTS, "dp": 4, "ep": 2, "micro_batch_size": 3, "ep_overlap_chunks": 2},
 ]
 
 
-@pytest.mark.usefixtures("quantized")
-@pytest.mark.parametrize("options", TRAINED, ids=["dense", "recomputed"])
+@pytest.mark.parametrize("options", TRAINED, ids=["dense", "recomputed", "experts"])
 def test_training_with_codes_is_that_of_converted_weights(options: dict[str, Any]) -> None:
     """Fault fp8-stale-codes: after updates, evaluations and averages in the place of weights."""
     for first, third in run_ranks(options.get("dp", 2), train_at_stages, options):
@@ -347,7 +331,6 @@ def resume(folder: Path) -> None:
             train_step(state, micro_batches(config, ctx, 1))
 
 
-@pytest.mark.usefixtures("quantized")
 def test_main_weights_and_codes_are_those_of_the_run_before(tmp_path: Path) -> None:
     """Faults fp8-main-weights-rounded, fp8-stale-codes."""
     run_ranks(2, resume, tmp_path)
@@ -391,14 +374,12 @@ def measure(config: Config) -> dict[str, Any]:
     }
 
 
-@pytest.mark.usefixtures("quantized")
 @pytest.mark.parametrize("options", [{"micro_batch_size": 2}, {"micro_batch_size": 6, "recompute": "full"}], ids=str)
 def test_memory_and_traffic_are_those_of_the_plan(options: dict[str, Any]) -> None:
     config = config_of(3, **options)
-    parts = Parts(PARTS.builder)  # not those of other tests, whose matrices are not quantized
-    layer = parts.recording(config, parts.context(config, 0), LayerPart(0, recomputed=False))
+    layer = PARTS.recording(config, PARTS.context(config, 0), LayerPart(0, recomputed=False))
     for rank, found in enumerate(run_ranks(2, measure, config)):
-        plan = report_rank(config, parts, rank)
+        plan = report_rank(config, PARTS, rank)
         assert replace(plan, stages="") == replace(built_report(config, rank), stages="")
         assert found["most"] == found["reported"] == plan.weights
         sizes = [sum(units) for units in found["units"]]

@@ -95,9 +95,18 @@ class Sharding:
         *,
         decay: bool,
         update: Literal["element", "matrix"] = "element",
+        quantized: bool = False,
     ) -> nn.Parameter:
         """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
-        spec = ParamSpec(pieces, init, decay=decay, grad_axis=self.grad_axis, update=update, optimizer=self.optimizer)
+        spec = ParamSpec(
+            pieces,
+            init,
+            decay=decay,
+            grad_axis=self.grad_axis,
+            update=update,
+            optimizer=self.optimizer,
+            quantized=quantized,
+        )
         return self.parameter_of(spec, shape)
 
     def parameter_of(self, spec: ParamSpec, shape: Sequence[int]) -> nn.Parameter:

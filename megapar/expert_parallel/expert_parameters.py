@@ -31,11 +31,13 @@ class ExpertParameters:
         cut_dim: int | None,
         init: Init,
         kind: str = "",
+        *,
+        quantized: bool = False,
     ) -> nn.Parameter:
         """Return the parameter with these matrices, their biases or factors, of each expert of the rank.
 
         `shape` is the logical shape of one. `kind` names the factors of an adapter. etp cuts along `cut_dim`. With None
-        all ranks of etp hold them, and have parts of their gradient.
+        all ranks of etp hold them, and have parts of their gradient. `quantized` is that of `ParamSpec`.
         """
         sharding = self.sharding
         is_factor = kind != ""
@@ -66,5 +68,6 @@ class ExpertParameters:
                 f"{self.name}.{number}.{matrix}.{kind}" for number in range(self.num_experts) for matrix in matrices
             ),
             added_by=ADAPTER if is_factor else "",
+            quantized=quantized,
         )
         return sharding.parameter_of(spec, (rows, *pieces[0].local_shape[1:]))

@@ -90,8 +90,9 @@ class Experts(nn.Module):
         start, stop = cut(width, sharding.etp)
         self.local_width = stop - start
         parameters = ExpertParameters(name, num_experts, self.expert_numbers, width, sharding, token_share)
-        self.gate_up = parameters.make(("gate", "up"), (width, hidden_size), 0, init)
-        self.down = parameters.make(("down",), (hidden_size, width), 1, output_init)
+        quantized = products.in_blocks
+        self.gate_up = parameters.make(("gate", "up"), (width, hidden_size), 0, init, quantized=quantized)
+        self.down = parameters.make(("down",), (hidden_size, width), 1, output_init, quantized=quantized)
         self.gate_up_bias = self.down_bias = None
         if bias:
             self.gate_up_bias = parameters.make(("gate", "up"), (width,), 0, ZEROS)
@@ -175,7 +176,7 @@ class Experts(nn.Module):
             return y
         number = len(self.expert_numbers)
         of_experts = bias.view(number, -1)[experts].flatten()
-        at_once = self.products.in_one_launch(y, matrices.view(number, y.shape[1], -1)[experts])
+        at_once = self.products.in_one_launch(y, (groups.number, y.shape[1], matrices.shape[1]))
         return _GroupedBias.apply(y, of_experts, weights, groups, adds, at_once)
 
 
@@ -348,7 +349,7 @@ class _GroupedLinear(torch.autograd.Function):
 
 def _converted(ctx: Any, weight: Tensor) -> Any:
     """The matrices [experts, out, in] of the chunk's experts, as products get them."""
-    return ctx.converted.get(weight.view(ctx.shape)[ctx.experts], ctx.products)
+    return ctx.converted.get(weight.view(ctx.shape), ctx.products, ctx.experts)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ The numbers are exact in bf16, and a product of two in fp32. So where a machine 
 multiplied in the dtype of activations, and the result is the FP8 product up to the order of its sums.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -91,5 +92,5 @@ class Fp8Products(MatrixProducts):
         grad_2d, x_2d = self.restore(grad_2d), self.restore(x_2d)
         self.plain.add_grouped_weight_gradient(totals_goi, grad_2d, x_2d, groups, overwrite=overwrite)
 
-    def in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
-        return self.plain.in_one_launch(x_2d, matrices_goi)
+    def in_one_launch(self, x_2d: Tensor, shape_goi: Sequence[int]) -> bool:
+        return self.plain.in_one_launch(x_2d, shape_goi)

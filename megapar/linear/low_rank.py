@@ -115,8 +115,8 @@ class FactorProducts(MatrixProducts):
         x_2d = self._input(x_2d)
         self.plain.add_grouped_weight_gradient(totals_goi, grad_2d, x_2d, groups, overwrite=overwrite)
 
-    def in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
-        return self.plain.in_one_launch(x_2d, matrices_goi)
+    def in_one_launch(self, x_2d: Tensor, shape_goi: Sequence[int]) -> bool:
+        return self.plain.in_one_launch(x_2d, shape_goi)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 For another number format, write a subclass of `MatrixProducts`, and name it by `kernels.products`.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -178,8 +179,8 @@ class MatrixProducts:
             elif overwrite:
                 total.zero_()
 
-    def in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
-        """Return whether one launch computes the products of all groups, by the grouped kernels."""
+    def in_one_launch(self, x_2d: Tensor, shape_goi: Sequence[int]) -> bool:
+        """Return whether one launch computes the products of all groups, with matrices of this shape."""
         return False
 
 

@@ -1,5 +1,6 @@
 """Torch's matrix products of linear layers: in place, and fused where the machine has it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -69,7 +70,7 @@ class TorchProducts(MatrixProducts):
             total.addmm_(grad_2d.t().float(), x_2d.float(), beta=beta)
 
     def grouped_forward(self, x_2d: Tensor, weights_goi: Tensor, groups: RowGroups) -> Tensor:
-        if self.in_one_launch(x_2d, weights_goi):
+        if self.in_one_launch(x_2d, weights_goi.shape):
             return F.grouped_mm(x_2d, weights_goi.transpose(1, 2), offs=groups.ends)
         y = x_2d.new_empty(x_2d.shape[0], weights_goi.shape[1])
         for part, x, weight in zip(y.split(groups.sizes), x_2d.split(groups.sizes), weights_goi, strict=True):
@@ -77,7 +78,7 @@ class TorchProducts(MatrixProducts):
         return y
 
     def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Tensor, groups: RowGroups) -> Tensor:
-        if self.in_one_launch(grad_2d, weights_goi):
+        if self.in_one_launch(grad_2d, weights_goi.shape):
             return F.grouped_mm(grad_2d, weights_goi, offs=groups.ends)
         grad_x = grad_2d.new_empty(grad_2d.shape[0], weights_goi.shape[2])
         for part, grad, weight in zip(
@@ -89,15 +90,16 @@ class TorchProducts(MatrixProducts):
     def add_grouped_weight_gradient(
         self, totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, groups: RowGroups, *, overwrite: bool = False
     ) -> None:
-        if self.in_one_launch(grad_2d, totals_goi) and x_2d.dtype == grad_2d.dtype:
+        if self.in_one_launch(grad_2d, totals_goi.shape) and x_2d.dtype == grad_2d.dtype:
             grouped.add_weight_gradients(totals_goi, grad_2d, x_2d, groups.ends, overwrite=overwrite)
         else:
             super().add_grouped_weight_gradient(totals_goi, grad_2d, x_2d, groups, overwrite=overwrite)
 
-    def in_one_launch(self, x_2d: Tensor, matrices_goi: Tensor) -> bool:
+    def in_one_launch(self, x_2d: Tensor, shape_goi: Sequence[int]) -> bool:
         # 8 numbers are 16 bytes. Without rows nothing is multiplied, and the loop fills what has to be zero. One group
         # is one product, which cuBLAS computes faster.
-        fits = matrices_goi.shape[1] % 8 == 0 and matrices_goi.shape[2] % 8 == 0 and len(matrices_goi) > 1
+        groups, outputs, inputs = shape_goi
+        fits = outputs % 8 == 0 and inputs % 8 == 0 and groups > 1
         return self.grouped == "triton" and x_2d.dtype == torch.bfloat16 and fits and len(x_2d) > 0
 
 

@@ -83,6 +83,11 @@ def local_linear(
     return lora.scale_output(y, weight, bias)
 
 
+def reads_codes(products: MatrixProducts, lora: Lora | None) -> bool:
+    """Return whether passes read a weight as FP8 codes alone (`ParamSpec.quantized`). A DoRA reads its values too."""
+    return products.in_blocks and (lora is None or lora.magnitude is None)
+
+
 class ColumnParallelLinear(nn.Module):
     """Several matrices with the same input in one product, each cut by its outputs: y_sbo = x_sbi W^T + b.
 
@@ -109,7 +114,10 @@ class ColumnParallelLinear(nn.Module):
         tp = sharding.tp
         rows = sum(c.stop - c.start for c in columns)
         weights = tuple(c.piece("weight", (c.size, in_features), tp) for c in columns)
-        self.weight = sharding.parameter(weights, (rows, in_features), init, decay=True, update="matrix")
+        quantized = reads_codes(products, lora)
+        self.weight = sharding.parameter(
+            weights, (rows, in_features), init, decay=True, update="matrix", quantized=quantized
+        )
         self.bias = None
         if bias:
             biases = tuple(c.piece("bias", (c.size,), tp) for c in columns)
@@ -148,7 +156,10 @@ class RowParallelLinear(nn.Module):
         self.lora = lora
         start, stop = cut(in_features, sharding.tp)
         weight = make_piece(f"{name}.weight", (out_features, in_features), {1: (start, stop)})
-        self.weight = sharding.parameter((weight,), weight.local_shape, init, decay=True, update="matrix")
+        quantized = reads_codes(products, lora)
+        self.weight = sharding.parameter(
+            (weight,), weight.local_shape, init, decay=True, update="matrix", quantized=quantized
+        )
         self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
 
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:

@@ -30,7 +30,7 @@ from megapar.activations import recompute
 from megapar.config.model_options import ModelConfig
 from megapar.declare.largest_logits import ScaledRows
 from megapar.declare.params import ZEROS, shared_piece
-from megapar.tensor_parallel.layers import Columns, local_linear, shared_vector
+from megapar.tensor_parallel.layers import Columns, local_linear, reads_codes, shared_vector
 from megapar.tensor_parallel.regions import copy_to_tp, gather_sequence
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
@@ -160,11 +160,14 @@ class WholeLinear(nn.Module):
         sharding = factory.sharding
         shape = (out_features, in_features)
         piece = shared_piece(f"{name}.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
-        self.weight = sharding.parameter((piece,), shape, factory.init, decay=True, update="matrix")
-        self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
         self.products = factory.products_of_matrices([name], {"inputs": in_features, "outputs": out_features})
         self.sharding = sharding
         self.lora = factory.lora_of_whole(name, shape)
+        quantized = reads_codes(self.products, self.lora)
+        self.weight = sharding.parameter(
+            (piece,), shape, factory.init, decay=True, update="matrix", quantized=quantized
+        )
+        self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
 
     def forward(self, x_sbi: Tensor, context: ForwardContext) -> Tensor:
         tokens = context.tokens_of_rank(self.sharding)
