@@ -116,7 +116,11 @@ def quantize_rows(x: Tensor, impl: Implementation = "torch") -> Tensor:
 
 def restore_rows(packed: Tensor, dtype: torch.dtype, impl: Implementation = "torch") -> Tensor:
     """Return the numbers of packed rows [..., i] in bf16 or fp32, which are exact."""
-    rows = view_packed(packed)
+    return restore_groups(view_packed(packed), dtype)
+
+
+def restore_groups(rows: Quantized, dtype: torch.dtype) -> Tensor:
+    """Return the numbers of rows in groups of 1 x 128, such as those of `transposed_rows`, in bf16 or fp32."""
     scales = power_of_two(rows.exponents.int() - BIAS)
     return (rows.codes.float().unflatten(-1, (-1, GROUP)) * scales[..., None]).flatten(-2).to(dtype)
 

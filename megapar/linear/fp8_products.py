@@ -8,14 +8,15 @@ which rows lie beside each other, so equal inputs have equal codes in every layo
     product             operands
     y  = x W^T          codes of x and W
     dx = dy W           codes of dy and W: a block is a block of the transposed matrix too
-    dW = dy^T x         numbers restored from the codes of dy and x, in bf16; or codes grouped again along positions
+    dW = dy^T x         numbers restored from the codes of dy and x, in bf16; or (`regroups`) codes of both, grouped
+                        again in 128 x 1 along positions: scales are powers of two, so codes follow from codes
 
 The numbers are exact in bf16, and a product of two in fp32. So where a machine has no FP8, restored numbers are
 multiplied in the dtype of activations, and the result is the FP8 product up to the order of its sums.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from megapar_kernels import quantize
@@ -32,12 +33,15 @@ from megapar.linear.torch_products import TORCH_PRODUCTS, TorchProducts
 class Fp8Products(MatrixProducts):
     """Products of activations in `dtype`, bf16 or fp32. `plain` computes what is multiplied in this dtype.
 
-    `impl` selects what quantizes and restores.
+    `impl` selects what quantizes and restores. `regroups` decides about the weight gradient of what has positions and
+    samples, [s, b, features]: its operands are codes, grouped again along the positions of each sample. It is not
+    proven to pay on any GPU yet. Rows of experts never are: their groups would depend on who shares the rank.
     """
 
     dtype: torch.dtype = torch.bfloat16
     torch_products: TorchProducts = TORCH_PRODUCTS
     impl: Implementation = "torch"
+    regroups: bool = False
 
     @staticmethod
     def on(device: torch.device) -> str:
@@ -74,10 +78,21 @@ class Fp8Products(MatrixProducts):
         return self.plain.input_gradient(self.restore(grad_y), self._matrix(weight))
 
     def weight_gradient(self, grad_y: Tensor, x: Tensor) -> Tensor:
-        return self.plain.weight_gradient(self.restore(grad_y), self.restore(x))
+        return self.plain.weight_gradient(self._along_positions(grad_y), self._along_positions(x))
 
     def add_weight_gradient(self, total: Tensor, grad_y: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
-        self.plain.add_weight_gradient(total, self.restore(grad_y), self.restore(x), overwrite=overwrite)
+        grad_y, x = self._along_positions(grad_y), self._along_positions(x)
+        self.plain.add_weight_gradient(total, grad_y, x, overwrite=overwrite)
+
+    def _along_positions(self, converted: Tensor) -> Tensor:
+        """The operand of a weight gradient: restored numbers [tokens, features], or those of codes grouped again."""
+        if not (self.regroups and converted.dim() == 3):
+            return self.restore(converted)
+        rows = quantize.transposed_rows(converted)
+        return quantize.restore_groups(rows, self.dtype).permute(2, 0, 1).flatten(0, 1)
+
+    def of_own_positions(self) -> MatrixProducts:
+        return replace(self, regroups=False)
 
     def grouped_forward(self, x_2d: Tensor, weights_goi: Quantized, groups: RowGroups) -> Tensor:
         return self.plain.grouped_forward(self.restore(x_2d), self._matrix(weights_goi), groups)

@@ -63,6 +63,10 @@ class MatrixProducts:
         """The products in the dtype of activations that compute an adapter's factors beside a matrix in this format."""
         return self
 
+    def of_own_positions(self) -> "MatrixProducts":
+        """The products of a layer that reads this rank's part of the sequence, where others read all of it."""
+        return self
+
     @property
     def converts(self) -> bool:
         """Whether `convert_input` returns something else than its argument."""

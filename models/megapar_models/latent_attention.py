@@ -161,6 +161,8 @@ class WholeLinear(nn.Module):
         shape = (out_features, in_features)
         piece = shared_piece(f"{name}.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
         self.products = factory.products_of_matrices([name], {"inputs": in_features, "outputs": out_features})
+        if sharding.splits_sequence:
+            self.products = self.products.of_own_positions()
         self.sharding = sharding
         self.lora = factory.lora_of_whole(name, shape)
         quantized = reads_codes(self.products, self.lora)
