@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from megapar_models.build import StageBuilder, build_stages, in_fp8
+from megapar_models.build import StageBuilder, build_stages, described
 from megapar_models.counts import size_and_flops
 from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, sample_kind, validate
 
@@ -33,9 +33,8 @@ def train_rank(plan: RunPlan, env: Environment, board: Board | None = None) -> N
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
             state, notes = start(config, ctx, stages, identity(data, held_out), limit, env, on_host)
             go_on(state, data, held_out)
-            size, flops = size_and_flops(config)
-            formats, matrices = in_fp8(config, ctx.device)
-            write_run_header(config, ctx, size, [*formats, *balance, *notes], plan.options.to_toml(), matrices)
+            model, flops = described(config, ctx.device)
+            write_run_header(config, ctx, model, [*balance, *notes], plan.options.to_toml())
             process.arm()  # last: until here there is nothing to save, so a request to stop ends the run
             report, time = plan.memory_report(env.rank), plan.prediction(ctx)
             run = TrainingRun(state, data, held_out, run_dir, flops, process.asked_to_stop, report, time, process)

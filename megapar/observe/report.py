@@ -116,24 +116,24 @@ def attention_in_words(stages: Iterable[nn.Module]) -> str:
 def write_run_header(
     config: Config,
     ctx: ParallelContext,
-    parameters: str,
+    model: tuple[str, Sequence[str], Mapping[str, Any]],
     notes: Sequence[str],
     config_toml: str,
-    matrices: Mapping[str, Any] | None = None,
 ) -> None:
     """Make the run folder, write config.toml and environment.json, and print the header. A collective.
 
     If parallel.schedule is a file, the folder gets a copy, schedule.txt.
 
-    environment.json holds `provenance`, the implementation of each op, the cores of rank 0, and `matrices`: in which
-    number format each is multiplied, where that is not train.precision. `parameters` is the number of parameters, in
-    words. `notes` are lines to print about what was resumed. Raises StorageError on every rank if rank 0 cannot write
-    the folder. Afterwards it exists on every rank.
+    `model` has the number of parameters in words, and what train.fp8 means: lines to print, and what to record of each
+    matrix. environment.json holds this record, `provenance`, the implementation of each op, and the cores of rank 0.
+    `notes` are lines to print about what was resumed. Raises StorageError on every rank if rank 0 cannot write the
+    folder. Afterwards it exists on every rank.
     """
+    parameters, formats, matrices = model
     kernels = device.choose_kernels(config.kernels.backend, ctx.device, compiled=config.kernels.compile)
     run_dir = Path(config.run_dir)
     bound = {"cores of rank 0": numa.cores(), device.CONNECTIONS: device.connections()}
-    environment = provenance(ctx.device) | {"kernels": asdict(kernels)} | bound | dict(matrices or {})
+    environment = provenance(ctx.device) | {"kernels": asdict(kernels)} | bound | dict(matrices)
 
     def write_files() -> None:
         if not ctx.world.first:
@@ -168,5 +168,5 @@ def write_run_header(
             unseen = device.unseen_gpu()
         if unseen:
             say(f"trains on the CPU: {unseen}")
-        for line in [*_axes_over_gloo(config, ctx), *warnings(config), *notes]:
+        for line in [*formats, *_axes_over_gloo(config, ctx), *warnings(config), *notes]:
             say(line)

@@ -22,7 +22,7 @@ from megapar.linear.torch_products import TORCH_PRODUCTS, TorchProducts
 from megapar.pipeline.partition import explicit, partition, split_finely
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.system.device import choose_kernels
-from megapar_models.counts import WholeModel
+from megapar_models.counts import WholeModel, size_and_flops
 from megapar_models.factory import initializations
 from megapar_models.fp8_matrices import Fp8Matrices
 from megapar_models.registry import find, find_number_format, find_objective
@@ -160,6 +160,15 @@ def in_fp8(config: Config, device: torch.device) -> tuple[list[str], dict[str, A
     matrices = fp8_matrices(config)
     matrices.check_skip()
     return [f"train.fp8 blocks: {matrices.in_words()}", Fp8Products.on(device)], matrices.by_format()
+
+
+def described(config: Config, device: torch.device) -> tuple[tuple[str, list[str], dict[str, Any]], int]:
+    """Return what a run on `device` says of its model, and the FLOPs of a token.
+
+    The former are the number of parameters in words, and what `in_fp8` returns.
+    """
+    words, flops = size_and_flops(config)
+    return (words, *in_fp8(config, device)), flops
 
 
 def whole_model(config: Config) -> WholeModel:
