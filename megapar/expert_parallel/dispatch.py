@@ -3,7 +3,7 @@
 A row is the hidden state of one token for one of its experts. Rows travel in chunks (`row_counts`), often just one.
 
     function    what it does                                                                  axis
-    send        converts each token's hidden state, if the experts' products do (`MatrixProducts.convert_input`)
+    send        converts each token's hidden state, if the experts' products do (`NumberFormat.convert_input`)
                 copies it once for each of its experts
                 sorts these rows by chunk, and by expert
                 all-to-all of all weights, sorted by expert                                   ep

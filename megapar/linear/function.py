@@ -27,7 +27,7 @@ from megapar.linear.products import MatrixProducts, as_2d
 class InputRegion(Protocol):
     """What is communicated before a layer's matrix product in forward, and after it in backward.
 
-    Inputs enter as `MatrixProducts.convert_input` made them, in any dtype. Gradients leave in the dtype of activations.
+    Inputs enter as `NumberFormat.convert_input` made them, in any dtype. Gradients leave in the dtype of activations.
     """
 
     def enter(self, x: Tensor) -> Tensor:
@@ -139,7 +139,7 @@ def linear_backward(
 ) -> Gradients:
     """The backward of a layer with one or more products of the same input: their outputs' gradients are `grads_y`.
 
-    Products convert each of them once (`MatrixProducts.convert_gradient`). The gradient of a bias is summed before.
+    Products convert each of them once (`NumberFormat.convert_gradient`). The gradient of a bias is summed before.
     x and the weights are saved tensors. The bias is that of the first product. See `LinearFunction` for the order.
     """
     grad_x = grad_bias = None

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from megapar_kernels.backend import Kernels
@@ -100,10 +100,7 @@ class Factory:
         return self.products_of(names[0])
 
     def products_of(self, name: str) -> MatrixProducts:
-        """Return how the products of the module `name`, such as layers.3.mlp.down or head, are computed.
-
-        In FP8 they never are: see `products_of_matrices`.
-        """
+        """Return how the products of the module `name`, such as head, are computed: never in FP8."""
         if self.number_format is not None and self.number_format.serves(name):
             return self.number_format
         return self.products
@@ -118,16 +115,7 @@ class Factory:
         adapted = [self.is_adapted(c.name) for c in columns]
         if any(adapted):
             lora = lora_of_columns(self._lora_rule(), in_features, columns, adapted, self.sharding)
-        matrices = [Matrix(c.name, in_features, c.size, c) for c in columns]
-        found = {str(index): _beside(self, matrix) for index, matrix in enumerate(matrices)}
-        beside = {index: module for index, module in found.items() if module is not None}
-        kind = _ColumnsBeside if beside else ColumnParallelLinear
-        layer = kind(
-            in_features, columns, self.sharding, init=init or self.init, bias=bias, products=products, lora=lora
-        )
-        if isinstance(layer, _ColumnsBeside):
-            layer.widths, layer.beside = [c.stop - c.start for c in columns], nn.ModuleDict(beside)
-        return layer
+        return _with_beside(self, in_features, columns, init=init or self.init, bias=bias, products=products, lora=lora)
 
     def row_parallel(
         self, name: str, in_features: int, out_features: int, *, bias: bool = False, init: Init | None = None
@@ -257,6 +245,20 @@ def _adapted_experts(factory: Factory, name: str, num_experts: int) -> list[str]
             if fnmatchcase(f"{name}.0.{matrix}", pattern):
                 raise ValueError(f"Factory.beside {pattern}: matches {name}.0.{matrix}; an expert takes none")
     return adapted
+
+
+def _with_beside(
+    factory: Factory, in_features: int, columns: Sequence[Columns], **options: Any
+) -> ColumnParallelLinear:
+    """Make a column-parallel layer, with modules beside those of its matrices that patterns of `beside` match."""
+    matrices = [Matrix(c.name, in_features, c.size, c) for c in columns]
+    found = {str(index): _beside(factory, matrix) for index, matrix in enumerate(matrices)}
+    beside = {index: module for index, module in found.items() if module is not None}
+    kind = _ColumnsBeside if beside else ColumnParallelLinear
+    layer = kind(in_features, columns, factory.sharding, **options)
+    if isinstance(layer, _ColumnsBeside):
+        layer.widths, layer.beside = [c.stop - c.start for c in columns], nn.ModuleDict(beside)
+    return layer
 
 
 class _ColumnsBeside(ColumnParallelLinear):

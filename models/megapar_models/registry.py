@@ -267,8 +267,7 @@ def _learning_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
 def _number_format_problems(config: Config) -> Iterator[str]:
     """Dropout changes the input of an adapter, which products of another format have converted already."""
     products = find_number_format(config)
-    converts = products is not None and type(products).convert_input is not MatrixProducts.convert_input
-    if converts and config.adapter.dropout:
+    if products is not None and products.converts and products.plain is products and config.adapter.dropout:
         text = "the format converts inputs, of which the adapters would drop some; use dropout 0.0"
         yield problem(config, "adapter.dropout kernels.products", text)
 

@@ -1,0 +1,85 @@
+"""How linear layers convert inputs, weights and gradients before they are sent, multiplied and kept."""
+
+from typing import Any
+
+from megapar_kernels.packed import Packed
+from torch import Tensor
+
+
+class NumberFormat:
+    """The format of numbers that enter the products of linear layers. This one leaves all tensors as they are.
+
+    A tensor is converted once: what `convert_input` returns is gathered, multiplied and kept for backward, and what
+    `convert_gradient` returns is gathered and multiplied.
+    """
+
+    @classmethod
+    def serves(cls, name: str) -> bool:
+        """Return whether the matrix of module `name`, such as layers.3.mlp.down or head, is computed in this format."""
+        return name.startswith("layers.")
+
+    def convert_input(self, x: Tensor) -> Tensor:
+        """Return the input x [..., in] of a layer as it is sent, multiplied and kept for backward: [..., any number].
+
+        Another format overrides this to quantize x before ranks gather it. The result is one tensor of any dtype, so
+        one message carries all of it: a row of uint8 may have the bytes of the values, and behind them those of their
+        scales. Each row must follow from the same row of x alone, because rows are gathered and cut in chunks. A
+        row-parallel layer has only this rank's columns of x. Scales of blocks of columns are the same in every layout
+        if tp cuts between the blocks.
+
+        Backward takes the gradient of the result as the gradient of x, as if nothing had been rounded.
+        """
+        return x
+
+    def convert_gradient(self, grad_y: Tensor) -> Tensor:
+        """Return the gradient [..., out] of a layer's output as it is sent, multiplied and kept: [..., any number].
+
+        It is called once, before ranks gather the gradient. What `convert_input` says of a row holds here too.
+        """
+        return grad_y
+
+    def convert_weight(self, weight: Tensor) -> Any:
+        """Return the weight [out, in], or [groups, out, in] of experts, as products get it.
+
+        The result of experts gives the matrix of group g at index g. What is no view of the weight is kept beside the
+        parameter until its values change (see `ConvertedWeight`). A dry run does not count those bytes.
+        """
+        return weight
+
+    def restore(self, converted: Tensor) -> Tensor:
+        """Return the numbers of what `convert_input` or `convert_gradient` returned, in the dtype of activations.
+
+        A format that overrides either of the two overrides this one too. Adapters and gradients of biases need it.
+        """
+        return converted
+
+    @property
+    def converts(self) -> bool:
+        """Whether `convert_input` returns something else than its argument."""
+        return type(self).convert_input is not NumberFormat.convert_input
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether `convert_weight` quantizes the weight in blocks (`megapar_kernels.quantize.quantize_blocks`)."""
+        return False
+
+    def as_input(self, x: Tensor) -> Tensor:
+        """Return `convert_input(x)`. What has been converted already is taken as it is."""
+        if isinstance(x, Packed):
+            return x.rows if self.converts else x.restored()
+        return self.convert_input(x)
+
+    def as_gradient(self, grad_y: Tensor) -> Tensor:
+        """Return `convert_gradient(grad_y)`. What has been converted already is taken as it is."""
+        if isinstance(grad_y, Packed):
+            return grad_y.rows if self.converts else grad_y.restored()
+        return self.convert_gradient(grad_y)
+
+    def carry(self, converted: Tensor, like: Tensor) -> Tensor:
+        """Return what `convert_input` or `convert_gradient` made of `like`, or ranks gathered of it, for autograd.
+
+        Autograd sees the numbers, of the features and the dtype of `like`.
+        """
+        if converted.dtype == like.dtype and converted.shape[-1] == like.shape[-1]:
+            return converted  # the format leaves it as it is
+        return Packed(converted, like.shape[-1], like.dtype, self.restore)
