@@ -91,10 +91,7 @@ class Factory:
     """Which matrices of layers are multiplied in FP8, if any are (train.fp8)."""
 
     def products_of_matrices(self, names: Sequence[str], units: Mapping[str, int]) -> MatrixProducts:
-        """Return how the matrices `names` of a layer, which are one product, are multiplied.
-
-        `units` has by what, such as "inputs", a number that divides its cuts on all ranks.
-        """
+        """Return how the matrices `names`, one product, are multiplied. `units` are those of `Fp8Matrices.take`."""
         if self.fp8 is not None and self.fp8.take(names, units):
             return self.fp8.products
         return self.products_of(names[0])
@@ -109,8 +106,7 @@ class Factory:
         self, in_features: int, columns: Sequence[Columns], *, bias: bool = False, init: Init | None = None
     ) -> ColumnParallelLinear:
         """One layer of several matrices with the same input. `init` is `self.init` if it is not given."""
-        units = {"inputs": in_features, **{f"outputs of {c.name.rpartition('.')[2]}": c.unit for c in columns}}
-        products = self.products_of_matrices([c.name for c in columns], units)
+        products = self.products_of_matrices([c.name for c in columns], _units_of(in_features, columns))
         lora = None
         adapted = [self.is_adapted(c.name) for c in columns]
         if any(adapted):
@@ -123,8 +119,7 @@ class Factory:
         """`init` is `self.output_init` if it is not given."""
         init = init or self.output_init
         units = {"inputs": cut_unit(in_features, self.sharding.tp.size), "outputs": out_features}
-        products = self.products_of_matrices([name], units)
-        lora = None
+        products, lora = self.products_of_matrices([name], units), None
         if self.is_adapted(name):
             lora = Lora.of_rows(self._lora_rule(), name, (out_features, in_features), self.sharding)
         beside = _beside(self, Matrix(name, in_features, out_features))
@@ -166,15 +161,15 @@ class Factory:
         Raises ConfigError for an adapter of some of the experts, with dropout, or with magnitudes.
         """
         adapted = _adapted_experts(self, name, num_experts)
-        matrices = [f"{name}.{matrix}" for matrix in ("gate", "up", "down")]
         units = {"width": cut_unit(width, self.sharding.etp.size), "hidden size": hidden_size}
+        products = self.products_of_matrices([f"{name}.{matrix}" for matrix in ("gate", "up", "down")], units)
         return Experts(
             *(name, num_experts, hidden_size, width, self.sharding),
             activation=activation,
             init=self.init,
             output_init=self.output_init,
             token_share=token_share,
-            products=self.products_of_matrices(matrices, units),
+            products=products,
             bias=bias,
             lora=self._lora_rule() if adapted else None,
             adapted=adapted,
@@ -213,6 +208,11 @@ class Factory:
         if not self.measures_logits:
             return None
         return LargestLogits(layer, total, heads, groups, scaled, self.sharding.device)
+
+
+def _units_of(in_features: int, columns: Sequence[Columns]) -> dict[str, int]:
+    """The numbers that divide the cuts of the matrices of a column-parallel layer on all ranks, by what is cut."""
+    return {"inputs": in_features, **{f"outputs of {c.name.rpartition('.')[2]}": c.unit for c in columns}}
 
 
 def _beside(factory: Factory, matrix: Matrix) -> nn.Module | None:
