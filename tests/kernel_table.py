@@ -48,6 +48,7 @@ from megapar_kernels import (
     dropout,
     grouped,
     norms,
+    quantize_kernels,
     rope,
     tiled_attention,
     token_rows,
@@ -135,6 +136,7 @@ def _all_sizes() -> Iterator[Shipped]:
     yield from _tiled_attention()
     yield from _token_rows()
     yield from _grouped()
+    yield from _quantize()
 
 
 def _token_rows() -> Iterator[Shipped]:
@@ -167,6 +169,44 @@ def _grouped() -> Iterator[Shipped]:
             {**types, "outputs": "i32", "inputs": "i32"}, {**sizes, "OVERWRITE": overwrite}, warps, stages,
             aligned=("outputs", "inputs"),
         )  # fmt: skip
+
+
+def _quantize() -> Iterator[Shipped]:
+    """Not for sm_80, for which Triton has no e4m3."""
+
+    def of(
+        variant: str, kernel: Any, pointers: Mapping[str, str], constants: Mapping[str, int], warps: int,
+        elements: int = 0, traffic: int = 0,
+    ) -> Shipped:  # fmt: skip
+        numbers = {name: "i32" for name in kernel.arg_names if name not in (*pointers, *constants)}
+        aligned = [name for name in numbers if name in ("stride", "width", "columns", "rows", "row_stride")]
+        return Shipped(
+            "quantize", variant, kernel, {**pointers, **numbers}, constants, warps, aligned=aligned,
+            elements=elements, traffic=traffic, architectures=(90, 100),
+        )  # fmt: skip
+
+    q = quantize_kernels
+    for features in (768, 1408, 4096):
+        tile = dict(zip(("ROWS", "GROUPS"), q.tile_of_groups(features // 128), strict=True))
+        size = q.GROUPS_OF_TILE * 128, 3
+        pointers = {"x_ptr": "*bf16", "packed_ptr": "*u8"}
+        yield of(f"rows {features}", q.quantize_rows_kernel, pointers, tile, q.WARPS, *size)
+        pointers = {"packed_ptr": "*u8", "y_ptr": "*bf16"}
+        yield of(f"restored rows {features}", q.restore_rows_kernel, pointers, tile, q.WARPS, *size)
+    matrix = {"weight_ptr": "*bf16", "codes_ptr": "*u8", "exponents_ptr": "*u8"}
+    yield of("blocks", q.quantize_blocks_kernel, matrix, {}, q.QUANTIZE_BLOCK_WARPS, 128 * 128, 3)
+    yield of("restored blocks", q.restore_blocks_kernel, matrix, {}, q.BLOCK_WARPS, 128 * 128, 3)
+    pointers = dict.fromkeys(("packed_ptr", "codes_ptr", "exponents_ptr"), "*u8")
+    tile = {"COLUMNS": q.TRANSPOSED_COLUMNS}
+    # Not counted: 20 instructions where there is time for 11, mostly for the maximum over rows and the transpose.
+    yield of("along positions", q.transposed_rows_kernel, pointers, tile, q.WARPS)
+    pointers = {"x_ptr": "*u8", "y_ptr": "*u8"}
+    yield of("transposed bytes", q.transposed_bytes_kernel, pointers, {}, q.BLOCK_WARPS, 128 * 128, 2)
+    tile = dict(zip(("ROWS", "COLUMNS"), q.SCALES_TILE, strict=True)) | {"column_stride": 1}
+    pointers = {"exponents_ptr": "*u8", "scales_ptr": "*fp32"}
+    yield of("expanded scales", q.expanded_scales_kernel, pointers, tile | {"out_row_stride": 1}, q.WARPS)
+    pointers = {"exponents_ptr": "*u8", "scales_ptr": "*i32"}
+    yield of("swizzled scales", q.swizzled_scales_kernel, pointers, tile | {"GROUP_ROWS": 1}, q.WARPS)
 
 
 def _cross_entropy() -> Iterator[Shipped]:

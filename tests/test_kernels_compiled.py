@@ -24,6 +24,7 @@ WITHOUT_WIDE_LOADS = ("adamw square sum, elements = 1",)  # it reads a single nu
 FEWEST_WARPS_OF_PRODUCTS = 4
 # Asynchronous copies keep the memory busy in place of warps.
 FEWEST_WARPS_BESIDE_COPIES = 8
+WITHOUT_AMPERE = ("quantize",)  # Triton converts to e4m3 from sm_89 on, and torch serves older GPUs
 MOST_SHARED = 99 << 10  # bytes that a program may have on every GPU from sm_80 on
 OF_PROGRAM = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # and on these
 # They spill on Hopper, and were timed on an H200: tiles without spills are slower.
@@ -37,7 +38,7 @@ COPIES_AHEAD = tuple(f"norms add_{name}_norm backward {digit}" for name in ("rms
 # Of its budget of instructions an element (tests/kernel_table.py): beyond it a kernel no longer reaches the copy rate.
 MOST_OF_BUDGET = 0.95
 
-# A compilation takes half a second, and there are 190. These represent each file of kernels, forward and backward, rows
+# A compilation takes half a second, and there are 200. These represent each file of kernels, forward and backward, rows
 # in registers and rows too wide for them, what may spill, and integer arguments that are 1.
 FEW = (
     *("activations swiglu weighted backward 14336", "activations swiglu forward 4096, rows = 1", "adamw bf16 moments"),
@@ -45,7 +46,7 @@ FEW = (
     *("dropout forward 4096", "norms add_rms_norm backward 4096 bf16"),
     *("norms add_layer_norm backward wide", "rope 4 heads of 128", "token_rows sum of 8, 4096"),
     *("grouped weight gradient first", "tiled_attention keys and values 64/64, plain"),
-    "tiled_attention forward 64/64, dropout",
+    *("tiled_attention forward 64/64, dropout", "quantize rows 4096"),
 )
 
 Table = dict[str, dict[str, dict[str, Any]]]
@@ -89,7 +90,8 @@ def test_nothing_spills_loads_are_wide_and_warps_enough(table: Table) -> None:
     assert any(" = 1" in name for name in table)
     wrong = []
     for name, by_architecture in table.items():
-        assert set(by_architecture) == ({"sm_90"} if " = 1" in name else architectures)
+        expected = architectures - {"sm_80"} if name.startswith(WITHOUT_AMPERE) else architectures
+        assert set(by_architecture) == ({"sm_90"} if " = 1" in name else expected)
         for architecture, found in by_architecture.items():
             # The tiles of products are those of Hopper. The tables say what others spill.
             may_spill = FASTER_WITH_SPILLS if architecture == "sm_90" else OF_PRODUCTS

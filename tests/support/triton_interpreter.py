@@ -1,13 +1,25 @@
 """Repairs of Triton's interpreter (3.6, 3.9) for tests: bf16 rounds to nearest even; bf16 arithmetic, reductions and
-dots are right; lanes left undefined by a masked load hold NaN or a huge number, as if they were a GPU's leftovers.
+dots are right; so are conversions to e4m3 and from it; lanes left undefined by a masked load hold NaN or a huge number,
+as if they were a GPU's leftovers.
 
-As it comes, the interpreter truncates to bf16 and computes on the bit patterns; masked lanes read as zero.
+As it comes, the interpreter truncates to bf16 and computes on the bit patterns; rounding to e4m3 loses the carry into
+the exponent, and NaN of e4m3 reads as 480; masked lanes read as zero.
 """
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
+
+
+def _to_e4m3(values: np.ndarray) -> np.ndarray:
+    """fp32 to codes as a GPU has them: to nearest even, at most 448, 0x7F for NaN. torch itself rounds to nearest."""
+    codes = torch.from_numpy(np.clip(values, -448.0, 448.0)).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+    return np.where(np.isnan(values), np.uint8(0x7F), codes)
+
+
+_OF_CODES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().numpy()
 
 
 def _to_bits(values: np.ndarray) -> np.ndarray:
@@ -33,6 +45,8 @@ def repair() -> None:
         return x.dtype.scalar == tl.bfloat16
 
     def widen(x: Any) -> Any:
+        if x.dtype.scalar == tl.float8e4nv:
+            return handle(_OF_CODES[x.data], tl.float32)
         return handle(_from_bits(x.data), tl.float32) if is_bf16(x) else x
 
     def narrow(values: np.ndarray) -> Any:
@@ -41,6 +55,7 @@ def repair() -> None:
     _repair_index(interpreter)
     _patch_once_a_launch(interpreter, tl)
     _repair_arithmetic(builder, tl, is_bf16, widen, narrow)
+    _repair_e4m3(builder, tl, handle, widen)
     _repair_reductions(interpreter, tl, widen, narrow)
     _show_masked_lanes(builder, interpreter, tl, handle)
 
@@ -103,6 +118,18 @@ def _repair_arithmetic(builder: Any, tl: Any, is_bf16: Callable, widen: Callable
 
     builder.cast_impl, builder.binary_op = cast_impl, binary_op
     builder.unary_op, builder.create_dot = unary_op, create_dot
+
+
+def _repair_e4m3(builder: Any, tl: Any, handle: Any, widen: Callable) -> None:
+    convert = builder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if tl.float8e4nv not in (source.dtype.scalar, target.scalar):
+            return convert(self, source, target, rounding_mode)
+        assert tl.float32 in (source.dtype.scalar, target.scalar), "kernels convert between e4m3 and fp32"
+        return widen(source) if target.scalar == tl.float32 else handle(_to_e4m3(source.data), tl.float8e4nv)
+
+    builder.create_fp_to_fp = create_fp_to_fp
 
 
 def _repair_reductions(interpreter: Any, tl: Any, widen: Callable, narrow: Callable) -> None:
