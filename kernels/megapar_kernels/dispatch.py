@@ -56,6 +56,13 @@ _LIBRARY.define("tiled_attention(Tensor[] tensors, int pairs, bool backward) -> 
 _LIBRARY.impl("tiled_attention", lambda *_: None, "Meta")
 _LIBRARY.define("grouped_weight_gradients(Tensor totals_goi, Tensor grad_2d, Tensor x_2d) -> ()")
 _LIBRARY.impl("grouped_weight_gradients", lambda *tensors: None, "Meta")
+# Products of FP8 codes, with the bytes of their exponents in the tensors or beside them: out [..., n] from a [..., k]
+# and b [n, k], or b [groups, n, k] of experts; and total [n, k] of a [n, positions] and b [k, positions], which are
+# read and written.
+_LIBRARY.define("scaled_product(Tensor a, Tensor b, Tensor out) -> ()")
+_LIBRARY.impl("scaled_product", lambda *tensors: None, "Meta")
+_LIBRARY.define("scaled_weight_gradient(Tensor a, Tensor b, Tensor total) -> ()")
+_LIBRARY.impl("scaled_weight_gradient", lambda *tensors: None, "Meta")
 
 LOG2_E = tl.constexpr(1.4426950408889634)  # log2(e)
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from megapar_kernels import quantize
-from megapar_kernels.dispatch import Implementation
+from megapar_kernels.dispatch import Implementation, launches, on_gpu
 from megapar_kernels.grouped import RowGroups
 from megapar_kernels.quantize import Quantized
 from torch import Tensor
@@ -71,10 +71,26 @@ class Fp8Products(MatrixProducts):
     def _matrix(self, weight: Quantized) -> Tensor:
         return quantize.restore_blocks(weight, self.dtype, self.impl)
 
+    def _on_gpu_plan(self, rows: Tensor, matrix: Tensor) -> Tensor | None:
+        """Note the product of packed rows and the codes [n, k] of a matrix on a plan for a GPU: [..., n]. Else None."""
+        if not rows.is_meta or not on_gpu(rows, self.impl):
+            return None
+        out = rows.new_empty(*rows.shape[:-1], matrix.shape[0], dtype=self.dtype)
+        torch.ops.megapar.scaled_product(rows, matrix, out)
+        return out
+
     def forward(self, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+        planned = self._on_gpu_plan(x, weight.codes)
+        if planned is not None:
+            return planned if bias is None else planned.add_(bias)
         return self.plain.forward(self.restore(x), self._matrix(weight), bias)
 
     def input_gradient(self, grad_y: Tensor, weight: Quantized) -> Tensor:
+        # Hopper sums over neighbours in memory alone, so it multiplies with a transposed copy of the codes.
+        planned = self._on_gpu_plan(grad_y, weight.codes.t())
+        if planned is not None:
+            launches(weight.codes, weight.codes)
+            return planned
         return self.plain.input_gradient(self.restore(grad_y), self._matrix(weight))
 
     def weight_gradient(self, grad_y: Tensor, x: Tensor) -> Tensor:

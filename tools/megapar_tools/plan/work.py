@@ -32,7 +32,7 @@ class Product(NamedTuple):
     """`number` products of matrices [m, k] x [k, n], one after the other. `moved_bytes` are those of all of them.
 
     `grouped` are those of several experts. Their sizes may differ; m, n and k then are means. `launches` is how many
-    kernels compute them.
+    kernels compute them. `adds` are weight gradients in FP8, which add to fp32 sums.
     """
 
     m: float
@@ -43,6 +43,11 @@ class Product(NamedTuple):
     moved_bytes: int
     grouped: bool = False
     launches: int = 1
+    adds: bool = False
+
+    @property
+    def flops(self) -> float:
+        return 2.0 * self.m * self.n * self.k * self.number
 
 
 class AttentionWork(NamedTuple):
@@ -110,6 +115,17 @@ class Tape:
             yield found
         finally:
             self.operations = None
+
+
+    @contextmanager
+    def collecting_apart(self, found: list[Operation]) -> Iterator[None]:
+        """Collect what happens in the context in `found`, if it would be collected."""
+        outside = self.operations
+        self.operations = None if outside is None else found
+        try:
+            yield
+        finally:
+            self.operations = outside
 
 
 @dataclass
@@ -184,6 +200,8 @@ _WRITE_BY_INDEX = ("index_add_", "index_put_", "index_copy_", "scatter_add_", "s
 _FILLS = ("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros", "arange")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
 _WEIGHT_GRADIENTS = "grouped_weight_gradients"  # of experts, by our kernel
+# Of FP8 codes: by torch, and as `megapar_kernels.dispatch` declares them for plans.
+_SCALED = ("_scaled_mm", "_scaled_mm_v2", "scaled_product", "scaled_weight_gradient")
 
 
 class _Watch(TorchDispatchMode):
@@ -247,6 +265,8 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | No
         return None
     if name in _PRODUCTS:
         return _product(name, args, inputs, outputs)
+    if name in _SCALED:
+        return _scaled_product(name, args, inputs, outputs)
     if name == "tiled_attention":
         tensors, pairs, backward = args
         q, _, v = tensors[backward:][:3]
@@ -290,6 +310,22 @@ def _product(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[T
             return Product(a.shape[0] * a.shape[1], b.shape[2], a.shape[2], 1, precision, moved)
         return Product(a.shape[1], b.shape[2], a.shape[2], a.shape[0], precision, moved, grouped=True)
     return Product(a.shape[0], b.shape[1], a.shape[1], 1, precision, moved)
+
+
+def _scaled_product(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Product:
+    """A product of FP8 codes. Two more kernels write the scales of both operands as the product reads them."""
+    moved = sum(map(_nbytes, inputs)) + sum(map(_nbytes, outputs))
+    a, b = args[:2]
+    if name.startswith("_scaled_mm"):
+        return Product(a.shape[0], b.shape[1], a.shape[1], 1, "fp8", moved)
+    out = args[2]
+    if name == "scaled_weight_gradient":
+        rows, columns = out.shape
+        positions = b.numel() // columns
+        return Product(rows, columns, positions, 1, "fp8", moved + _nbytes(out), launches=3, adds=True)
+    groups = b.shape[0] if b.dim() == 3 else 1
+    rows = out.numel() // out.shape[-1] / groups
+    return Product(rows, out.shape[-1], b.shape[-1], groups, "fp8", moved, b.dim() == 3, launches=3)
 
 
 def _attention(name: str, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> AttentionWork:
