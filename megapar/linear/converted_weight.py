@@ -89,10 +89,21 @@ class ConvertedWeight:
         )
         return found if part is None else found[part]
 
+    @property
+    def nbytes(self) -> int:
+        """The bytes that are kept beside the parameter, of formats with an attribute `nbytes`."""
+        return sum(getattr(value, "nbytes", 0) for value in self._values.values())
+
     def forget(self) -> None:
         self._values = {}
         self._made = None
         self._given = None
+
+
+def converted_nbytes(params: Iterable[Tensor]) -> int:
+    """Return the bytes of what is kept converted of `params`."""
+    kept: list[ConvertedWeight | None] = [getattr(param, "converted", None) for param in params]
+    return sum(found.nbytes for found in kept if found is not None)
 
 
 def forget_converted(params: Iterable[Tensor]) -> None:

@@ -42,7 +42,7 @@ class NumberFormat:
         """Return the weight [out, in], or [groups, out, in] of experts, as products get it.
 
         The result of experts gives the matrix of group g at index g. What is no view of the weight is kept beside the
-        parameter until its values change (see `ConvertedWeight`). A dry run does not count those bytes.
+        parameter until its values change (see `ConvertedWeight`). Plans count its `nbytes`, if it has that.
         """
         return weight
 

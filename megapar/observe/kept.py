@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from megapar.linear.converted_weight import converted_nbytes
 from megapar.pipeline.actions import Action
 
 Key = tuple[int, str]
@@ -32,7 +33,8 @@ class KeptBytes:
 
     `live` has the bytes now, `peak` is the largest sum so far, and `at_peak` has the bytes at that time. Bytes are
     counted by stage and kind. The kind is the name of a part of the layer ("attention", "mlp"), BETWEEN, or ENDS.
-    Parameters and buffers are not counted. A storage shared by several tensors is counted once, under the key of the
+    Parameters and buffers are not counted. `most_converted` is the most kept of weights in another number format
+    (`megapar.linear.converted_weight`) after an action; it is in no other figure. A storage shared by several tensors is counted once, under the key of the
     first.
 
     `deferred_nbytes()` returns, by stage, what deferred weight gradients keep. It counts in the peak as DEFERRED. It is
@@ -43,6 +45,7 @@ class KeptBytes:
         self.live: Counter[Key] = Counter()
         self.at_peak: Counter[Key] = Counter()
         self.peak = 0
+        self.most_converted = 0
         self._stages = stages
         self._deferred_nbytes = deferred_nbytes
         # Storages are identified by the address of torch's object (`_cdata`).
@@ -123,6 +126,8 @@ class KeptBytes:
     def note_action(self, action: Action) -> None:
         """Look for a peak after an action (`PipelineRuntime.after_action`): an I may keep more than any forward."""
         self._update_peak()
+        params = [param for stage in self._stages.values() for param in stage.parameters()]
+        self.most_converted = max(self.most_converted, converted_nbytes(params))
 
     def _update_peak(self) -> None:
         deferred = Counter({(stage, DEFERRED): nbytes for stage, nbytes in self._deferred_nbytes().items()})

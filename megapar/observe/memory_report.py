@@ -21,6 +21,7 @@ OTHER = "all else: kernels, messages, allocator, Python"
 ALL = "all"
 TRAVELLING = "activations: inputs of layers on their way to and from the host"
 IN_SLOTS = "activations: inputs of layers, in slots"
+CONVERTED = "weights in the format of products"
 HOST = "in host memory: optimizer"
 HOST_INPUTS = "in host memory: inputs of layers"
 ON_HOST = (HOST, HOST_INPUTS)
@@ -99,6 +100,7 @@ def measured(state: TrainState, kept: KeptBytes, device_type: str) -> dict[str, 
     travelling, on_host_inputs = inputs_by_name(inputs.most_on_device, inputs.nbytes, device_type)
     found = rows(
         weights=state.weights.most_nbytes + frozen_nbytes(state.stages.values()),
+        converted=kept.most_converted,
         gradients=state.grads.most_nbytes,
         optimizer=optimizer,
         activations=by_name(kept.at_peak, len(state.stages), state.stages.fine_stages) | travelling,
@@ -155,9 +157,15 @@ def by_name(kept: Mapping[Key, int], num_stages: int, fine_stages: Sequence[int]
     return found
 
 
-def rows(weights: int, gradients: int, optimizer: int, activations: Mapping[str, int]) -> dict[str, int]:
-    """Bytes by what they are, in the order of the report. `activations` are from `by_name`."""
-    return {"weights": weights, "gradients": gradients, "optimizer": optimizer, **activations}
+def rows(
+    weights: int, converted: int, gradients: int, optimizer: int, activations: Mapping[str, int]
+) -> dict[str, int]:
+    """Bytes by what they are, in the order of the report. `activations` are from `by_name`.
+
+    `converted` are those of weights in the number format of their products, such as FP8, beside the weights.
+    """
+    in_format = {CONVERTED: converted} if converted else {}
+    return {"weights": weights, **in_format, "gradients": gradients, "optimizer": optimizer, **activations}
 
 
 def in_words(title: str, found: Mapping[str, Mapping[str, int]]) -> str:

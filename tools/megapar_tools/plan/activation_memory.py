@@ -14,7 +14,7 @@ from megapar.pipeline.zero_bubble import ScheduleMemory
 from megapar_tools.plan import moments
 from megapar_tools.plan.moments import Orders
 from megapar_tools.plan.parts import Parts
-from megapar_tools.plan.recorded import Kept, kept_by_stage
+from megapar_tools.plan.recorded import Kept, Recording, kept_by_stage
 from megapar_tools.plan.stage_layout import HeldStage, StageLayout
 
 
@@ -26,6 +26,7 @@ class ActivationMemory:
         self._parts = parts
         self._layout = layout
         self._kept: dict[Hashable, Counter[str]] = {}
+        self._converted: dict[Hashable, tuple[int, int]] = {}
         self._schedule: Orders | None = None
 
     def kept_by_stage(self, ctx: ParallelContext, stage: HeldStage, *, deferred: bool) -> Counter[str]:
@@ -43,11 +44,24 @@ class ActivationMemory:
 
     def _kept_by_parts(self, ctx: ParallelContext, stage: HeldStage, *, deferred: bool) -> list[Kept]:
         """What one micro-batch keeps in each part of a stage."""
-        found: list[Kept] = []
+        return [recording.deferred if deferred else recording.kept for recording in self._recordings(ctx, stage)]
+
+    def _recordings(self, ctx: ParallelContext, stage: HeldStage) -> list[Recording]:
+        """One micro-batch through each part of a stage."""
+        found: list[Recording] = []
         for part in stage.parts(self._parts.layer_parts(self._config, ctx)):
-            recording = self._parts.recording(self._config, ctx, part, found[-1].output if found else None)
-            found.append(recording.deferred if deferred else recording.kept)
+            given = found[-1].kept.output if found else None
+            found.append(self._parts.recording(self._config, ctx, part, given))
         return found
+
+    def converted_by_stage(self, ctx: ParallelContext, stage: HeldStage) -> tuple[int, int]:
+        """Return the bytes of weights in the number format of their products: of trained ones, and of frozen ones."""
+        parts = tuple(stage.parts(self._parts.layer_parts(self._config, ctx)))
+        key = (parts, ctx.tp.rank, ctx.ep.rank, ctx.etp.rank)
+        if key not in self._converted:
+            found = [recording.converted_bytes for recording in self._recordings(ctx, stage)]
+            self._converted[key] = sum(trained for trained, _ in found), sum(frozen for _, frozen in found)
+        return self._converted[key]
 
     def inputs(self, ctx: ParallelContext) -> tuple[int, int]:
         """Return the bytes of inputs of layers in host memory (train.offload).

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from megapar.base.grid import Grid
 from megapar.config.options import Config, ParallelConfig
 from megapar.declare import context
+from megapar.declare.context import ParallelContext
 from megapar.launch.grid import grid_of
 from megapar.observe import memory_report
 from megapar.optimizer import table
@@ -17,6 +18,8 @@ from megapar.pipeline.zero_bubble import ScheduleMemory
 from megapar.step.trainable import freeze, refuse
 from megapar.train.levers import planned_device
 from megapar_tools.plan.activation_memory import ActivationMemory
+from megapar_tools.plan.buffers import Buffers
+from megapar_tools.plan.moments import Orders
 from megapar_tools.plan.parameter_memory import ParameterMemory
 from megapar_tools.plan.parts import Parts
 from megapar_tools.plan.stage_layout import HeldStage, StageLayout
@@ -31,7 +34,7 @@ class RankReport:
 
     `pp` is the rank's position on axis pp, and `stages` says in words what it holds. `parameters` is a number of
     elements. `kept` is the most kept for backward passes at one time of the rank's schedule, by name
-    (`memory_report.by_name`). `optimizer_on_host` and `inputs_on_host` are in host memory beside the device's, and in
+    (`memory_report.by_name`). `converted` are weights in the number format of their products. `optimizer_on_host` and `inputs_on_host` are in host memory beside the device's, and in
     no total. Not counted are workspaces of kernels, and free memory held by the caching allocator.
     """
 
@@ -44,11 +47,12 @@ class RankReport:
     optimizer_on_host: int
     inputs_on_host: int
     kept: tuple[tuple[str, int], ...]
+    converted: int = 0
 
     @property
     def rows(self) -> dict[str, int]:
         """The bytes by the names in the report of train.memory_report."""
-        rows = memory_report.rows(self.weights, self.gradients, self.optimizer, dict(self.kept))
+        rows = memory_report.rows(self.weights, self.converted, self.gradients, self.optimizer, dict(self.kept))
         return rows | memory_report.on_host(self.optimizer_on_host, self.inputs_on_host)
 
     @property
@@ -64,7 +68,7 @@ class RankReport:
     @property
     def total(self) -> int:
         """All bytes in the device's memory."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.converted + self.gradients + self.optimizer + self.activations
 
 
 def reports(config: Config, parts: Parts) -> dict[RankReport, list[int]]:
@@ -185,7 +189,8 @@ class _Plan:
         ctx = self._parts.context(self._config, rank)
         buffers = self._parameters.buffers(ctx)
         self.optimizers.update(buffers.optimizers)
-        gathered, collected = self._units.peak_bytes(ctx, buffers, self._activations.orders())
+        orders = self._activations.orders()
+        gathered, collected = self._units.peak_bytes(ctx, buffers, orders)
         at_peak = self._activations.at_peak(ctx)
         optimizer = buffers.optimizer
         on_host = buffers.optimizer_on_host
@@ -206,4 +211,24 @@ class _Plan:
             optimizer_on_host=on_host,
             inputs_on_host=inputs_on_host,
             kept=tuple((memory_report.by_name(at_peak, len(stages), self._layout.fine_stages) | of_inputs).items()),
+            converted=self._converted_bytes(ctx, buffers, orders),
         )
+
+    def _converted_bytes(self, ctx: ParallelContext, buffers: Buffers, orders: Orders) -> int:
+        """The most bytes of weights in the number format of their products at one time (`ConvertedWeight`).
+
+        They are kept until the weights change, and with ZeRO-3 until the unit of the weights is released.
+        """
+        if self._config.train.fp8 == "none" and self._config.kernels.products == "torch":
+            return 0  # torch's products read the weights themselves
+        sizes = [self._activations.converted_by_stage(ctx, stage) for stage in self._layout.stages[ctx.pp.rank]]
+        trained = [size for size, _ in sizes]
+        frozen = sum(size for _, size in sizes)
+        if self._config.optimizer.zero_stage < 3:
+            return sum(trained) + frozen
+        # The units of a stage are gathered and released together, so one of them stands for all.
+        of_units = [0] * len(buffers.unit_elements)
+        for units, size in zip(buffers.units, trained, strict=True):
+            if units:
+                of_units[units[0]] += size
+        return self._units.most_in_use(ctx, buffers, orders, of_units) + frozen

@@ -21,9 +21,11 @@ from megapar.data_parallel.accumulate import MainGradView, attach
 from megapar.data_parallel.layout import gathered_itemsize
 from megapar.declare.batch import MicroBatch, PipelineStage
 from megapar.declare.params import Piece, spec_of
+from megapar.linear.converted_weight import ConvertedWeight
 from megapar.linear.main_grad import WeightGradientQueue, main_grads
+from megapar.linear.products import MatrixProducts
 from megapar.observe.kept import BETWEEN, ENDS, KeptBytes
-from megapar_tools.plan.work import META, Operations, Tape, collect
+from megapar_tools.plan.work import META, Operation, Operations, Tape, collect
 
 # What is kept, by identity
 
@@ -134,6 +136,7 @@ class Recording:
         self._given = given
         self._graph: _Graph | None = None
         for param in stage.parameters():
+            param.converted = _NotedConversions(tape)  # type: ignore[attr-defined]
             if param.requires_grad:
                 attach(MainGradView(torch.empty(param.shape, device=META), _nothing), param)
 
@@ -155,6 +158,28 @@ class Recording:
     def kept(self) -> Kept:
         """Return what the part keeps between its forward pass (F) and its backward pass (B or I)."""
         return self._forward[1]
+
+    @property
+    def conversions(self) -> Operations:
+        """Return the operations that convert weights to the number format of their products, such as FP8.
+
+        They are in neither pass: a run converts weights when they have changed, and not in each micro-batch.
+        """
+        _ = self._forward
+        return tuple(
+            operation
+            for param in self._stage.parameters()
+            for operation in _conversions_of(param).operations
+        )
+
+    @cached_property
+    def converted_bytes(self) -> tuple[int, int]:
+        """Return the bytes that converted weights take: those of trained weights, and of frozen ones."""
+        _ = self._forward
+        found = {True: 0, False: 0}
+        for param in self._stage.parameters():
+            found[param.requires_grad] += _conversions_of(param).nbytes
+        return found[True], found[False]
 
     @cached_property
     def backward(self) -> Operations:
@@ -311,6 +336,25 @@ def _run_backward(output: Tensor, grad: Tensor) -> None:
         # From an edge, not from the tensor: torch takes function modes off within a function of a tensor, and layers
         # that are recomputed need `FusedAttention` in backward too.
         torch.autograd.backward(get_gradient_edge(output), grad)
+
+
+class _NotedConversions(ConvertedWeight):
+    """What is converted of a parameter. Its operations are noted here, and not on the tape."""
+
+    def __init__(self, tape: Tape):
+        super().__init__()
+        self.operations: list[Operation] = []
+        self._tape = tape
+
+    def get(self, weight: Tensor, products: MatrixProducts) -> Any:
+        with self._tape.collecting_apart(self.operations):
+            return super().get(weight, products)
+
+
+def _conversions_of(param: nn.Parameter) -> _NotedConversions:
+    found = ConvertedWeight.of(param)
+    assert isinstance(found, _NotedConversions)  # `Recording` has set it
+    return found
 
 
 def _nothing() -> None:

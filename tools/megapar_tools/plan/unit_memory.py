@@ -29,38 +29,47 @@ class UnitMemory:
         options = self._config.optimizer
         if options.zero_stage < 2:
             return 0, 0
+        gathered = 0
+        if options.zero_stage == 3:
+            gathered = _peak(self._changes(ctx, buffers, orders, "gather", "release"), buffers.unit_gathered)
+        collected = _peak(self._changes(ctx, buffers, orders, "open", "add"), buffers.unit_elements)
+        return gathered, collected * torch.float32.itemsize
+
+    def most_in_use(self, ctx: ParallelContext, buffers: Buffers, orders: Orders, sizes: Sequence[int]) -> int:
+        """Return the largest sum of `sizes` of units whose weights have arrived and are not released (ZeRO-3)."""
+        return _peak(self._changes(ctx, buffers, orders, "wait", "release"), sizes)
+
+    def _changes(
+        self, ctx: ParallelContext, buffers: Buffers, orders: Orders, allocates: UnitKind, frees: UnitKind
+    ) -> Sequence[tuple[int, int]]:
+        """What comes into memory and leaves it in a step (`unit_changes`): weights, or gradients if `frees` is add."""
+        options = self._config.optimizer
         pp = self._config.parallel.pp
         in_runs = stages_of_runs(orders.breadth_first, pp, self._layout.num_fine) is not None
         shown = self._enough_stages(ctx, all_of_them=in_runs)
         coarse = [self._layout.coarse_of[self._layout.stages[ctx.pp.rank][position].number] for position in shown]
-        fine_stages = [coarse.count(stage) for stage in range(len(self._layout.num_fine))]
         add_in_i = {new for new, old in enumerate(shown) if self._adds_gradients_in_i(ctx, old)}
         of_stage = {new: buffers.units[old] for new, old in enumerate(shown)}
-
-        def changes(steps: Sequence[Step], allocates: UnitKind, frees: UnitKind) -> list[tuple[int, int]]:
-            actions = [Action(kind, stage, number) for number, (kind, stage) in enumerate(without_repeats(steps, pp))]
-            (order,) = refine([actions], fine_stages, breadth_first=runs_breadth_first(orders.breadth_first, pp))
-            rules = Units(of_stage, _never, allocates == "gather", options.overlap_grad_reduce, add_in_i)
-            plan = insert_unit_actions(order, rules, dict(enumerate(coarse)) if in_runs else None)
-            return unit_changes(plan, allocates, frees)
-
         # Layouts that differ in the number of shards, or in ZeRO-2 and 3, use their units alike.
         units = tuple(tuple(numbers) for numbers in of_stage.values())
         decides = (id(orders), ctx.pp.rank, tuple(coarse), units, frozenset(add_in_i), options.overlap_grad_reduce)
-        steps = orders.steps(ctx.pp.rank)
-        gathered = 0
-        if options.zero_stage == 3:
+        key = (allocates, decides)
+        if key not in self._parts.memory:
+            steps = orders.steps(ctx.pp.rank)
+            if frees == "add":
+                in_i = {coarse[new] for new in add_in_i}
+                used = [step for step in steps if step[0] in ("B", "W") or (step[0] == "I" and step[1] in in_i)]
+            else:
+                used = [step for step in steps if step[0] != "W"]
             # What gathers is one sequence of steps, and what adds gradients another.
-            if ("gathers", decides) not in self._parts.memory:
-                uses = [(kind, stage) for kind, stage in steps if kind != "W"]
-                self._parts.memory["gathers", decides] = changes(uses, "gather", "release")
-            gathered = _peak(self._parts.memory["gathers", decides], buffers.unit_gathered)
-        if ("additions", decides) not in self._parts.memory:
-            in_i = {coarse[new] for new in add_in_i}
-            adding = [(kind, stage) for kind, stage in steps if kind in ("B", "W") or (kind == "I" and stage in in_i)]
-            self._parts.memory["additions", decides] = changes(adding, "open", "add")
-        collected = _peak(self._parts.memory["additions", decides], buffers.unit_elements)
-        return gathered, collected * torch.float32.itemsize
+            actions = [Action(kind, stage, number) for number, (kind, stage) in enumerate(without_repeats(used, pp))]
+            fine_stages = [coarse.count(stage) for stage in range(len(self._layout.num_fine))]
+            (order,) = refine([actions], fine_stages, breadth_first=runs_breadth_first(orders.breadth_first, pp))
+            rules = Units(of_stage, _never, frees == "release", options.overlap_grad_reduce, add_in_i)
+            plan = insert_unit_actions(order, rules, dict(enumerate(coarse)) if in_runs else None)
+            self._parts.memory[key] = unit_changes(plan, allocates, frees)
+        found: Sequence[tuple[int, int]] = self._parts.memory[key]
+        return found
 
     def _adds_gradients_in_i(self, ctx: ParallelContext, position: int) -> bool:
         stage = self._layout.stages[ctx.pp.rank][position]
