@@ -8,11 +8,12 @@ from megapar_tools.plan.network import Network
 from megapar_tools.plan.work import AttentionWork, Kernel, Operations, Product, Started
 
 PRODUCTS = "matrix products"
+FP8_PRODUCTS = "products in FP8"
 EXPERTS = "products of experts"
 FORWARD_ATTENTION = "attention forward"
 BACKWARD_ATTENTION = "attention backward"
 KERNELS = "other kernels"
-KINDS = (PRODUCTS, EXPERTS, FORWARD_ATTENTION, BACKWARD_ATTENTION, KERNELS)
+KINDS = (PRODUCTS, FP8_PRODUCTS, EXPERTS, FORWARD_ATTENTION, BACKWARD_ATTENTION, KERNELS)
 
 # The time of our attention kernels over that of the machine's rates, forward and backward, by the widest head: measured
 # on an H200 (docs/kernels.md) at 8,192 positions.
@@ -79,10 +80,18 @@ def kernel_seconds(operation: Product | AttentionWork | Kernel, hardware: Hardwa
     match operation:
         case Product(m, n, k, number, precision):
             overhead *= operation.launches
+            restored = 0.0
+            if precision == "fp8" and not hardware.multiplies_fp8:
+                precision = "bf16" if "bf16" in hardware.peak_tflops else "fp32"
+                # A byte of each number is read, and two are written.
+                restored = hardware.memory_seconds(3 * (m + n) * k * number)
             computed = number * hardware.product_seconds(m, n, k, precision)
             if operation.grouped:
-                return EXPERTS, max(computed / hardware.matrix.grouped_share, moved) + overhead
-            return PRODUCTS, max(computed, moved) + overhead
+                computed /= hardware.matrix.grouped_share
+            kind = EXPERTS if operation.grouped else PRODUCTS
+            if precision == "fp8":
+                kind = FP8_PRODUCTS
+            return kind, max(computed, moved) + restored + overhead
         case AttentionWork(flops, width, backward, precision):
             rate = hardware.attention_rate(width, precision)
             if operation.tiled:

@@ -6,7 +6,7 @@ source. `tools/calibrate.py` writes one from the machine at hand.
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -43,6 +43,9 @@ class MatrixRates:
     """The length of the sums."""
     grouped_share: float
     """Of the rate of a single product of the same size, reached by products of experts."""
+    fp8_share: float = 0.0
+    """Of the peak of fp8, reached by large products of FP8 blocks in training. 0: the machine has no such products, and
+    numbers restored from FP8 are multiplied in 16 bits."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,13 @@ class Hardware:
         """Seconds of one product [m, k] x [k, n] by `MatrixRates`, without its memory traffic."""
         rates = self.matrix
         work = 2.0 * (m + rates.half) * (n + rates.half) * (k + rates.half_depth)
-        return work / (rates.share * self.peak(precision))
+        share = rates.fp8_share if precision == "fp8" else rates.share
+        return work / (share * self.peak(precision))
+
+    @property
+    def multiplies_fp8(self) -> bool:
+        """Whether it has products of FP8 blocks."""
+        return self.matrix.fp8_share > 0
 
     def attention_rate(self, width: int, precision: str) -> AttentionRate:
         """The rates of the narrowest listed head of at least this width, else those of the widest.
@@ -246,7 +255,8 @@ def _line(key: str, value: object, note: str) -> str:
 def _build(kind: type[Any], values: Mapping[str, Any], file: str, prefix: str = "") -> Any:
     """An object of the dataclass `kind` from the tables of a file."""
     expected = {field.name for field in fields(kind)}
-    for problem, keys in (("unknown key", set(values) - expected), ("missing key", expected - set(values))):
+    needed = {field.name for field in fields(kind) if field.default is MISSING}
+    for problem, keys in (("unknown key", set(values) - expected), ("missing key", needed - set(values))):
         if keys:
             raise ConfigError(
                 f"hardware {file}: {problem} {prefix}{min(keys)}; the keys are {', '.join(sorted(expected))}"
@@ -297,6 +307,8 @@ def _check(hardware: Hardware, file: str) -> None:
     for key, value in positive.items():
         if value <= 0:
             raise ConfigError(f"hardware {file}: {key}={value:g} must be above 0")
+    if hardware.matrix.fp8_share and "fp8" not in hardware.peak_tflops:
+        raise ConfigError(f"hardware {file}: matrix.fp8_share needs a peak; add peak_tflops.fp8, or leave it out")
     if not hardware.attention or not hardware.peak_tflops:
         raise ConfigError(f"hardware {file}: needs at least one row of attention and one of peak_tflops")
     if hardware.reserve_gib >= hardware.memory_gib:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.pipeline.schedules import find
 from megapar_tools.plan.durations import Duration, add_seconds, duration, total
@@ -32,6 +33,8 @@ class PartTimes:
     gather: float
     reduce: float
     add: float
+    convert: float
+    """Seconds to convert its weights to the format of their products, once a step. With ZeRO-3 that is in the passes."""
     to_host: float
     """Seconds of the inputs of its layers on the link to the host, one way (train.offload)."""
 
@@ -51,6 +54,8 @@ class PartTimer:
 
     def __init__(self, config: Config, hardware: Hardware, network: Network, groups: ShardGroups):
         self._options = config.optimizer
+        # Breadth-first, a unit that is gathered serves all micro-batches.
+        self._runs = num_microbatches(config) if find(config.parallel.schedule).breadth_first else 1
         self._in_halves = find(config.parallel.schedule).in_halves
         self._hardware = hardware
         self._network = network
@@ -71,8 +76,13 @@ class PartTimer:
                 add += self._hardware.memory_seconds(3 * 4 * shard)
                 if self._options.zero_stage == 3:
                     gather += self._network.seconds("all_gather", shards, part.gathered_bytes[axis])
+        convert = self._duration(part.conversions)
+        if self._options.zero_stage == 3 and part.elements:
+            # A rank converts its own shards, and gathers those of the others.
+            own = sum(elements / self._groups.num_shards(axis) for axis, elements in part.elements.items())
+            convert = convert.times(own / sum(part.elements.values()))
         to_host = sum(part.kept.on_host) / (self._hardware.host.link_gb_per_second * 1e9)
-        return PartTimes(part, 1, forward, backward, gather, reduce, add, to_host)
+        return PartTimes(part, 1, forward, backward, gather, reduce, add, convert.seconds, to_host)
 
     def _duration(self, operations: Operations) -> Duration:
         return duration(operations, self._hardware, self._network)

@@ -161,16 +161,13 @@ class Recording:
 
     @property
     def conversions(self) -> Operations:
-        """Return the operations that convert weights to the number format of their products, such as FP8.
+        """Return the operations that convert trained weights to the number format of their products, such as FP8.
 
         They are in neither pass: a run converts weights when they have changed, and not in each micro-batch.
         """
         _ = self._forward
-        return tuple(
-            operation
-            for param in self._stage.parameters()
-            for operation in _conversions_of(param).operations
-        )
+        trained = [param for param in self._stage.parameters() if param.requires_grad]
+        return tuple(operation for param in trained for operation in _conversions_of(param).operations)
 
     @cached_property
     def converted_bytes(self) -> tuple[int, int]:

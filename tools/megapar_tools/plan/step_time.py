@@ -15,7 +15,7 @@ from megapar.config.options import Config
 from megapar.launch.grid import grid_of
 from megapar.pipeline.actions import Event
 from megapar.pipeline.schedules import find, placement
-from megapar_tools.plan.durations import Duration, add_seconds, scale_seconds, total
+from megapar_tools.plan.durations import KERNELS, Duration, add_seconds, scale_seconds, total
 from megapar_tools.plan.hardware import Hardware
 from megapar_tools.plan.memory import memory_limit
 from megapar_tools.plan.network import Network
@@ -90,6 +90,9 @@ def step_time(
         exposed["grad"] = waited
     busy = scale_seconds(add_seconds(*(work.busy for work in rank_times)), 1 / pp)
     busy[OPTIMIZER] = sum(update.optimizer for update in updates) / pp
+    converted = sum(update.converted for update in updates) / pp
+    if converted:
+        busy[KERNELS] = busy.get(KERNELS, 0.0) + converted
     idle = max(pipeline - working, 0.0) / seconds
     rate = config.train.global_batch_size * config.train.seq_length / seconds / network.grid.world_size
     mfu = parts.flops_per_token(config) * rate / hardware.peak(config.train.precision)

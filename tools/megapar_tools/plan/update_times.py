@@ -23,10 +23,14 @@ from megapar_tools.plan.shard_groups import ShardGroups, gradient_itemsize
 
 @dataclass
 class UpdateTimes:
-    """What follows the pipeline on a rank, in seconds by axis, and the optimizer's."""
+    """What follows the pipeline on a rank, in seconds by axis, and the optimizer's.
+
+    `converted` are those of new weights on their way to the format of their products, such as FP8.
+    """
 
     exposed: dict[str, float] = field(default_factory=dict)
     optimizer: float = 0.0
+    converted: float = 0.0
 
     def expose(self, axis: str, seconds: float) -> None:
         if seconds > 0:
@@ -34,7 +38,7 @@ class UpdateTimes:
 
     @property
     def seconds(self) -> float:
-        return sum(self.exposed.values()) + self.optimizer
+        return sum(self.exposed.values()) + self.optimizer + self.converted
 
 
 class UpdateTimer:
@@ -73,6 +77,7 @@ class UpdateTimer:
             updated = self._hardware.memory_seconds(update_traffic(options) * (shard - on_host) + 4 * on_host)
             times.optimizer += max(updated, self._hardware.host_update_seconds(on_host, itemsize))
             self._matrices.add(axis, parts, times)
+        times.converted = sum(part.convert * part.number for part in parts)
         times.expose("world", self._network.seconds("all_reduce", "world", 8.0))
         if self._config.model.tie_word_embeddings and rank in self._network.grid.with_embedding:
             tied = max((part.part.embedding_elements for part in parts), default=0)
