@@ -280,6 +280,8 @@ def test_freed_memory_stays_with_the_process(users: dict[str, str]) -> None:
         ("NVIDIA GH200 480GB", 989.0, 494.5, 66.9),
         ("NVIDIA B200", 2250.0, 1125.0, 75.0),
         ("NVIDIA GB200", 2500.0, 1250.0, 80.0),
+        ("NVIDIA B300 SXM6 AC", 2250.0, 1125.0, 75.0),
+        ("NVIDIA GB300", 2500.0, 1250.0, 80.0),
         ("NVIDIA GeForce RTX 4090", 0.0, 0.0, 0.0),
     ],
 )

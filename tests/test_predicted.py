@@ -79,6 +79,10 @@ def test_a_machine_that_cannot_be_asked_costs_a_line(capsys: pytest.CaptureFixtu
         ("NVIDIA A100-SXM4-40GB", "a100-40g"),
         ("NVIDIA A100-SXM4-80GB", "a100-80g"),
         ("NVIDIA GeForce RTX 4090", "rtx4090-24g"),
+        ("NVIDIA B200", "b200-180g"),
+        ("NVIDIA GB200", "gb200-186g"),
+        ("NVIDIA B300 SXM6 AC", "b300-270g"),
+        ("NVIDIA GB300", "gb300-279g"),
         ("Tesla T4", ""),
     ],
 )

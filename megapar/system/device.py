@@ -39,6 +39,8 @@ class PeakTflops(NamedTuple):
 # From NVIDIA's data sheets, by a part of the device's name. The first match is used, so "GB200" must come before
 # "B200", which it contains.
 PEAK_TFLOPS = {
+    "GB300": PeakTflops(2500.0, 1250.0, 80.0),
+    "B300": PeakTflops(2250.0, 1125.0, 75.0),
     "GB200": PeakTflops(2500.0, 1250.0, 80.0),
     "B200": PeakTflops(2250.0, 1125.0, 75.0),
     "H100 PCIe": PeakTflops(756.0, 378.0, 51.2),
