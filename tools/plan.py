@@ -26,7 +26,16 @@ from megapar_tools.plan.choose_schedule import planned_schedule
 from megapar_tools.plan.estimate import Estimator, Sizes
 from megapar_tools.plan.memory import RankReport, fullest_rank
 from megapar_tools.plan.parts import Parts
-from megapar_tools.plan.plan_report import Budget, as_json, given_options, rejections, shown_rows, table, write
+from megapar_tools.plan.plan_report import (
+    Budget,
+    as_json,
+    fp8_in_words,
+    given_options,
+    rejections,
+    shown_rows,
+    table,
+    write,
+)
 from megapar_tools.plan.questions import Questions, gib, why_first
 from megapar_tools.plan.search import Found, Row, search
 from megapar_tools.plan.space import Candidate, Space, layout_of, searchable
@@ -322,6 +331,7 @@ def plan(args: Arguments, resolved: Resolved) -> None:
         write(console, [f"{answer.question}: {answer.answer}." for answer in answers])
         console.print()
         console.print(table(rows, found))
+        write(console, fp8_in_words(rows, machine))
         write(console, ["", why, run.in_words(found.rows[0]), *rejections(found, space, machine)])
         if given_problem:
             shown = "is left out" if given is None else "is shown with as many replicas as there are"

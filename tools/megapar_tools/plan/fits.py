@@ -72,11 +72,13 @@ def _write(config: Config, parts: Parts, parameters: str, flops_per_token: int, 
         # Ranks of other replicas are listed too, because they hold other numbers of experts.
         ranks_listed = "ranks"
     rows = Table(ranks_listed, "pp", "stages", title="GiB on each rank")
-    for name in ("parameters", "weights", "gradients", "optimizer", "activations", "total"):
-        rows.add_column(name, justify="right", no_wrap=True)
     found = reports(config, parts)
+    in_format = any(report.converted for report in found)
+    columns = ["parameters", "weights", *(["in FP8"] if in_format else []), "gradients", "optimizer", "activations"]
+    for name in (*columns, "total"):
+        rows.add_column(name, justify="right", no_wrap=True)
     for r, ranks in found.items():
-        sizes = (r.weights, r.gradients, r.optimizer, r.activations, r.total)
+        sizes = (r.weights, *((r.converted,) if in_format else ()), r.gradients, r.optimizer, r.activations, r.total)
         row = [" ".join(map(str, ranks)), str(r.pp), r.stages, f"{r.parameters:,}"]
         rows.add_row(*row, *(f"{n / 2**30:,.3f}" for n in sizes))
     console.print(rows)

@@ -73,7 +73,8 @@ def table(rows: Sequence[Row], found: Found) -> Table:
     shown = Table(box=None, header_style="bold")
     for name in ("#", "tp cp pp dp", "schedule", "ZeRO", "micro-batch", "recompute"):
         shown.add_column(name, no_wrap=True)
-    for name in ("GiB", "tokens/s/GPU", "MFU", "idle", *(f"waits {axis}" for axis in axes)):
+    in_fp8 = any(row.config.train.fp8 != "none" for row in rows)
+    for name in ("GiB", "tokens/s/GPU", "MFU", *(("FP8",) if in_fp8 else ()), "idle", *(f"waits {axis}" for axis in axes)):
         shown.add_column(name, justify="right", no_wrap=True)
     for number, row in enumerate(rows, start=1):
         time = row.time
@@ -90,10 +91,33 @@ def table(rows: Sequence[Row], found: Found) -> Table:
             f"{row.memory_bytes / _GIB:.1f}",
             f"{time.tokens_per_second_per_gpu:,.0f}",
             f"{time.mfu:.1%}",
+            *((f"{time.fp8:.0%}",) if in_fp8 else ()),
             f"{time.idle_share:.1%}",
             *waits,
         )
     return shown
+
+
+def fp8_in_words(rows: Sequence[Row], hardware: Hardware) -> Iterable[str]:
+    """Yield lines about products in FP8 (train.fp8): what the column says, and what is not proven."""
+    rows = [row for row in rows if row.config.train.fp8 != "none"]
+    if not rows:
+        return
+    if not hardware.multiplies_fp8:
+        yield (
+            f"{hardware.name} has no products of FP8 blocks: numbers are restored and multiplied in 16 bits, which "
+            "takes longer than without train.fp8"
+        )
+        return
+    shares = {f"{row.time.fp8:.0%}" for row in rows if row.time is not None}
+    yield (
+        "FP8: of the FLOPs of matrix products, those in FP8, at an assumed rate of "
+        f"{hardware.matrix.fp8_share * hardware.peak('fp8') / 1e12:,.0f} TFLOP/s; MFU is of the peak without FP8"
+    )
+    if len(shares) > 1:
+        yield "rows with another share in FP8 round other matrices; train.fp8_skip gives all layouts the same ones"
+    if any(row.time is not None and row.time.adds_fp8 for row in rows):
+        yield "weight gradients in FP8 are unproven: no GPU has shown that their products are faster"
 
 
 def _forms(row: Row) -> str:
@@ -189,6 +213,7 @@ def row_as_json(row: Row, given: Config, run: Budget) -> dict[str, Any]:
             "tokens_per_second": time.tokens_per_second_per_gpu * run.world_size,
             "tokens_per_second_per_gpu": time.tokens_per_second_per_gpu,
             "mfu": time.mfu,
+            "fp8_share_of_products": time.fp8,
             "idle": time.idle_share,
             "exposed_seconds": dict(time.exposed),
             "busy_seconds": dict(time.busy),

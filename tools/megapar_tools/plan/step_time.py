@@ -24,6 +24,7 @@ from megapar_tools.plan.parts import Parts
 from megapar_tools.plan.pipeline_times import PipelineSeconds, StagePipeline, UnitPipeline, of_few, seconds_of_message
 from megapar_tools.plan.shard_groups import ShardGroups
 from megapar_tools.plan.update_times import UpdateTimer
+from megapar_tools.plan.work import Product
 
 OPTIMIZER = "optimizer and norm"
 
@@ -34,7 +35,9 @@ class StepTime:
 
     `busy` has the seconds of kernels by kind, `exposed` those of communication with nothing computed under it, by axis.
     `idle_share` is the share of the step spent waiting for other stages of the pipeline. `mfu` is the
-    model's FLOPs by the peak of `precision`. `events` is the timeline of the pipeline, empty if it was not simulated.
+    model's FLOPs by the peak of `precision`, with train.fp8 too. `events` is the timeline of the pipeline, empty if it
+    was not simulated. `fp8` is the share of the FLOPs of matrix products that the machine multiplies in FP8, and
+    `adds_fp8` says whether weight gradients are among them.
     """
 
     seconds: float
@@ -44,6 +47,8 @@ class StepTime:
     tokens_per_second_per_gpu: float
     mfu: float
     events: Sequence[Event] = ()
+    fp8: float = 0.0
+    adds_fp8: bool = False
 
     @property
     def exposed_share(self) -> float:
@@ -96,7 +101,22 @@ def step_time(
     idle = max(pipeline - working, 0.0) / seconds
     rate = config.train.global_batch_size * config.train.seq_length / seconds / network.grid.world_size
     mfu = parts.flops_per_token(config) * rate / hardware.peak(config.train.precision)
-    return StepTime(seconds, idle, busy, exposed, rate, mfu, tuple(events))
+    in_fp8 = _products_in_fp8(stages) if config.train.fp8 != "none" and hardware.multiplies_fp8 else (0.0, False)
+    return StepTime(seconds, idle, busy, exposed, rate, mfu, tuple(events), *in_fp8)
+
+
+def _products_in_fp8(stages: Sequence[Sequence[PartTimes]]) -> tuple[float, bool]:
+    """The share of products' FLOPs in FP8 in all stages, and whether weight gradients are in FP8."""
+    of_all = in_fp8 = 0.0
+    adds = False
+    for part in (part for stage in stages for part in stage):
+        for operation in (*part.part.forward, *part.part.backward):
+            if isinstance(operation, Product):
+                flops = part.number * operation.flops
+                of_all += flops
+                in_fp8 += flops if operation.precision == "fp8" else 0.0
+                adds = adds or operation.adds
+    return in_fp8 / max(of_all, 1.0), adds
 
 
 def _pipeline(
