@@ -199,6 +199,8 @@ class LayerEstimates:
         self._kept: dict[tuple[object, ...], tuple[float, float]] = {}
         self._layers: dict[tuple[object, ...], _Layer] = {}
         self.width = model_dtype(config.train.precision).itemsize  # bytes of a weight or an activation
+        self.in_fp8 = config.train.fp8 != "none"
+        self.sent = 1 if self.in_fp8 else self.width  # bytes of what products read, on its way between ranks
 
     def like(self, layout: Candidate) -> _Layer:
         """The layer of a layout, from another layout with an equal layer if there was one."""
@@ -228,8 +230,17 @@ class LayerEstimates:
         network = self._networks.of(layout)
         timed = partial(duration, hardware=self.hardware, network=network)
         attention = self.attention(layout, tokens)
+        weights = products
+        again = 2 * moved
+        if self.in_fp8:
+            products = [p if p.grouped else p._replace(precision="fp8") for p in products]
+            inputs, outputs = 2 * between + heads + inner, heads + 2 * inner + 2 * between
+            restored = self._restored_for_experts(layout, tokens)
+            # Quantizing and restoring move a byte and a number. Weight gradients are of restored numbers.
+            moved += (1 + self.width) * (inputs + restored)
+            again += (1 + self.width) * (inputs + 2 * outputs + restored) + 2 * self.sizes.layer / tp
         forward = timed((*products, attention, Kernel(int(moved)), *sends))
-        backward = timed((*products, *products, attention._replace(backward=True), Kernel(int(2 * moved)), *sends_back))
+        backward = timed((*products, *weights, attention._replace(backward=True), Kernel(int(again)), *sends_back))
         return _Layer(
             max(forward.seconds, forward.host),
             max(backward.seconds, backward.host),
@@ -279,10 +290,20 @@ class LayerEstimates:
             found.append(Product(rows / here, width, h, here, precision, weights, grouped=True))
         return found
 
+    def _restored_for_experts(self, layout: Candidate, tokens: float) -> float:
+        """The numbers restored from FP8 for a pass of a layer's experts: their rows, and their matrices."""
+        experts = self.config.model.experts
+        if not self.sizes.experts or not experts:
+            return 0.0
+        width = self.config.model.hidden_size + 2 * experts.moe_intermediate_size
+        rows = tokens * experts.num_experts_per_tok * width / layout.tp
+        return rows + self.sizes.experts / layout.ep / max(layout.etp, 1)
+
     def communication(self, layout: Candidate, tokens: float) -> tuple[Operations, Operations]:
         """What a layer sends in its forward and in its backward pass, each waited for at once."""
         model = self.config.model
         nbytes = int(self.width * tokens * model.hidden_size)
+        read = int(self.sent * tokens * model.hidden_size)
         forward: list[Started | Waited] = []
         backward: list[Started | Waited] = []
 
@@ -294,7 +315,7 @@ class LayerEstimates:
         if layout.tp > 1:
             for _ in range(2):
                 if layout.sequence_parallel:
-                    send(True, "tp", "all_gather", nbytes)
+                    send(True, "tp", "all_gather", read)
                     send(True, "tp", "reduce_scatter", nbytes)
                 else:
                     send(True, "tp", "all_reduce", nbytes)
@@ -308,7 +329,7 @@ class LayerEstimates:
                 send(True, "cp", "all_gather", keys)
                 send(False, "cp", "reduce_scatter", 2 * keys)
         if layout.ep > 1 and model.experts:
-            rows = nbytes * model.experts.num_experts_per_tok * layout.etp / layout.tp
+            rows = (nbytes + read) / 2 * model.experts.num_experts_per_tok * layout.etp / layout.tp
             # Of the chunks one is waited for. The others travel under the products of experts, if these take as long.
             here = max(model.experts.num_experts // layout.ep, 1)
             chunks = min(self.config.parallel.ep_overlap_chunks or here, here)
@@ -337,9 +358,10 @@ class _StateEstimates:
         dense = (layers * sizes.layer + ends) / grid.tp
         replicas = grid.dp * grid.cp
         nbytes = reduce = gather = update = 0.0
-        for parameters, ranks, axis in (
-            (dense, replicas, "grad"),
-            (layers * sizes.experts / (grid.ep * max(grid.etp, 1)), self._expert_replicas(grid), "expert_grad"),
+        experts = layers * sizes.experts / (grid.ep * max(grid.etp, 1))
+        for parameters, of_layers, ranks, axis in (
+            (dense, layers * sizes.layer / grid.tp, replicas, "grad"),
+            (experts, experts, self._expert_replicas(grid), "expert_grad"),
         ):
             if not parameters:
                 continue
@@ -351,6 +373,8 @@ class _StateEstimates:
             nbytes += state_bytes(self.config.optimizer, self.width) * parameters / shards * (1 - offload)
             nbytes += 4 * (parameters / shards + unit if zero_stage >= 2 else parameters)
             nbytes += self.width * (parameters / shards + 2 * unit if zero_stage == 3 else parameters)
+            if self.config.train.fp8 != "none":
+                nbytes += of_layers / max(layers, 1) if zero_stage == 3 else of_layers  # codes
             network = self._networks.of(grid._replace(shard_ranks=shard_ranks))
             over = axis
             if shards < ranks and zero_stage:
