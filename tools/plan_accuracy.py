@@ -1,7 +1,7 @@
 """Compares predicted speeds of training with published ones, and fits the constants of machines to them.
 
 Rows without a lacking feature judge the model of time: constants are fitted on every second of them, and errors are
-reported on the others. Rows with one, such as FP8, are listed beside. tools/published_runs.toml has all of them.
+reported on the others. Rows with one, such as another recipe of FP8, are listed beside. tools/published_runs.toml has all of them.
 """
 
 import math
@@ -79,7 +79,7 @@ def published_runs(parts: Parts) -> list[PublishedRun]:
     judging: dict[str, int] = {}
     for entry in tomllib.loads(RUNS.read_text())["run"]:
         config = _config(entry["options"], entry["gpus"])
-        role = entry["lacks"]
+        role = entry["lacks"] or entry.get("role", "")
         if not role:
             number = judging.get(entry["hardware"], 0)
             judging[entry["hardware"]] = number + 1
