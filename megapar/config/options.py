@@ -417,7 +417,7 @@ class LogConfig:
     """What else sees each step: MODULE:NAME of subclasses of megapar.observe.observer.Observer."""
     peak_tflops: float = 0.0
     """Peak TFLOP/s of one device at train.precision, for MFU; 0: that of the GPU's data sheet. Where that is not known,
-    MFU is left out."""
+    MFU is left out. With train.fp8 too it is the peak of bf16 or fp32, so that runs with and without FP8 compare."""
 
 
 @dataclass(frozen=True)
