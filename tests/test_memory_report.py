@@ -11,7 +11,7 @@ import torch
 
 from megapar.declare.batch import StepScope
 from megapar.observe.kept import BETWEEN, DEFERRED, ENDS, KeptBytes
-from megapar.observe.memory_report import ALL, OTHER
+from megapar.observe.memory_report import ALL, CONVERTED, OTHER
 from tests.support import program
 from tests.support.grid import GPT, LLAMA, SHARED, Layout, make_state, micro_batches
 from tests.support.kept_bytes import kept_for_backward
@@ -56,6 +56,11 @@ def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recomput
 
 # The report of a run
 
+IN_FP8 = (
+    *("--train.fp8", "blocks", "--model.hidden_size", "256", "--model.intermediate_size", "256"),
+    *("--model.num_attention_heads", "2", "--model.num_key_value_heads", "2", "--model.head_dim", "128"),
+)
+
 
 @pytest.mark.parametrize(
     "flags",
@@ -71,6 +76,12 @@ def test_bytes_are_counted_once_and_until_the_backward_pass(model: Any, recomput
             marks=pytest.mark.slow,
         ),
         pytest.param(("--parallel.tp", "2", "--adapter.rank", "4", "--adapter.dora"), id="dora"),
+        pytest.param((*IN_FP8, "--parallel.dp", "2", "--optimizer.zero_stage", "3"), id="fp8-zero3"),
+        pytest.param(
+            (*IN_FP8, "--parallel.tp", "2", "--parallel.sequence_parallel", "--train.recompute", "light"),
+            id="fp8-sp",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             ("--parallel.pp", "2", "--parallel.schedule", "interleaved", "--parallel.vpp", "2"),
             id="interleaved",
@@ -93,6 +104,7 @@ def test_a_run_measures_what_its_plan_says(flags: tuple[str, ...], tmp_path: Pat
         assert other + sum(measured.values()) == everything
         assert other > 0
     names = {name for rank in ranks for name in rank["planned"]}
+    assert (CONVERTED in names) == ("--train.fp8" in flags)
     assert {"weights", "gradients", "optimizer"} < names
     assert any(name.startswith("activations of stage 2: ") for name in names) == ("interleaved" in flags)
     assert any(name.endswith(DEFERRED) for name in names) == ("zb-h1" in flags)

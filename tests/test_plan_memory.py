@@ -20,7 +20,7 @@ from megapar_tools.plan.verdict import Capacity, judge
 
 from megapar.activations.recompute import Mode
 from megapar.base.errors import ConfigError
-from megapar.config.model_options import ModelConfig
+from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.config.options import (
     AdapterConfig,
     Config,
@@ -35,6 +35,7 @@ from megapar.declare.batch import PipelineStage
 from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.train.levers import ALL_LAYERS, LEVERS, MODES, advise, changes_of_options
+from tests.support import tiny_models
 from tests.support.built_plan import built_report
 from tests.support.grid import (
     DENSE_BETWEEN,
@@ -54,6 +55,13 @@ from tests.support.source_tree import ROOT
 from tests.support.sweeps import slow_but
 
 DEEP = replace(ONE_KV_HEAD, num_hidden_layers=21)
+WIDE = tiny_models.small("llama", 256, 2, 256, num_key_value_heads=4, head_dim=64, num_hidden_layers=4)
+WIDE_EXPERTS = tiny_models.small(
+    *("mixtral", 128, 2, 128),
+    num_key_value_heads=4,
+    head_dim=32,
+    moe=MoEConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
+)
 FOUR_KINDS = replace(LLAMA, family="tests.test_width_layers:FOUR_KINDS", attention_bias=False, num_hidden_layers=9)
 OTHERS = [
     DEEP,
@@ -113,6 +121,12 @@ LAYOUTS = [
     Layout(MIXTRAL, pp=2, dp=2, ep=2, zero_stage=3, adapter=AdapterConfig(rank=4, targets=("q", "up"))),
     Layout(LLAMA, tp=2, tp_overlap_chunks=2, pp=2, schedule="zb-h1", adapter=AdapterConfig(rank=4)),
     Layout(LLAMA, tp=2, sequence_parallel=True, dp=2, adapter=AdapterConfig(rank=4, dora=True)),
+    Layout(WIDE, tp=2, pp=2, sequence_parallel=True, fp8="blocks"),
+    Layout(WIDE, pp=2, schedule="zb-h1", recompute="light", fp8="blocks", backend="triton"),
+    Layout(WIDE, dp=2, zero_stage=3, fp8="blocks", fp8_skip=("0",)),
+    Layout(WIDE, pp=2, dp=2, zero_stage=3, schedule="breadth", recompute="full", fp8="blocks"),
+    Layout(WIDE, tp=2, zero_stage=3, dp=2, adapter=AdapterConfig(rank=4), fp8="blocks"),
+    Layout(WIDE_EXPERTS, dp=2, ep=2, etp=1, zero_stage=2, fp8="blocks"),
     *(Layout(model, pp=2, dp=2, zero_stage=1 + number % 3) for number, model in enumerate(OTHERS[2:])),
 ]
 

@@ -1,7 +1,8 @@
 """Compares predicted speeds of training with published ones, and fits the constants of machines to them.
 
 Rows without a lacking feature judge the model of time: constants are fitted on every second of them, and errors are
-reported on the others. Rows with one, such as another recipe of FP8, are listed beside. tools/published_runs.toml has all of them.
+reported on the others. Rows with one, such as another recipe of FP8, are listed beside. tools/published_runs.toml has
+all of them.
 """
 
 import math

@@ -34,8 +34,8 @@ class KeptBytes:
     `live` has the bytes now, `peak` is the largest sum so far, and `at_peak` has the bytes at that time. Bytes are
     counted by stage and kind. The kind is the name of a part of the layer ("attention", "mlp"), BETWEEN, or ENDS.
     Parameters and buffers are not counted. `most_converted` is the most kept of weights in another number format
-    (`megapar.linear.converted_weight`) after an action; it is in no other figure. A storage shared by several tensors is counted once, under the key of the
-    first.
+    (`megapar.linear.converted_weight`) after an action; it is in no other figure. A storage shared by several tensors
+    is counted once, under the key of the first.
 
     `deferred_nbytes()` returns, by stage, what deferred weight gradients keep. It counts in the peak as DEFERRED. It is
     called when a forward keeps something, and after actions: peaks at other times go unseen.

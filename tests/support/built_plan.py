@@ -21,6 +21,7 @@ from megapar.declare import context
 from megapar.declare.batch import MicroBatch, PipelineStage, StepScope, Targets
 from megapar.declare.params import spec_of
 from megapar.launch.grid import grid_of
+from megapar.linear.converted_weight import converted_nbytes
 from megapar.linear.main_grad import WeightGradientQueue, main_grads
 from megapar.observe import memory_report
 from megapar.observe.kept import DEFERRED, KeptBytes, Key
@@ -54,6 +55,14 @@ def built_report(config: Config, rank: int) -> RankReport:
             live[item.stage, DEFERRED] += deferred[item.stage] * (1 if item.kind == "I" else -1)
         if live.total() > at_peak.total():
             at_peak = live.copy()
+    sharded = {id(slot.param) for slot in state.weights.layout.slots} if config.optimizer.zero_stage == 3 else set()
+
+    def converted(unit: int) -> int:
+        bucket = state.weights.layout.buckets[unit]
+        return converted_nbytes(
+            slot.param for slot in state.weights.layout.slots[bucket.first_param : bucket.end_param]
+        )
+
     params = {id(param): param for stage in stages.values() for param in stage.parameters()}
     optimizer, on_host = memory_report.optimizer_nbytes(state, config.launch.device)
     return RankReport(
@@ -68,6 +77,8 @@ def built_report(config: Config, rank: int) -> RankReport:
         optimizer_on_host=on_host,
         inputs_on_host=0,
         kept=tuple(memory_report.by_name(at_peak, len(stages), stages.fine_stages).items()),
+        converted=converted_nbytes(param for key, param in params.items() if key not in sharded)
+        + most_live(plan, converted, "wait", "release"),
     )
 
 

@@ -233,7 +233,8 @@ class LayerEstimates:
         weights = products
         again = 2 * moved
         if self.in_fp8:
-            products = [p if p.grouped else p._replace(precision="fp8") for p in products]
+            # Two kernels write the scales of a product's operands.
+            products = [p if p.grouped else p._replace(precision="fp8", launches=3 * p.number) for p in products]
             inputs, outputs = 2 * between + heads + inner, heads + 2 * inner + 2 * between
             restored = self._restored_for_experts(layout, tokens)
             # Quantizing and restoring move a byte and a number. Weight gradients are of restored numbers.

@@ -34,8 +34,9 @@ class RankReport:
 
     `pp` is the rank's position on axis pp, and `stages` says in words what it holds. `parameters` is a number of
     elements. `kept` is the most kept for backward passes at one time of the rank's schedule, by name
-    (`memory_report.by_name`). `converted` are weights in the number format of their products. `optimizer_on_host` and `inputs_on_host` are in host memory beside the device's, and in
-    no total. Not counted are workspaces of kernels, and free memory held by the caching allocator.
+    (`memory_report.by_name`). `converted` are weights in the number format of their products. `optimizer_on_host` and
+    `inputs_on_host` are in host memory beside the device's, and in no total. Not counted are workspaces of kernels, and
+    free memory held by the caching allocator.
     """
 
     pp: int

@@ -34,7 +34,7 @@ class PartTimes:
     reduce: float
     add: float
     convert: float
-    """Seconds to convert its weights to the format of their products, once a step. With ZeRO-3 that is in the passes."""
+    """Seconds to convert its weights to the format of their products, once a step. With ZeRO-3 the passes have them."""
     to_host: float
     """Seconds of the inputs of its layers on the link to the host, one way (train.offload)."""
 

@@ -74,7 +74,14 @@ def table(rows: Sequence[Row], found: Found) -> Table:
     for name in ("#", "tp cp pp dp", "schedule", "ZeRO", "micro-batch", "recompute"):
         shown.add_column(name, no_wrap=True)
     in_fp8 = any(row.config.train.fp8 != "none" for row in rows)
-    for name in ("GiB", "tokens/s/GPU", "MFU", *(("FP8",) if in_fp8 else ()), "idle", *(f"waits {axis}" for axis in axes)):
+    for name in (
+        "GiB",
+        "tokens/s/GPU",
+        "MFU",
+        *(("FP8",) if in_fp8 else ()),
+        "idle",
+        *(f"waits {axis}" for axis in axes),
+    ):
         shown.add_column(name, justify="right", no_wrap=True)
     for number, row in enumerate(rows, start=1):
         time = row.time

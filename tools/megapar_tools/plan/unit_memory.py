@@ -11,7 +11,7 @@ from megapar.pipeline.actions import Action
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
 from megapar.pipeline.sharding_plan import UnitAction, UnitKind, Units, insert_unit_actions, unit_changes
 from megapar_tools.plan.buffers import Buffers
-from megapar_tools.plan.moments import WINDOW, Orders, Step, without_repeats
+from megapar_tools.plan.moments import WINDOW, Orders, without_repeats
 from megapar_tools.plan.parts import LAST, Parts
 from megapar_tools.plan.stage_layout import StageLayout
 

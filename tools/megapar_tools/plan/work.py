@@ -116,7 +116,6 @@ class Tape:
         finally:
             self.operations = None
 
-
     @contextmanager
     def collecting_apart(self, found: list[Operation]) -> Iterator[None]:
         """Collect what happens in the context in `found`, if it would be collected."""
