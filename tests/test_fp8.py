@@ -315,7 +315,7 @@ def test_a_run_says_what_is_in_fp8_resumes_bitwise_and_may_end_without_it(tmp_pa
     whole = program.run(*flags, cwd=tmp_path)
     assert whole.code == 0, whole.err
     assert "train.fp8 blocks: 7 of 14 matrices of layers in FP8; not attention.q, attention.k" in whole.out
-    assert "cpu has no products of FP8" in whole.out
+    assert "this device has no products of FP8" in whole.out
     environment = (tmp_path / "run/environment.json").read_text()
     assert '"layers.0.attention.q": "train.fp8_skip"' in environment
     saved = tmp_path / "run/checkpoints" / folder_name(2)

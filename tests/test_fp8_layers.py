@@ -117,7 +117,7 @@ def test_groups_along_positions_are_of_whole_samples(monkeypatch: pytest.MonkeyP
     restored = mlp(1, {}, "none", PRODUCTS, 160)
     seen: list[tuple[int, ...]] = []
     original = quantize.transposed_rows
-    monkeypatch.setattr(quantize, "transposed_rows", lambda packed: seen.append(packed.shape) or original(packed))
+    monkeypatch.setattr(quantize, "transposed_rows", lambda packed, *_: seen.append(packed.shape) or original(packed))
     assert not same_bits(mlp(1, {}, "none", *sizes), restored)
     assert [shape[:2] for shape in seen] == [(160, SAMPLES)] * 4
     assert not same_bits(joined(run_ranks(2, mlp, 2, SEQUENCE | CHUNKS, "none", *sizes), True), restored)

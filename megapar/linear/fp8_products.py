@@ -19,10 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from megapar_kernels import quantize
-from megapar_kernels.dispatch import Implementation, launches, on_gpu
+from megapar_kernels import quantize, scaled_products
+from megapar_kernels.dispatch import Implementation, interpreting
 from megapar_kernels.grouped import RowGroups
 from megapar_kernels.quantize import Quantized
+from megapar_kernels.scaled_products import Route
 from torch import Tensor
 
 from megapar.linear.products import MatrixProducts
@@ -43,10 +44,9 @@ class Fp8Products(MatrixProducts):
     impl: Implementation = "torch"
     regroups: bool = False
 
-    @staticmethod
-    def on(device: torch.device) -> str:
-        """Who multiplies codes on a device, in words."""
-        return f"restored numbers are multiplied in the dtype of activations: {device.type} has no products of FP8"
+    def in_words(self) -> str:
+        """Who multiplies."""
+        return "restored numbers are multiplied in the dtype of activations: this device has no products of FP8"
 
     @property
     def plain(self) -> MatrixProducts:
@@ -71,26 +71,10 @@ class Fp8Products(MatrixProducts):
     def _matrix(self, weight: Quantized) -> Tensor:
         return quantize.restore_blocks(weight, self.dtype, self.impl)
 
-    def _on_gpu_plan(self, rows: Tensor, matrix: Tensor) -> Tensor | None:
-        """Note the product of packed rows and the codes [n, k] of a matrix on a plan for a GPU: [..., n]. Else None."""
-        if not rows.is_meta or not on_gpu(rows, self.impl):
-            return None
-        out = rows.new_empty(*rows.shape[:-1], matrix.shape[0], dtype=self.dtype)
-        torch.ops.megapar.scaled_product(rows, matrix, out)
-        return out
-
     def forward(self, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
-        planned = self._on_gpu_plan(x, weight.codes)
-        if planned is not None:
-            return planned if bias is None else planned.add_(bias)
         return self.plain.forward(self.restore(x), self._matrix(weight), bias)
 
     def input_gradient(self, grad_y: Tensor, weight: Quantized) -> Tensor:
-        # Hopper sums over neighbours in memory alone, so it multiplies with a transposed copy of the codes.
-        planned = self._on_gpu_plan(grad_y, weight.codes.t())
-        if planned is not None:
-            launches(weight.codes, weight.codes)
-            return planned
         return self.plain.input_gradient(self.restore(grad_y), self._matrix(weight))
 
     def weight_gradient(self, grad_y: Tensor, x: Tensor) -> Tensor:
@@ -104,7 +88,7 @@ class Fp8Products(MatrixProducts):
         """The operand of a weight gradient: restored numbers [tokens, features], or those of codes grouped again."""
         if not (self.regroups and converted.dim() == 3):
             return self.restore(converted)
-        rows = quantize.transposed_rows(converted)
+        rows = quantize.transposed_rows(converted, self.impl)
         return quantize.restore_groups(rows, self.dtype).permute(2, 0, 1).flatten(0, 1)
 
     def of_own_positions(self) -> MatrixProducts:
@@ -125,3 +109,35 @@ class Fp8Products(MatrixProducts):
 
     def in_one_launch(self, x_2d: Tensor, shape_goi: Sequence[int]) -> bool:
         return self.plain.in_one_launch(x_2d, shape_goi)
+
+
+@dataclass(frozen=True)
+class ScaledFp8Products(Fp8Products):
+    """The products of a GPU that multiplies codes: those of torch, and Triton's for the rows of experts."""
+
+    route: Route = "blocks"
+
+    def in_words(self) -> str:
+        how = {"blocks": "1 x 128 by 128 x 128", "mx": "1 x 32 of MXFP8, four equal ones for a group"}[self.route]
+        return f"codes are multiplied by the GPU in groups of {how}"
+
+    def forward(self, x: Tensor, weight: Quantized, bias: Tensor | None) -> Tensor:
+        return scaled_products.forward(x, weight, bias, self.dtype, self.impl, self.route)
+
+    def input_gradient(self, grad_y: Tensor, weight: Quantized) -> Tensor:
+        return scaled_products.input_gradient(grad_y, weight, self.dtype, self.impl, self.route)
+
+
+def fp8_products(
+    device: torch.device, dtype: torch.dtype, products: TorchProducts, impl: Implementation
+) -> Fp8Products:
+    """Return the products in FP8 on `device`. Those in `dtype` are `products`, and `impl` says what quantizes.
+
+    On the meta device they are those of Hopper where kernels are planned for a GPU.
+    """
+    route = scaled_products.serves(device)
+    if device.type == "meta" and impl == "triton" and not interpreting():
+        route = "blocks"
+    if route is None:
+        return Fp8Products(dtype, products, impl)
+    return ScaledFp8Products(dtype, products, impl, route=route)

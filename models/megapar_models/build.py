@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from megapar_kernels.backend import TORCH, Kernels
+from megapar_kernels.backend import Kernels
 from torch import nn
 
 from megapar.activations.recompute import Recompute
@@ -17,7 +17,7 @@ from megapar.declare.batch import PipelineStage
 from megapar.declare.context import ParallelContext, planned
 from megapar.declare.sharding import Sharding, model_dtype
 from megapar.declare.stage_set import Declared, StageSet
-from megapar.linear.fp8_products import Fp8Products
+from megapar.linear.fp8_products import Fp8Products, fp8_products
 from megapar.linear.torch_products import TORCH_PRODUCTS, TorchProducts
 from megapar.pipeline.partition import explicit, partition, split_finely
 from megapar.pipeline.schedules import embedding_ranks, placement
@@ -102,7 +102,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         adapter=config.adapter,
         measures_logits=config.optimizer.qk_clip > 0,
         number_format=find_number_format(config),
-        fp8=fp8_rule(config, kernels, products),
+        fp8=fp8_rule(config, kernels, products, ctx.device),
     )
     if config.train.fp8_skip:
         fp8_matrices(config).check_skip()  # it raises ConfigError for what means no matrix
@@ -122,20 +122,25 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
     )
 
 
-def fp8_rule(config: Config, kernels: Kernels = TORCH, products: TorchProducts = TORCH_PRODUCTS) -> Fp8Matrices | None:
-    """Return which matrices are multiplied in FP8, or None without train.fp8.
+def fp8_rule(config: Config, kernels: Kernels, products: TorchProducts, device: torch.device) -> Fp8Matrices | None:
+    """Return which matrices are multiplied in FP8 on `device`, or None without train.fp8.
 
     `products` multiply what is in the dtype of activations, and `kernels` say what quantizes.
     """
     if config.train.fp8 == "none":
         return None
-    in_fp8 = Fp8Products(model_dtype(config.train.precision), products, kernels.quantize)
+    in_fp8 = fp8_products(device, model_dtype(config.train.precision), products, kernels.quantize)
     return Fp8Matrices(in_fp8, config.train.fp8_skip, config.model.num_hidden_layers)
 
 
-def fp8_matrices(config: Config) -> Fp8Matrices:
-    """Return what train.fp8 means for each matrix of the whole model, in the layout of `config`."""
-    rule = fp8_rule(config)
+def fp8_matrices(config: Config, device: torch.device | None = None) -> Fp8Matrices:
+    """Return what train.fp8 means for each matrix of the whole model, in the layout of `config`.
+
+    The products are those of `device`, by default the meta device.
+    """
+    device = device or torch.device("meta")
+    kernels = choose_kernels(config.kernels.backend, device, compiled=config.kernels.compile)
+    rule = fp8_rule(config, kernels, TORCH_PRODUCTS, device)
     assert rule is not None, "train.fp8 is none"
     parallel = config.parallel
     # Only tp and etp cut matrices. dp is as large as etp needs.
@@ -157,9 +162,10 @@ def in_fp8(config: Config, device: torch.device) -> tuple[list[str], dict[str, A
     """
     if config.train.fp8 == "none":
         return [], {}
-    matrices = fp8_matrices(config)
+    matrices = fp8_matrices(config, device)
     matrices.check_skip()
-    return [f"train.fp8 blocks: {matrices.in_words()}", Fp8Products.on(device)], matrices.by_format()
+    assert isinstance(matrices.products, Fp8Products)  # of `fp8_rule`
+    return [f"train.fp8 blocks: {matrices.in_words()}", matrices.products.in_words()], matrices.by_format()
 
 
 def described(config: Config, device: torch.device) -> tuple[tuple[str, list[str], dict[str, Any]], int]:

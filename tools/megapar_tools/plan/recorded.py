@@ -343,9 +343,9 @@ class _NotedConversions(ConvertedWeight):
         self.operations: list[Operation] = []
         self._tape = tape
 
-    def get(self, weight: Tensor, products: MatrixProducts) -> Any:
+    def get(self, weight: Tensor, products: MatrixProducts, part: slice | None = None) -> Any:
         with self._tape.collecting_apart(self.operations):
-            return super().get(weight, products)
+            return super().get(weight, products, part)
 
 
 def _conversions_of(param: nn.Parameter) -> _NotedConversions:
