@@ -784,7 +784,7 @@ optimizer: name lr min_lr schedule warmup_steps decay_steps betas eps momentum n
 data: train stages split validation documents fim_rate fim_tokens workers tokenizer accept_changed
 checkpoint: every save_last resume init_from strict async_save keep_last keep_every
 memory_every local_dir local_every mtbf_hours
-log: every view tensorboard wandb mlflow prometheus_port straggler_every
+log: every view tensorboard wandb mlflow prometheus_port straggler_every fp8_every
     alert_command profile observers peak_tflops
 guard: check_replicas_every on_spike
 kernels: backend loss_chunk compile products

@@ -101,6 +101,11 @@ def _needs_gradient(function: Callable[..., Tensor], *args: Any) -> bool:
     return any(x.requires_grad for x in given)
 
 
+def is_again() -> bool:
+    """Whether a forward pass that runs now is a second one: within a backward pass there are no others."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
 class _AllMadeError(Exception):
     """Ends the second computation of a part once it has made all that was dropped: its last operations need not run."""
 

@@ -407,6 +407,9 @@ class LogConfig:
     straggler_every: int = 20
     """Steps between comparisons of the ranks' own time. A rank with more than 1.1 times the median of the ranks with
     its layers is named after three of them; 0: never."""
+    fp8_every: int = 0
+    """With train.fp8, steps between looks at what FP8 loses in each product: shares of numbers that become zero, and
+    the noise of a sample. A watched step takes longer; what grows is an alert; 0: never."""
     alert_command: str = "none"
     """Command that gets an event as JSON on its standard input: a loss that spikes or is not finite, a stall, a slow
     rank, a disk nearly full, a fault, the end. It is called without a shell; none: no command."""

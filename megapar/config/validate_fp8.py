@@ -19,11 +19,13 @@ _OTHER_NAMES = {"tensor": "tensorwise", "row": "rowwise", "rows": "rowwise", "mx
 
 
 def problems(config: Config) -> Iterator[str]:
-    """Yield the problems of train.fp8 and train.fp8_skip with each other and with the layout."""
+    """Yield the problems of train.fp8, train.fp8_skip and log.fp8_every with each other and with the layout."""
     train = config.train
     if train.fp8 == "none":
         if train.fp8_skip:
             yield problem(config, "train.fp8_skip train.fp8", "nothing is in FP8; set fp8 blocks, or leave it empty")
+        if config.log.fp8_every > 0:
+            yield problem(config, "log.fp8_every train.fp8", "nothing is in FP8; set fp8 blocks, or leave it at 0")
         return
     if train.fp8 != "blocks":
         reason = _REFUSED.get(_OTHER_NAMES.get(train.fp8, train.fp8))

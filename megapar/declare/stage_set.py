@@ -30,7 +30,7 @@ class Declared:
     one. `tallies` are what modules count during a step (`megapar.declare.tally`): rows and columns of each table, by
     name. `divided_by` is what the main loss of a step is divided by. With pairs each sample is a pair of documents.
     `logits` are the layers and heads of the table of largest logits (`megapar.declare.largest_logits`), if there is
-    one.
+    one. `fp8_products` are the products that are watched (`megapar.linear.fp8_watch`), by name.
     """
 
     num_targets: int = 1
@@ -38,6 +38,7 @@ class Declared:
     tallies: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     divided_by: Literal["tokens", "pairs"] = "tokens"
     logits: tuple[int, int] | None = None
+    fp8_products: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,6 +73,7 @@ class Experts(nn.Module):
         output_init: Init,
         token_share: Fraction = Fraction(1),
         products: MatrixProducts = TORCH_PRODUCTS,
+        products_of_down: MatrixProducts | None = None,
         bias: bool = False,
         lora: LoraRule | None = None,
         adapted: Sequence[str] = (),
@@ -85,6 +86,7 @@ class Experts(nn.Module):
         self.sharding = sharding
         self.activation = activation
         self.products = products
+        self.products_of_down = products_of_down or products
         # Where rows travel, weight gradients are computed while this rank waits for their gradients.
         self.meanwhile = sharding.expert_gradients if sharding.ep.size > 1 else None
         start, stop = cut(width, sharding.etp)
@@ -124,8 +126,8 @@ class Experts(nn.Module):
         gate_up = self._adapted("gate", gate_up, rows, slice(0, width), groups, experts)
         gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), groups, experts)
         gate_up = self._biased(gate_up, self.gate_up_bias, None, self.gate_up, groups, experts, adds=True)
-        inner = converted(recompute.remade(self.activation, gate_up, weights), self.products)
-        y = self._product(inner, self.down, self.hidden_size, groups, experts)
+        inner = converted(recompute.remade(self.activation, gate_up, weights), self.products_of_down)
+        y = self._product(inner, self.down, self.hidden_size, groups, experts, self.products_of_down)
         y = self._adapted("down", y, inner, slice(0, self.hidden_size), groups, experts)
         # The ranks of etp have parts of a sum, to which the bias is added once.
         return self._biased(y, self.down_bias, weights, self.down, groups, experts, adds=self.sharding.etp.first)

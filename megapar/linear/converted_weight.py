@@ -53,19 +53,22 @@ class ConvertedWeight:
         a part names it here.
         """
         if self._given is not None:
-            return self._part_of_given(weight, part)
+            given = self._part_of_given(weight, part)
+            products.note_weight(None, given)
+            return given
         if part is not None:
             weight = weight[part]
         wanted = products, weight._version
         if self._made != wanted:
             self.forget()
         key = int(weight.storage_offset()), weight.shape
-        if key in self._values:
-            return self._values[key]
-        value = products.convert_weight(weight)
-        if value is not weight:
-            self._values[key] = value
-            self._made = wanted
+        value = self._values.get(key)
+        if value is None:
+            value = products.convert_weight(weight)
+            if value is not weight:
+                self._values[key] = value
+                self._made = wanted
+        products.note_weight(weight, value)
         return value
 
     def _part_of_given(self, weight: Tensor, part: slice | None) -> Quantized:

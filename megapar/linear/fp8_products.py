@@ -16,7 +16,7 @@ multiplied in the dtype of activations, and the result is the FP8 product up to 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from megapar_kernels import quantize, scaled_products
@@ -26,6 +26,7 @@ from megapar_kernels.quantize import Quantized
 from megapar_kernels.scaled_products import Route
 from torch import Tensor
 
+from megapar.linear.fp8_watch import ProductWatch
 from megapar.linear.products import MatrixProducts
 from megapar.linear.torch_products import TORCH_PRODUCTS, TorchProducts
 
@@ -37,12 +38,14 @@ class Fp8Products(MatrixProducts):
     `impl` selects what quantizes and restores. `regroups` decides about the weight gradient of what has positions and
     samples, [s, b, features]: its operands are codes, grouped again along the positions of each sample. It is not
     proven to pay on any GPU yet. Rows of experts never are: their groups would depend on who shares the rank.
+    `watch` counts what is lost (log.fp8_every).
     """
 
     dtype: torch.dtype = torch.bfloat16
     torch_products: TorchProducts = TORCH_PRODUCTS
     impl: Implementation = "torch"
     regroups: bool = False
+    watch: ProductWatch | None = field(default=None, compare=False)
 
     def in_words(self) -> str:
         """Who multiplies."""
@@ -57,16 +60,26 @@ class Fp8Products(MatrixProducts):
         return True
 
     def convert_input(self, x: Tensor) -> Tensor:
-        return quantize.quantize_rows(x, self.impl)
+        codes = quantize.quantize_rows(x, self.impl)
+        if self.watch is not None:
+            self.watch.note_input(x, codes)
+        return codes
 
     def convert_gradient(self, grad_y: Tensor) -> Tensor:
-        return quantize.quantize_rows(grad_y, self.impl)
+        codes = quantize.quantize_rows(grad_y, self.impl)
+        if self.watch is not None:
+            self.watch.note_gradient(grad_y, codes)
+        return codes
 
     def restore(self, converted: Tensor) -> Tensor:
         return quantize.restore_rows(converted, self.dtype, self.impl)
 
     def convert_weight(self, weight: Tensor) -> Quantized:
         return quantize.quantize_blocks(weight, self.impl)
+
+    def note_weight(self, weight: Tensor, converted: Quantized) -> None:
+        if self.watch is not None:
+            self.watch.note_weight(self, weight, converted)
 
     def _matrix(self, weight: Quantized) -> Tensor:
         return quantize.restore_blocks(weight, self.dtype, self.impl)

@@ -27,6 +27,7 @@ from megapar.config.options import LogConfig
 from megapar.context_parallel.deal import attended_pairs
 from megapar.declare.batch import MicroBatch
 from megapar.declare.context import ParallelContext
+from megapar.observe import fp8_growth
 from megapar.observe.sinks.base import CLOSING_SECONDS, RunInfo, Sender
 from megapar.observe.sinks.chosen import chosen, tracks
 from megapar.observe.sinks.curve import curve_of
@@ -127,6 +128,8 @@ class Meter:
             line["attention_load_max"] = measured.attention_load
         if result.largest_logit is not None:
             line["attention_logit_max"] = result.largest_logit
+        if result.fp8:
+            line |= fp8_growth.line_of(result.fp8)
         if result.losses:
             line["losses"] = dict(result.losses)
         for name, counts in result.tallies.items():

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from megapar.base.errors import ConfigError
 from megapar.config.plugins import named
+from megapar.observe.fp8_growth import Fp8Growth
 from megapar.observe.memory_report import MemoryOfStep, MemoryReport
 from megapar.observe.observer import Observed, Observer, Observers
 from megapar.observe.prediction import Comparison, Prediction
@@ -37,6 +38,8 @@ def observers_of(
     if state.ctx.device.type != "cpu":  # a CPU has one fused attention, and GPUs several
         found.append(AttentionInWords(seen))
     found.append(watch)
+    if options.log.fp8_every:
+        found.append(Fp8Growth(seen, watch.event))
     if prediction is not None:
         found.append(Comparison(prediction, seen))
     found += [_named(name)(seen) for name in options.log.observers]

@@ -17,7 +17,7 @@ def grad_norm(gradients: ReducedGradients, ctx: ParallelContext) -> Tensor:
 
 @torch.no_grad()
 def reduce_norm(gradients: ReducedGradients, ctx: ParallelContext, others: Tensor) -> tuple[Tensor, Tensor]:
-    """L2 norm of the gradient of the global batch, 0-d fp32, and the sums of `others` over all ranks, fp32.
+    """L2 norm of the gradient of the global batch, 0-d fp32, and the sums of `others` over all ranks, fp64.
 
     `others` are this rank's numbers, 1-D. This is a collective, and its results are equal on all ranks. Call it after
     `gradients.finish()`. Squares are summed in fp64, so the norm does not depend on how layouts and buckets cut the
@@ -33,7 +33,7 @@ def reduce_norm(gradients: ReducedGradients, ctx: ParallelContext, others: Tenso
     # One sum over each axis in turn reaches all ranks, and each element is counted on one of them.
     for axis in (ctx.tp, ctx.pp, ctx.grad):
         collectives.all_reduce(sums, axis)
-    return sums[0].sqrt().float(), sums[1:].float()
+    return sums[0].sqrt().float(), sums[1:]
 
 
 def clip_coefficient(norm: Tensor, max_norm: float) -> Tensor:

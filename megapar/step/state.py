@@ -22,6 +22,7 @@ from megapar.data_parallel.shards import ReducedGradients, Weights
 from megapar.declare.batch import MicroBatch, PipelineStage
 from megapar.declare.context import ParallelContext
 from megapar.declare.stage_set import StageSet
+from megapar.linear.fp8_watch import by_product
 from megapar.optimizer.optimizers import Optimizers
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.system import device
@@ -91,7 +92,8 @@ class StepSums:
     `loss` and `grad_norm` are without the loss scale. `tokens` is the sum of the weights of targets. `stop_votes`
     counts the ranks that have to stop. `added` are the losses besides the main one, in the order of
     `megapar.declare.stage_set.Declared.losses`. `logits`, fp32 [layers, heads], are the largest logits of attention,
-    None without optimizer.qk_clip.
+    None without optimizer.qk_clip. `fp8`, fp32 1-D, is what FP8 loses (`megapar.linear.fp8_watch.rates`), None where
+    log.fp8_every does not ask for it.
     """
 
     loss: Tensor
@@ -100,11 +102,13 @@ class StepSums:
     stop_votes: Tensor
     added: Sequence[Tensor]
     logits: Tensor | None
+    fp8: Tensor | None = None
 
     def packed(self) -> Tensor:
-        """Return the numbers of the step, fp32 1-D, as `QueuedStep.finish` reads them: the largest logit comes last."""
+        """Return the numbers of the step, fp32 1-D, as `QueuedStep.finish` reads them."""
         largest = [] if self.logits is None else [self.logits.amax()]
-        return torch.stack([self.loss, self.grad_norm, self.tokens, self.stop_votes, *self.added, *largest])
+        numbers = torch.stack([self.loss, self.grad_norm, self.tokens, self.stop_votes, *self.added, *largest])
+        return numbers if self.fp8 is None else torch.cat([numbers, self.fp8])
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,8 @@ class StepResult:
     failed. `stop` is True if some rank has to stop, because of a signal or launch.time_limit. `losses` are those
     besides the main one by name, divided by the same number of tokens. `tallies` are what modules counted in the step,
     by name, int64 [rows, n] (`megapar.declare.tally`). `largest_logit` is that of attention over all heads, with
-    optimizer.qk_clip.
+    optimizer.qk_clip. `fp8` is what FP8 loses by product (`megapar.linear.fp8_watch.by_product`), if log.fp8_every
+    watches the step.
     """
 
     step: int
@@ -133,6 +138,7 @@ class StepResult:
     losses: Mapping[str, float] = field(default_factory=dict)
     tallies: Mapping[str, Tensor] = field(default_factory=dict)
     largest_logit: float | None = None
+    fp8: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @property
     def finite(self) -> bool:
@@ -205,7 +211,8 @@ class QueuedStep:
             loss, grad_norm, tokens, votes, *others = self.numbers.wait().tolist()
         declared = self.state.stages.declared
         names = [of_loss.name for of_loss in declared.losses]
-        largest = others.pop() if declared.logits is not None else None
+        losses, rest = others[: len(names)], others[len(names) :]
+        largest = rest.pop(0) if declared.logits is not None else None
         before = self.before
         train = self.state.config.train
         samples = train.batch_size(before.consumed_samples)
@@ -219,9 +226,10 @@ class QueuedStep:
             consumed_samples=before.consumed_samples + samples,
             loss_scale=self.loss_scale,
             stop=votes > 0,
-            losses=dict(zip(names, others, strict=True)),
+            losses=dict(zip(names, losses, strict=True)),
             tallies={name: table.wait() for name, table in self.tallies.items()},
             largest_logit=largest,
+            fp8=by_product(declared.fp8_products, rest) if rest else {},
         )
         if result.failed:
             self.state.step = before.step

@@ -16,6 +16,7 @@ from megapar.declare.context import ParallelContext
 from megapar.declare.largest_logits import reduce_largest_logits
 from megapar.declare.stage_set import AddedLoss
 from megapar.declare.tally import counting_modules, end_step, tables
+from megapar.linear.fp8_watch import StepWatch, rates
 from megapar.optimizer.clip import clip_coefficient, reduce_norm
 from megapar.optimizer.schedule import learning_rate
 from megapar.step.references import with_references
@@ -55,8 +56,9 @@ def queue_step(state: TrainState, batches: Sequence[MicroBatch], *, asked_to_sto
 
     state.ctx.flight.enter("forward")
     divisors = count_divisors(state, batches, samples)
+    watch = begin_watch(state)
     main_losses = run_microbatches(state, batches, samples, divisors, scale)
-    sums = reduce_sums(state, scope, main_losses, divisors, scale, asked_to_stop=asked_to_stop)
+    sums = reduce_sums(state, scope, main_losses, divisors, scale, asked_to_stop=asked_to_stop, watch=watch)
     # Copied before the update: the device still has the update to compute when the host has the numbers.
     numbers = device.HostCopy(sums.packed())
     skip_update = judge_step(state, sums)
@@ -74,6 +76,14 @@ def enter_scope(state: TrainState, batches: Sequence[MicroBatch]) -> tuple[StepS
     zeros = {loss.name: torch.zeros((), dtype=torch.float64, device=state.ctx.device) for loss in losses}
     scope = StepScope(loss_sums=zeros)
     return scope, [batch.to(state.ctx.device, scope) for batch in batches]
+
+
+def begin_watch(state: TrainState) -> StepWatch | None:
+    """Begin to count what FP8 loses in the next step, if log.fp8_every asks for it."""
+    every = state.config.log.fp8_every
+    if not every or (state.step + 1) % every:
+        return None
+    return StepWatch(state.stages.values(), state.stages.declared.fp8_products, state.ctx.device)
 
 
 class Divisors(NamedTuple):
@@ -142,16 +152,21 @@ def reduce_sums(
     scale: float,
     *,
     asked_to_stop: bool = False,
+    watch: StepWatch | None = None,
 ) -> StepSums:
     """End the reduction of gradients, and sum up the numbers of the step over all ranks. A collective."""
     ctx = state.ctx
     ctx.flight.enter("reduce")
     state.grads.finish()
     votes = torch.full((1,), float(asked_to_stop), dtype=torch.float64, device=ctx.device)
-    with ctx.flight.span("optimizer"):
-        # The vote to stop and the added losses travel with the gradient norm: no message of their own.
-        norm, (stop_votes, *losses) = reduce_norm(state.grads, ctx, torch.cat([votes, _parts_of_losses(state, scope)]))
     declared = state.stages.declared.losses
+    others = [votes, _parts_of_losses(state, scope)]
+    if watch is not None:
+        others.append(watch.end())
+    with ctx.flight.span("optimizer"):
+        # The vote to stop, the added losses and what FP8 loses travel with the norm: no message of their own.
+        norm, totals = reduce_norm(state.grads, ctx, torch.cat(others))
+    stop_votes, *losses = totals[: 1 + len(declared)].float()
     return StepSums(
         loss=sum_of_losses(main_losses, ctx) / divisors.main,
         grad_norm=norm / scale,
@@ -159,6 +174,7 @@ def reduce_sums(
         stop_votes=stop_votes,
         added=[x / divisors.of_added(loss) for loss, x in zip(declared, losses, strict=True)],
         logits=reduce_largest_logits(state.stages, ctx),
+        fp8=None if watch is None else rates(totals[1 + len(declared) :]),
     )
 
 

@@ -70,6 +70,8 @@ def declared(config: Config) -> Declared:
     of_model = replace(of_model, losses=(*of_model.losses, *objective.added_losses), divided_by=objective.divided_by)
     if config.optimizer.qk_clip:
         of_model = replace(of_model, logits=(config.model.num_hidden_layers, config.model.num_attention_heads))
+    if config.log.fp8_every:
+        of_model = replace(of_model, fp8_products=tuple(fp8_matrices(config).watched))
     return of_model
 
 
@@ -130,7 +132,8 @@ def fp8_rule(config: Config, kernels: Kernels, products: TorchProducts, device: 
     if config.train.fp8 == "none":
         return None
     in_fp8 = fp8_products(device, model_dtype(config.train.precision), products, kernels.quantize)
-    return Fp8Matrices(in_fp8, config.train.fp8_skip, config.model.num_hidden_layers)
+    watches = config.log.fp8_every > 0
+    return Fp8Matrices(in_fp8, config.train.fp8_skip, config.model.num_hidden_layers, watches=watches)
 
 
 def fp8_matrices(config: Config, device: torch.device | None = None) -> Fp8Matrices:

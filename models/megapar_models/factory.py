@@ -29,6 +29,7 @@ from megapar.expert_parallel.experts import Experts
 from megapar.linear.low_rank import LoraRule
 from megapar.linear.products import MatrixProducts
 from megapar.linear.torch_products import TORCH_PRODUCTS
+from megapar.tensor_parallel.columns import owned_rows
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,
     Columns,
@@ -90,10 +91,15 @@ class Factory:
     fp8: Fp8Matrices | None = None
     """Which matrices of layers are multiplied in FP8, if any are (train.fp8)."""
 
-    def products_of_matrices(self, names: Sequence[str], units: Mapping[str, int]) -> MatrixProducts:
-        """Return how the matrices `names`, one product, are multiplied. `units` are those of `Fp8Matrices.take`."""
+    def products_of_matrices(
+        self, names: Sequence[str], units: Mapping[str, int], owned_rows: Sequence[slice] = ()
+    ) -> MatrixProducts:
+        """Return how the matrices `names`, one product, are multiplied. `units` are those of `Fp8Matrices.take`.
+
+        If ranks share rows of the weight, `owned_rows` are those that this rank owns.
+        """
         if self.fp8 is not None and self.fp8.take(names, units):
-            return self.fp8.products
+            return self.fp8.products_for(names, owned_rows)
         return self.products_of(names[0])
 
     def products_of(self, name: str) -> MatrixProducts:
@@ -106,7 +112,8 @@ class Factory:
         self, in_features: int, columns: Sequence[Columns], *, bias: bool = False, init: Init | None = None
     ) -> ColumnParallelLinear:
         """One layer of several matrices with the same input. `init` is `self.init` if it is not given."""
-        products = self.products_of_matrices([c.name for c in columns], _units_of(in_features, columns))
+        units = _units_of(in_features, columns)
+        products = self.products_of_matrices([c.name for c in columns], units, owned_rows(columns))
         lora = None
         adapted = [self.is_adapted(c.name) for c in columns]
         if any(adapted):
@@ -161,8 +168,7 @@ class Factory:
         Raises ConfigError for an adapter of some of the experts, with dropout, or with magnitudes.
         """
         adapted = _adapted_experts(self, name, num_experts)
-        units = {"width": cut_unit(width, self.sharding.etp.size), "hidden size": hidden_size}
-        products = self.products_of_matrices([f"{name}.{matrix}" for matrix in ("gate", "up", "down")], units)
+        products, of_down = _products_of_experts(self, name, hidden_size, width)
         return Experts(
             *(name, num_experts, hidden_size, width, self.sharding),
             activation=activation,
@@ -170,6 +176,7 @@ class Factory:
             output_init=self.output_init,
             token_share=token_share,
             products=products,
+            products_of_down=of_down,
             bias=bias,
             lora=self._lora_rule() if adapted else None,
             adapted=adapted,
@@ -208,6 +215,17 @@ class Factory:
         if not self.measures_logits:
             return None
         return LargestLogits(layer, total, heads, groups, scaled, self.sharding.device)
+
+
+def _products_of_experts(
+    factory: Factory, name: str, hidden_size: int, width: int
+) -> tuple[MatrixProducts, MatrixProducts]:
+    """Return how gate with up, and down, of the experts `name` are multiplied: in one number format."""
+    gate_up, down = [f"{name}.gate", f"{name}.up"], [f"{name}.down"]
+    units = {"width": cut_unit(width, factory.sharding.etp.size), "hidden size": hidden_size}
+    if factory.fp8 is not None and factory.fp8.take([*gate_up, *down], units):
+        return factory.fp8.products_for(gate_up), factory.fp8.products_for(down)
+    return factory.products_of(name), factory.products_of(name)
 
 
 def _units_of(in_features: int, columns: Sequence[Columns]) -> dict[str, int]:

@@ -8,14 +8,15 @@ the matrices of one product, such as q, k and v. The answer is the same on every
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from megapar_kernels.quantize import GROUP
 
 from megapar.base.errors import ConfigError
-from megapar.linear.products import MatrixProducts
+from megapar.linear.fp8_products import Fp8Products
+from megapar.linear.fp8_watch import ProductWatch
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,15 @@ class Fp8Matrices:
     names such as *.mlp.down.
     """
 
-    products: MatrixProducts
+    products: Fp8Products
     skip: tuple[str, ...]
     num_layers: int
     kept_back: dict[str, str] = field(default_factory=dict, compare=False)
     """For each matrix asked for why it is not in FP8. Empty: it is."""
+    watches: bool = False
+    """Whether products count what they lose (log.fp8_every)."""
+    watched: list[str] = field(default_factory=list, compare=False)
+    """The names of the products that count."""
 
     def take(self, names: Sequence[str], units: Mapping[str, int]) -> bool:
         """Return whether the matrices `names`, which are one product, are multiplied in FP8, and note why not.
@@ -46,6 +51,17 @@ class Fp8Matrices:
             reason = f"{unfit[0]}, no multiple of {GROUP}"
         self.kept_back.update(dict.fromkeys(names, reason))
         return not reason
+
+    def products_for(self, names: Sequence[str], rows: Sequence[slice] = ()) -> Fp8Products:
+        """Return what multiplies the matrices `names`, which are one product.
+
+        If it is watched, it counts the rows `rows` of the weight, or all if none are given.
+        """
+        if not self.watches:
+            return self.products
+        watch = ProductWatch(names, rows)
+        self.watched.append(watch.name)
+        return replace(self.products, watch=watch)
 
     def check_skip(self) -> None:
         """Raise ConfigError if an item of `skip` means none of the matrices asked for."""

@@ -98,14 +98,14 @@ class MixtureOfExperts(nn.Module):
         """Map [s or s/tp, b, h] to the same shape."""
         own_sbh = _tokens_of_rank(self._copied(x_sbh), self.sharding)
         routing, dispatch = self._route(own_sbh, context)
-        products = self.experts.products
-        arriving = send(own_sbh.flatten(0, 1), routing.weights, dispatch, self.impl, products)
+        experts = self.experts
+        arriving = send(own_sbh.flatten(0, 1), routing.weights, dispatch, self.impl, experts.products)
         # The shared expert runs while the rows travel.
         shared_sbh = None
         if self.shared is not None:
             shared_sbh = self.shared(x_sbh, context)
-        returning = compute(self.experts, arriving, dispatch, self.impl)
-        y_sbh = combine(returning, dispatch, self.impl, products).view(own_sbh.shape)
+        returning = compute(experts, arriving, dispatch, self.impl)
+        y_sbh = combine(returning, dispatch, self.impl, experts.products_of_down).view(own_sbh.shape)
         if self.training and self.router.balance.has_loss:
             y_sbh = self._with_losses(y_sbh, routing, context)
         y_sbh = _tokens_of_all(y_sbh, x_sbh.shape[0], self.sharding)

@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from megapar.system.typed import is_of
+
 _METRICS = {
     "loss": "training loss",
     "validation_loss": "held-out loss",
@@ -24,6 +26,7 @@ _METRICS = {
     "loss_scale": "scale of the loss",
     "attention_load_max": "fullest cp rank",
     "attention_logit_max": "largest attention logit",
+    "fp8_decibels_min": "noisiest product in FP8, dB",
     "predicted_step_seconds": "predicted time of a step",
     "measured_step_seconds": "measured time of a step",
     "predicted_idle_share": "predicted idle share",
@@ -32,6 +35,7 @@ _PARTS = {  # of keys such as comm_bytes/tp
     "comm_bytes": "over {}",
     "losses": "{} loss",
     "expert_load": "fullest expert of layer {}",
+    "fp8_flushed_max": "{} flushed to zero in FP8, largest share",
 }
 
 
@@ -161,6 +165,19 @@ def _disk(found: Mapping[str, Any]) -> str:
     return f"The disk is nearly full: {free:.1f} of {total:.0f} GiB are free."
 
 
+def _fp8(found: Mapping[str, Any]) -> str:
+    step, what = found.get("step", "?"), found.get("what", "?")
+    change = ""
+    if is_of(found.get("first"), float) and is_of(found.get("now"), float):
+        numbers = (found["first"], found["now"])
+        form = "{:.1f} dB" if what == "decibels" else "{:.2%} flushed to zero"
+        change = f": {' -> '.join(map(form.format, numbers))}"
+    number = len(found["others"]) if isinstance(found.get("others"), list) else 0
+    more = f", and {number} more" if number else ""
+    tensor = "" if what == "decibels" else f"{what} of "
+    return f"FP8 loses more in {tensor}{found.get('matrix', '?')}{change}{more}, at step {step}."
+
+
 _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "start": _start,
     "saved": _saved,
@@ -173,4 +190,5 @@ _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "tier_lost": _tier,
     "tier_back": _tier,
     "disk": _disk,
+    "fp8": _fp8,
 }
