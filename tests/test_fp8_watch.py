@@ -146,10 +146,13 @@ def test_a_recomputed_pass_counts_nothing(model: Any, recompute: str) -> None:
     once = sums_of_step(in_fp8(model, micro_batch_size=6))
     assert sums_of_step(in_fp8(model, micro_batch_size=6, recompute=recompute)) == once
     tokens = SAMPLES * LENGTH
-    matrix = "layers.1.attention.o"
-    of_x, of_weight, of_gradient = (once[matrix][4 * index] for index in range(3))
-    assert (of_x, of_weight) == (256 * tokens, 256 * 256)
-    assert 0.9 * of_x < of_gradient <= of_x, "tokens without a target have none"
+    for matrix, sums in once.items():
+        of_x, of_weight, of_gradient = sums[:12:4]
+        outputs = {"q|k|v": 768, "gate|up": 512}.get(matrix.rpartition(".")[2], 256)
+        experts = 2 if "experts" in matrix else 1
+        assert (of_x, of_weight) == (256 * tokens, 256 * outputs * experts), matrix
+        # Tokens without a target have no gradient.
+        assert 0.9 * outputs * tokens < of_gradient <= outputs * tokens, matrix
 
 
 # Layouts
