@@ -108,7 +108,7 @@ def _numbers(table: object) -> Iterator[tuple[tuple[str, str], float]]:
     for name, row in table.items() if isinstance(table, dict) else ():
         if not isinstance(row, dict):
             continue
-        found = {"decibels": row.get("decibels")}
+        found: dict[str, Any] = {"decibels": row.get("decibels")}
         found |= {t: part.get("flushed") for t in TENSORS if isinstance(part := row.get(t), dict)}
         yield from (((name, what), float(value)) for what, value in found.items() if is_of(value, float))
 
@@ -117,14 +117,14 @@ def _first_watch(path: Path) -> dict[tuple[str, str], float]:
     """Return the numbers of the first watched step in a metrics.jsonl; empty without one. A failure is a warning."""
     try:
         with open(open_regular(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            while file.tell() < _MOST_BYTES and (text := file.readline()):
+            while file.tell() < _MOST_BYTES and (text := file.readline(_MOST_BYTES)):
                 if f'"{KEY}": {{'.encode() not in text:
                     continue
                 with suppress(ValueError, RecursionError):
-                    line = json.loads(text)
+                    line: Any = json.loads(text)
                     if isinstance(line, dict):
                         return dict(_numbers(line.get(KEY)))
     except OSError as error:
-        text = "%s not read (%s): what FP8 loses is compared with the next watch"
-        logging.getLogger(__name__).warning(text, path, reason_of(error))
+        words = "%s not read (%s): what FP8 loses is compared with the next watch"
+        logging.getLogger(__name__).warning(words, path, reason_of(error))
     return {}
