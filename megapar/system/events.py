@@ -22,10 +22,14 @@ FILE = "events.jsonl"
 _FIELDS: dict[str, Shape] = {
     "time": float,
     "event": str,
-    **dict.fromkeys(("job", "tier", "path", "class", "message", "host", "phase", "reason", "policy", "action"), str),
+    **dict.fromkeys(
+        ("job", "tier", "path", "class", "message", "host", "phase", "reason", "policy", "action", "matrix", "what"),
+        str,
+    ),
     **dict.fromkeys(("attempt", "step", "world", "steps_lost", "exit_code", "code", "rank"), int),
-    **dict.fromkeys(("seconds", "loss", "grad_norm", "ratio", "free_bytes", "total_bytes"), float),
+    **dict.fromkeys(("seconds", "loss", "grad_norm", "ratio", "free_bytes", "total_bytes", "first", "now"), float),
     "layout": dict,
+    "others": [str],
 }
 
 

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from megapar.system.typed import is_of
-
 _METRICS = {
     "loss": "training loss",
     "validation_loss": "held-out loss",
@@ -166,16 +164,14 @@ def _disk(found: Mapping[str, Any]) -> str:
 
 
 def _fp8(found: Mapping[str, Any]) -> str:
-    step, what = found.get("step", "?"), found.get("what", "?")
+    what = found.get("what", "?")
+    form, tensor = ("{:.1f} dB", "") if what == "decibels" else ("{:.2%} flushed to zero", f"{what} of ")
     change = ""
-    if is_of(found.get("first"), float) and is_of(found.get("now"), float):
-        numbers = (found["first"], found["now"])
-        form = "{:.1f} dB" if what == "decibels" else "{:.2%} flushed to zero"
-        change = f": {' -> '.join(map(form.format, numbers))}"
-    number = len(found["others"]) if isinstance(found.get("others"), list) else 0
-    more = f", and {number} more" if number else ""
-    tensor = "" if what == "decibels" else f"{what} of "
-    return f"FP8 loses more in {tensor}{found.get('matrix', '?')}{change}{more}, at step {step}."
+    if "first" in found and "now" in found:
+        change = f": {form.format(found['now'])}, and {form.format(found['first'])} at the first watch"
+    others = len(found.get("others", ()))
+    more = f"; and in {others} other product{'' if others == 1 else 's'}" if others else ""
+    return f"FP8 loses more in {tensor}{found.get('matrix', '?')}{change}{more}, at step {found.get('step', '?')}."
 
 
 _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
