@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from megapar_kernels import quantize, scaled_products
-from megapar_kernels.dispatch import Implementation, interpreting
+from megapar_kernels.dispatch import Implementation, on_gpu
 from megapar_kernels.grouped import RowGroups
 from megapar_kernels.quantize import Quantized
 from megapar_kernels.scaled_products import Route
@@ -77,7 +77,7 @@ class Fp8Products(MatrixProducts):
     def convert_weight(self, weight: Tensor) -> Quantized:
         return quantize.quantize_blocks(weight, self.impl)
 
-    def note_weight(self, weight: Tensor, converted: Quantized) -> None:
+    def note_weight(self, weight: Tensor | None, converted: Quantized) -> None:
         if self.watch is not None:
             self.watch.note_weight(self, weight, converted)
 
@@ -149,7 +149,7 @@ def fp8_products(
     On the meta device they are those of Hopper where kernels are planned for a GPU.
     """
     route = scaled_products.serves(device)
-    if device.type == "meta" and impl == "triton" and not interpreting():
+    if device.type == "meta" and on_gpu(torch.empty(0, device=device), impl):
         route = "blocks"
     if route is None:
         return Fp8Products(dtype, products, impl)

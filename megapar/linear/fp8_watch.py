@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
-from megapar_kernels.quantize import Quantized
+from megapar_kernels.quantize import Quantized, restore_blocks
 from torch import Tensor, nn
 
 from megapar.activations import recompute
@@ -94,21 +94,27 @@ class ProductWatch:
             self._add("gradient", grad_y, codes[..., : grad_y.shape[-1]])
 
     @torch.no_grad()
-    def note_weight(self, products: Products, weight: Tensor, converted: Quantized) -> None:
+    def note_weight(self, products: Products, weight: Tensor | None, converted: Quantized) -> None:
         """Count a weight [o, i], or one of experts [e, o, i], the first time, and multiply the sampled rows by it.
 
-        Of experts the rows meet the first one of this rank.
+        Of experts the rows meet the first one of this rank. Where ZeRO-3 has gathered codes alone, `weight` is None:
+        nothing is counted, and the noise of a product is that of its input.
         """
         if self._sums is None:
             return
-        part = int(weight.storage_offset()), weight.shape
-        if part not in self._weights:
-            self._weights.add(part)
-            for rows in self._rows:
-                self._add("weight", weight[rows], converted.codes[rows])
+        if weight is not None:
+            part = int(weight.storage_offset()), weight.shape
+            if part not in self._weights:
+                self._weights.add(part)
+                for rows in self._rows:
+                    self._add("weight", weight[rows], converted.codes[rows])
         if self._sample is not None:
             (x, codes), self._sample = self._sample, None
-            matrix, matrix_codes = (weight, converted) if weight.dim() == 2 else (weight[0], converted[0])
+            is_matrix = converted.codes.dim() == 2
+            matrix_codes = converted if is_matrix else converted[0]
+            if weight is None:
+                weight, is_matrix = restore_blocks(matrix_codes, x.dtype), True
+            matrix = weight if is_matrix else weight[0]
             exact = products.plain.forward(x, matrix, None).double()
             noise = products.forward(codes, matrix_codes, None).double() - exact
             self._sums[-2:] += torch.stack([exact.square().sum(), noise.square().sum()])

@@ -35,8 +35,8 @@ class MatrixProducts(NumberFormat):
         """The products of a layer that reads this rank's part of the sequence, where others read all of it."""
         return self
 
-    def note_weight(self, weight: Tensor, converted: Any) -> None:
-        """Note what products get of a weight, where both of its forms are at hand. It changes nothing."""
+    def note_weight(self, weight: Tensor | None, converted: Any) -> None:
+        """Note what products get of a weight. It changes nothing. `weight` is None if only `converted` was gathered."""
 
     def forward(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """Return y [..., out], from x [..., in] and weight [out, in]."""
