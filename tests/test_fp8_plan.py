@@ -16,7 +16,7 @@ from megapar_tools.plan.durations import FP8_PRODUCTS, KERNELS, PRODUCTS, durati
 from megapar_tools.plan.estimate import Estimator
 from megapar_tools.plan.memory import fullest_rank
 from megapar_tools.plan.network import Network
-from megapar_tools.plan.parts import LayerPart, meta_batch
+from megapar_tools.plan.parts import LayerPart, Parts, meta_batch
 from megapar_tools.plan.plan_report import fp8_in_words, table
 from megapar_tools.plan.recorded import Recording
 from megapar_tools.plan.search import Found, Row
@@ -24,11 +24,13 @@ from megapar_tools.plan.space import layout_of
 from megapar_tools.plan.step_time import StepTime, step_time
 from megapar_tools.plan.work import META, Kernel, Operations, Product, Started, collect
 from megapar_tools.plan.work import recording as recording_of
+from torch import Tensor
 
 from megapar.base.errors import ConfigError
 from megapar.config.options import Config
 from megapar.declare import context
 from megapar.launch.grid import grid_of
+from megapar.linear.fp8_products import Fp8Products
 from megapar.train.levers import LEVERS, changes_of_options
 from tests.support.kernel_checks import needs_triton
 from tests.support.options import load
@@ -107,6 +109,24 @@ def test_weights_are_converted_in_no_pass() -> None:
 
 
 @needs_triton
+def test_an_input_gradient_reads_a_transposed_copy() -> None:
+    """Hopper sums over neighbours in memory. A byte of each weight is read and written, in each backward pass."""
+    work = layer_work(config(1))
+    moved = [operation.moved_bytes for operation in work.backward if isinstance(operation, Kernel)]
+    for outputs, inputs in ((3072, 2048), (2048, 2048), (2 * 8192, 2048), (2048, 8192)):
+        moved.remove(2 * outputs * inputs)
+
+
+def test_layers_with_other_matrices_in_fp8_are_other_parts() -> None:
+    """Whatever was planned before with the same parts."""
+    numbers = []
+    for flags in ((), ("--train.fp8_skip", "0", "-1"), ()):
+        of = config(1, *flags)
+        numbers.append([part.number for part in PARTS.layer_parts(of, PARTS.context(of, 0))])
+    assert numbers == [[0] * 16, [0, *[1] * 14, 0], [0] * 16]
+
+
+@needs_triton
 def test_ranks_send_codes() -> None:
     """What tp gathers has 1 + 1/128 bytes a number; sums of outputs are in bf16."""
     plain, work = (layer_work(config(2, *SP, fp8=fp8)) for fp8 in ("none", "blocks"))
@@ -127,6 +147,18 @@ def test_codes_are_kept_for_backward() -> None:
     inputs = (2048, 2048, 8192)
     saved = sum(2 * width - packed_width(width) for width in inputs) * LENGTH - packed_width(2048) * LENGTH
     assert kept[0] - kept[1] == saved
+
+
+@needs_triton
+def test_weight_gradients_in_fp8_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(self: Fp8Products, total: Tensor, grad_y: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+        torch.ops.megapar.scaled_weight_gradient(grad_y, x, total)
+
+    assert not time_of(H100).adds_fp8
+    monkeypatch.setattr(Fp8Products, "add_weight_gradient", noted)
+    found = step_time(config(8), Parts(BUILDER), H100)
+    assert found.adds_fp8
+    assert found.fp8 > 1.4 * time_of(H100).fp8
 
 
 def test_torch_s_products_of_codes_are_seen_too() -> None:

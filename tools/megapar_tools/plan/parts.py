@@ -253,7 +253,9 @@ class Parts:
         groups = config.optimizer.groups
         by_name = bool(train.trainable or groups)
         cuts = _Cuts.of(config, ctx) if by_name else None
-        key = (config.model, config.adapter, train.seq_length, rule, cuts, groups)
+        # Which matrices are in FP8 follows from their cuts.
+        in_fp8 = (train.fp8_skip, config.parallel.tp, config.parallel.etp) if train.fp8 != "none" else None
+        key = (config.model, config.adapter, train.seq_length, rule, cuts, groups, in_fp8)
         if key not in self._layer_parts:
             first_like: dict[Hashable, int] = {}
             parts = []
