@@ -9,7 +9,7 @@ import pytest
 import torch
 from megapar_kernels import backend, dispatch
 from megapar_kernels.quantize import packed_width
-from megapar_models.build import StageBuilder
+from megapar_models.build import StageBuilder, build_stages
 from megapar_models.registry import presets, validate
 from megapar_tools.plan import hardware
 from megapar_tools.plan.durations import FP8_PRODUCTS, KERNELS, PRODUCTS, duration, kernel_seconds
@@ -20,6 +20,7 @@ from megapar_tools.plan.parts import LayerPart, Parts, meta_batch
 from megapar_tools.plan.plan_report import fp8_in_words, table
 from megapar_tools.plan.recorded import Recording
 from megapar_tools.plan.search import Found, Row
+from megapar_tools.plan.simulate import simulate
 from megapar_tools.plan.space import layout_of
 from megapar_tools.plan.step_time import StepTime, step_time
 from megapar_tools.plan.work import META, Kernel, Operations, Product, Started, collect
@@ -42,6 +43,7 @@ import plan
 H100, A100 = hardware.load("h100-80g"), hardware.load("a100-80g")
 BUILDER = StageBuilder()
 LENGTH = 2048
+KINDS = ("none", "blocks")
 SP = ("--parallel.tp", "2", "--parallel.sequence_parallel")
 
 
@@ -54,8 +56,9 @@ def _not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
 def config(world: int, *flags: str, fp8: str = "blocks", preset: str = "llama3.2-1b") -> Config:
     """A preset in bf16 with the kernels of a GPU."""
     fixed = ["--config", preset, "--kernels.backend", "triton", "--train.precision", "bf16", "--train.fp8", fp8]
-    sizes = ["--train.seq_length", str(LENGTH), "--train.global_batch_size", "64", "--launch.device", "cuda"]
-    return validate(load([*fixed, *sizes, *flags], presets()).config, world)
+    sizes = ["--train.seq_length", str(LENGTH), "--launch.device", "cuda"]
+    batch = [] if "--train.global_batch_size" in flags else ["--train.global_batch_size", "64"]
+    return validate(load([*fixed, *sizes, *batch, *flags], presets()).config, world)
 
 
 def layer_work(of: Config) -> Recording:
@@ -84,7 +87,7 @@ def sent(operations: Operations) -> int:
 def test_outputs_and_input_gradients_are_products_of_codes(flags: tuple[str, ...]) -> None:
     """As many FLOPs as in bf16. Weight gradients are of restored numbers, in bf16."""
     tp = 2 if flags else 1
-    plain, work = (layer_work(config(tp, *flags, fp8=fp8)) for fp8 in ("none", "blocks"))
+    plain, work = (layer_work(config(tp, *flags, fp8=fp8)) for fp8 in KINDS)
     one = flops_by_precision(plain.forward)["bf16"]
     assert flops_by_precision(work.forward) == {"fp8": one}
     assert flops_by_precision(work.backward) == {"fp8": one, "bf16": one}
@@ -129,7 +132,7 @@ def test_layers_with_other_matrices_in_fp8_are_other_parts() -> None:
 @needs_triton
 def test_ranks_send_codes() -> None:
     """What tp gathers has 1 + 1/128 bytes a number; sums of outputs are in bf16."""
-    plain, work = (layer_work(config(2, *SP, fp8=fp8)) for fp8 in ("none", "blocks"))
+    plain, work = (layer_work(config(2, *SP, fp8=fp8)) for fp8 in KINDS)
     numbers = LENGTH * 2048
     assert sent(plain.forward) == 2 * 2 * 2 * numbers
     assert sent(work.forward) == 2 * (packed_width(2048) + 2 * 2048) * LENGTH
@@ -139,7 +142,7 @@ def test_ranks_send_codes() -> None:
 def test_codes_are_kept_for_backward() -> None:
     """Of the inputs of products 1 + 1/128 bytes a number are kept, in place of 2."""
     kept = []
-    for fp8 in ("none", "blocks"):
+    for fp8 in KINDS:
         of = config(1, fp8=fp8)
         recording = PARTS.recording(of, PARTS.context(of, 0), LayerPart(1, recomputed=False))
         kept.append(sum(storage.nbytes for storage in recording.kept.storages))
@@ -250,7 +253,7 @@ def test_weights_are_converted_once_a_step_and_with_zero_3_by_the_ranks_that_own
 def test_the_estimate_of_a_search_is_as_near_as_in_bf16(flags: tuple[str, ...]) -> None:
     tp = 2 if flags else 1
     errors = []
-    for fp8 in ("none", "blocks"):
+    for fp8 in KINDS:
         of = config(tp, *flags, fp8=fp8)
         work, network = layer_work(of), Network(grid_of(of), H100)
         exact = duration(work.forward, H100, network).seconds + duration(work.backward, H100, network).seconds
@@ -261,6 +264,13 @@ def test_the_estimate_of_a_search_is_as_near_as_in_bf16(flags: tuple[str, ...]) 
             sent(work.forward), rel=0.01
         )
     assert errors[1] == pytest.approx(errors[0], abs=0.1)
+
+
+@needs_triton
+def test_a_simulation_counts_flops_in_fp8() -> None:
+    of = [config(1, "--train.global_batch_size", "1", "--model.num_hidden_layers", "2", fp8=fp8) for fp8 in KINDS]
+    plain, found = (simulate(one, build_stages, PARTS, 0, 8) for one in of)
+    assert found.flops == plain.flops
 
 
 # Searches and reports

@@ -210,6 +210,15 @@ def _sum_and_product(total: Tensor, a: Tensor, b: Tensor, *_: object) -> int:
     return _product(a, b)
 
 
+def _scaled_product(a: Tensor, b: Tensor, out: Tensor) -> int:
+    """The FLOPs of a product of FP8 codes (`megapar_kernels.dispatch`)."""
+    return 2 * out.numel() * b.shape[-1]
+
+
+def _scaled_weight_gradient(a: Tensor, b: Tensor, total: Tensor) -> int:
+    return 2 * total.shape[0] * b.numel()
+
+
 def _attention(q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False) -> int:
     """The FLOPs of the two products forward. A causal block has half of the scores."""
     scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[2]
@@ -232,6 +241,10 @@ _FLOPS: dict[Any, Callable[..., int]] = {
     torch.ops.aten.addmm: _sum_and_product,
     torch.ops.aten.addmm_: _sum_and_product,
     torch.ops.aten.baddbmm: _sum_and_product,
+    torch.ops.aten._scaled_mm: _product,
+    torch.ops.aten._scaled_mm_v2: _product,
+    torch.ops.megapar.scaled_product: _scaled_product,
+    torch.ops.megapar.scaled_weight_gradient: _scaled_weight_gradient,
     # On the meta device attention is always this operation, whatever the device that is planned for.
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
