@@ -18,6 +18,7 @@ restarts     what a lost rank and a snapshot cost
 watching     what the flight log, metrics, sinks and hashes take of a step
 recompute    step time and kept bytes of each train.recompute
 losses       held-out losses of the quickstart by optimizer, for several seeds
+fp8_descent  losses of train.fp8 blocks beside bf16, with planted faults
 optimizers   Newton-Schulz by rank, and steps of Muon, QK-clip and optimizer.offload
 gpu          training models of billions of weights on one GPU
 kernels      every fused kernel on one GPU
@@ -51,6 +52,7 @@ MODULES = {
     "watching": "benchmarks.watching",
     "recompute": "benchmarks.recompute",
     "losses": "benchmarks.optimizer_losses",
+    "fp8_descent": "benchmarks.fp8_descent",
     "optimizers": "benchmarks.optimizers",
     "gpu": "benchmarks.gpu",
     "kernels": "benchmarks.kernels.run",
