@@ -21,6 +21,7 @@ losses       held-out losses of the quickstart by optimizer, for several seeds
 fp8_descent  losses of train.fp8 blocks beside bf16, with planted faults
 optimizers   Newton-Schulz by rank, and steps of Muon, QK-clip and optimizer.offload
 gpu          training models of billions of weights on one GPU
+fp8_probe    rates of FP8 products and of what quantizes on one GPU, and whether they pay
 kernels      every fused kernel on one GPU
 """
 
@@ -55,6 +56,7 @@ MODULES = {
     "fp8_descent": "benchmarks.fp8_descent",
     "optimizers": "benchmarks.optimizers",
     "gpu": "benchmarks.gpu",
+    "fp8_probe": "benchmarks.fp8_probe",
     "kernels": "benchmarks.kernels.run",
 }
 

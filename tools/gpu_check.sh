@@ -7,6 +7,8 @@
 #   tests     kernel and checkpoint tests natively on the first GPU                            -> FOLDER/tests.log, .xml
 #   nccl      the distributed tests; ranks share GPUs where there are fewer                    -> FOLDER/nccl.log, .xml
 #   train     Llama 1B to 8B, mixtures: tokens/s, MFU, memory, a profile, PyTorch beside       -> FOLDER/train.json
+#   fp8       rates of FP8 products and of what quantizes, and whether they pay                -> FOLDER/fp8.json
+#   fp8_train 16 layers of Llama 8B and 4 of Qwen3 in bf16, then with train.fp8 blocks         -> FOLDER/fp8_train.json
 #   kernels   every op beside torch eager, Liger-Kernel and torch.compile                      -> FOLDER/kernels.json
 #
 # It takes the first Python from 3.11 that has torch from 2.11, or the one that PYTHON names, and installs nothing into
@@ -28,8 +30,8 @@ stage=${1:-}
 folder=${2:-}
 dry_run=${3:-}
 case $stage in
-    facts | tests | nccl | train | kernels) ;;
-    *) stage='' && fail "name a stage: facts, tests, nccl, train or kernels" ;;
+    facts | tests | nccl | train | fp8 | fp8_train | kernels) ;;
+    *) stage='' && fail "name a stage: facts, tests, nccl, train, fp8, fp8_train or kernels" ;;
 esac
 [ -n "$folder" ] || fail "name a folder for the results"
 case $dry_run in '' | --dry_run) ;; *) fail "$dry_run is not known; only --dry_run is" ;; esac
@@ -85,6 +87,11 @@ case $stage in
     tests) command="$python -m pytest $lane $side_by_side -v -rs -p no:cacheprovider --junitxml $folder/tests.xml $tests" ;;
     nccl) command="$python -m pytest $ranks $ranks_side_by_side -v -rs -p no:cacheprovider --junitxml $folder/nccl.xml tests" ;;
     train) command="$python tools/benchmark.py gpu $dry_run --json $folder/train.json" ;;
+    fp8) command="$python tools/benchmark.py fp8_probe $dry_run --json $folder/fp8.json" ;;
+    fp8_train)
+        command="$python tools/benchmark.py gpu --workloads 8b-16-layers qwen3-4-layers --contenders megapar fp8"
+        command+=" --steps 8 --no-profile --minutes 7 $dry_run --json $folder/fp8_train.json"
+        ;;
     kernels) command="$python tools/benchmark.py kernels $dry_run --json $folder/kernels.json" ;;
 esac
 

@@ -13,6 +13,9 @@ megapar_models.counts has the FLOPs of a token: causal attention counted half, n
 and are not counted. The time of megapar stands beside the prediction of megapar_tools.plan.step_time, and its memory
 beside the plan of --dry_run.
 
+--contenders megapar fp8 is megapar in bf16 and with train.fp8 blocks, on the same weights and batches; MFU stays relative
+to the bf16 peak.
+
 Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile with its one or two minutes a model.
 Each measurement runs alone, in a fresh process, for at most three minutes, and the JSON file is written again after
 each. If a contender runs out of memory, crashes or hangs, the others go on. The program ends with exit code 70 if
@@ -45,7 +48,14 @@ from rich.table import Table
 
 from benchmarks.contenders import Megapar
 from benchmarks.counting import cost
-from benchmarks.gpu_contenders import Compiled, CompiledMixture, MixedPrecision, MixedPrecisionMixture, RandomWeights
+from benchmarks.gpu_contenders import (
+    Compiled,
+    CompiledMixture,
+    MegaparInFp8,
+    MixedPrecision,
+    MixedPrecisionMixture,
+    RandomWeights,
+)
 from benchmarks.harness import Found, Output, Session, figure, table
 from benchmarks.layouts import largest_error, make_batches
 from benchmarks.peers import Peer, Result
@@ -67,7 +77,7 @@ GRACE_MINUTES = 1.0  # for what runs when --minutes are over
 NO_MEMORY = "out of memory"  # a contender's status
 
 WorkloadName = Literal["1b", "3b", "8b-16-layers", "8b", "mixtral-2-layers", "qwen3-4-layers"]
-ContenderName = Literal["megapar", "torch", "compiled"]
+ContenderName = Literal["megapar", "fp8", "torch", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +104,12 @@ WORKLOADS: dict[WorkloadName, Workload] = {
     "qwen3-4-layers": Workload("qwen3-30b-a3b", 4096, 2, layers=4),
 }
 
-CONTENDERS: dict[ContenderName, type[Peer]] = {"megapar": Megapar, "torch": MixedPrecision, "compiled": Compiled}
+CONTENDERS: dict[ContenderName, type[Peer]] = {
+    "megapar": Megapar,
+    "fp8": MegaparInFp8,
+    "torch": MixedPrecision,
+    "compiled": Compiled,
+}
 OF_MIXTURES: dict[ContenderName, type[Peer]] = CONTENDERS | {
     "torch": MixedPrecisionMixture,
     "compiled": CompiledMixture,
@@ -132,8 +147,8 @@ class Options(Output):
     workloads: tuple[WorkloadName, ...] = ()
     """What is trained; empty: all."""
     contenders: tuple[ContenderName, ...] = ("megapar", "torch", "compiled")
-    """Who trains it: megapar, plain PyTorch or Hugging Face, torch.compile. They run in this order, whatever order is
-    given."""
+    """Who trains it: megapar, megapar with train.fp8 blocks, plain PyTorch or Hugging Face, torch.compile. They run in
+    this order, whatever order is given."""
     micro_batch_size: int = 0
     """Samples of a forward pass; 0: the workload's own."""
     micro_batches: int = 8

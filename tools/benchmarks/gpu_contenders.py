@@ -10,6 +10,7 @@ from megapar_models.counts import WholeModel
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.contenders import Megapar
 from benchmarks.peers import Llama, Plain, Weights, loss_sum, make_optimizer
 from benchmarks.peers_huggingface import HuggingFaceMixture
 from megapar.config.model_options import ModelConfig
@@ -40,6 +41,15 @@ class RandomWeights(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self.shapes)
+
+
+class MegaparInFp8(Megapar):
+    """megapar with train.fp8 blocks."""
+
+    name = "megapar, FP8"
+
+    def __init__(self, config: Config, weights: Weights, device: torch.device):
+        super().__init__(replace(config, train=replace(config.train, fp8="blocks")), weights, device)
 
 
 class Recomputed(nn.Module):
