@@ -15,7 +15,8 @@ from tests.support.source_tree import ROOT, imports
 
 # Files that prove nothing about training: documents, benchmarks, rules of the code, tools, the tests' own support.
 PROJECT = (
-    *("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_calibrate", "test_come_over"),
+    *("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_benchmark_fp8", "test_calibrate"),
+    "test_come_over",
     *(
         "test_command",
         "test_community_files",
@@ -53,8 +54,8 @@ GROUPS: Mapping[str, Group] = MappingProxyType(
         ),
         "benchmarks": Group(
             (
-                *("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_calibrate"),
-                "test_kernel_benchmarks",
+                *("test_benchmark", "test_benchmark_checkpoint", "test_benchmark_data", "test_benchmark_fp8"),
+                *("test_calibrate", "test_kernel_benchmarks"),
             ),
             ("tools/benchmark.py", "tools/benchmarks/*"),
         ),

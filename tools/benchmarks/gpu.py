@@ -13,8 +13,8 @@ megapar_models.counts has the FLOPs of a token: causal attention counted half, n
 and are not counted. The time of megapar stands beside the prediction of megapar_tools.plan.step_time, and its memory
 beside the plan of --dry_run.
 
---contenders megapar fp8 is megapar in bf16 and with train.fp8 blocks, on the same weights and batches; MFU stays relative
-to the bf16 peak.
+`--contenders megapar fp8` is megapar in bf16 and with train.fp8 blocks, on the same weights and batches. MFU stays
+relative to the bf16 peak.
 
 Order: megapar on every workload, one profiled step, plain PyTorch, torch.compile with its one or two minutes a model.
 Each measurement runs alone, in a fresh process, for at most three minutes, and the JSON file is written again after
