@@ -50,6 +50,7 @@ from megapar_kernels import (
     norms,
     quantize_kernels,
     rope,
+    scaled_tiles,
     tiled_attention,
     token_rows,
 )
@@ -64,6 +65,7 @@ COUNTED = 90  # the architecture whose instructions are counted: an H200's
 INSTRUCTIONS_A_BYTE = 132 * 128 * 1.4e9 / 4.3e12  # that an H200 issues while it copies a byte
 LARGE = 4096  # columns from which on instructions are counted: in short rows a kernel's first instructions dominate
 PRODUCTS = {"HGMMA": "wgmma", "UTCHMMA": "tcgen05", "HMMA": "mma"}  # by the name of the instruction
+PRODUCTS |= {"QGMMA": "wgmma", "UTCQMMA": "tcgen05"}  # those of FP8
 BATCH = 8  # kernels whose machine code one call of nvdisasm takes: its start takes longer than they do
 
 
@@ -137,6 +139,7 @@ def _all_sizes() -> Iterator[Shipped]:
     yield from _token_rows()
     yield from _grouped()
     yield from _quantize()
+    yield from _scaled()
 
 
 def _token_rows() -> Iterator[Shipped]:
@@ -207,6 +210,33 @@ def _quantize() -> Iterator[Shipped]:
     yield of("expanded scales", q.expanded_scales_kernel, pointers, tile | {"out_row_stride": 1}, q.WARPS)
     pointers = {"exponents_ptr": "*u8", "scales_ptr": "*i32"}
     yield of("swizzled scales", q.swizzled_scales_kernel, pointers, tile | {"GROUP_ROWS": 1}, q.WARPS)
+
+
+def _scaled() -> Iterator[Shipped]:
+    """FP8 products. Qwen3-30B has 128 experts, and each rank of ep 8 has 16 of them."""
+    pointers = {"x_ptr": "*fp8e4nv", "scales_ptr": "*fp32", "weight_ptr": "*fp8e4nv", "exponents_ptr": "*u8"}
+    pointers |= {"ends_ptr": "*i32", "y_ptr": "*bf16"}
+    numbers = dict.fromkeys(("groups", "outputs", "inputs", "width", "all_rows", "group_stride"), "i32")
+    rows, warps, stages = scaled_tiles.grouped_config()
+    for groups, name in ((128, "out_stride"), (16, "in_stride")):
+        transposed = name == "in_stride"  # the matrix of an input gradient
+        constants = {"GROUPS": groups, "ROWS": rows, "out_stride" if transposed else "in_stride": 1}
+        yield Shipped(
+            "scaled", f"products of {groups} groups{', transposed' if transposed else ''}", scaled_tiles.grouped_kernel,
+            {**pointers, **numbers, name: "i32"}, constants, warps, stages,
+            aligned=("outputs", "inputs", "width"), architectures=(90, 100),
+        )  # fmt: skip
+    pointers = {"grad_ptr": "*fp8e4nv", "x_ptr": "*fp8e4nv"}
+    pointers |= dict.fromkeys(("grad_scales_ptr", "x_scales_ptr", "total_ptr"), "*fp32")
+    sizes = ("outputs", "inputs", "positions")
+    columns, warps, stages = scaled_tiles.gradient_config()
+    for overwrite in (False, True):
+        yield Shipped(
+            "scaled", f"weight gradient {'first' if overwrite else 'added'}", scaled_tiles.weight_gradient_kernel,
+            {**pointers, **dict.fromkeys(sizes, "i32")},
+            {"OVERWRITE": overwrite, "TILE_ROWS": scaled_tiles.TILES_OF_ROW, "COLUMNS": columns}, warps, stages,
+            aligned=sizes, architectures=(90, 100),
+        )  # fmt: skip
 
 
 def _cross_entropy() -> Iterator[Shipped]:
