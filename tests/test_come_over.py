@@ -564,7 +564,34 @@ CONVERSIONS = [
      {"train.recompute": "full", "train.recompute_layers": "::2"}),
     ("torchtitan", "--activation_checkpoint.mode memory_budget", 8, None),
     ("torchtitan", "--float8.recipe_name rowwise", 8, {}),
-    ("torchtitan", "--float8.recipe_name rowwise --model.converters float8", 8, None),
+    ("torchtitan", "--float8.recipe_name rowwise --model.converters float8", 8, {}),
+    ("torchtitan", "--model.converters quantize.linear.float8,quantize.grouped_mm.float8", 8, {"train.fp8": "blocks"}),
+    ("torchtitan", "--model.converters float8,quant", 8, None),
+    ("torchtitan", "--float8.filter_fqns output,attention.wk,feed_forward.w2,layers.0. --model.converters float8", 8,
+     {"train.fp8_skip": "*.attention.k *.mlp.down 0"}),
+    ("torchtitan", "--quantize.linear.mx.filter_fqns output,router.gate --model.converters mx", 8, {}),
+    ("torchtitan", "--float8.filter_fqns attention.wq", 8, {}),
+    ("torchtitan", "--float8.filter_fqns auto_filter_small_kn --model.converters float8", 8, None),
+    ("Megatron-LM", "--fp8-format hybrid", 8, {"train.fp8": "blocks"}),
+    ("Megatron-LM", "--fp8-recipe delayed --fp8-format e4m3", 8, {"train.fp8": "blocks"}),
+    ("Megatron-LM", "--fp8-recipe tensorwise", 8, {}),
+    ("Megatron-LM", "--fp8-recipe custom --fp8-format e4m3", 8, None),
+    ("Megatron-LM", "--fp8-margin 1 --fp8-format e4m3", 8, {}),
+    ("Megatron-LM", "--fp8-param-gather --fp8-format e4m3 --use-megatron-fsdp", 8, {}),
+    ("Megatron-LM", "--fp8-param-gather --fp8-format e4m3 --use-distributed-optimizer", 8, None),
+    ("Megatron-LM", "--first-last-layers-bf16 --fp8-format e4m3 --num-layers-at-end-in-bf16 2", 8,
+     {"train.fp8_skip": "0 -1 -2"}),
+    ("Megatron-LM", "--num-layers-at-start-in-bf16 3 --fp8-format e4m3 --first-last-layers-bf16", 8,
+     {"train.fp8_skip": "0 1 2 -1"}),
+    ("Megatron-LM", "--num-layers-at-start-in-bf16 3 --fp8-format e4m3", 8, {}),
+    ("Megatron-LM", "--first-last-layers-bf16", 8, {}),
+    ("Megatron-LM", "--fp4-format e2m1", 8, None),
+    ("Megatron-LM", "--fp4-recipe nvfp4 --fp4-format e2m1", 8, None),
+    ("Megatron-LM", "--fp4-recipe nvfp4", 8, {}),
+    ("Hugging Face", "--fp8 true", 8, {"train.fp8": "blocks"}),
+    ("Hugging Face", "--mixed_precision fp8", 8, {"train.precision": "bf16", "train.fp8": "blocks"}),
+    ("Hugging Face", "--mixed_precision fp16", 8, {"train.precision": "fp16"}),
+    ("Hugging Face", "--mixed_precision int8", 8, None),
     ("torchtitan", "--profiling.profile_freq 10", 8, {}),
     ("torchtitan", "--validation.steps 10", 8, {}),
     ("torchtitan", "--validation.steps 10 --validation.enable true", 8, None),
@@ -956,13 +983,15 @@ def test_saved_arguments_are_read_as_the_flags_that_made_them(tmp_path, ending):
     pytest.importorskip("yaml")
     args = {"num_layers": 2, "swiglu": True, "add_bias_linear": False, "normalization": "RMSNorm", "fp16": False,
             "position_embedding_type": "rope", "masked_softmax_fusion": False, "seed": 7, "quux": 3, "save": None,
-            "attention_dropout": 0.0, "hidden_dropout": 0.0}  # fmt: skip
+            "attention_dropout": 0.0, "hidden_dropout": 0.0, "fp8": "e4m3", "fp8_recipe": "blockwise", "fp4": None,
+            "fp4_recipe": "nvfp4", "fp8_wgrad": True, "bf16": True}  # fmt: skip
     lines = (f"{name}: {json.dumps(value)}" for name, value in args.items())
     file = tmp_path / f"args.{ending}"
     file.write_text(json.dumps(args) if ending == "json" else "\n".join(lines))
     account, _ = from_megatron.account(from_megatron.Arguments(file, world_size=2), [])
     assert {*left(account)} == {"quux"}
     assert account.config.train.seed == 7
+    assert account.config.train.fp8 == "blocks"
     assert not account.config.model.mlp_bias
     assert {"--disable-bias-linear", "--no-masked-softmax-fusion"} <= {line.theirs for line in account.moved.carried}
 

@@ -100,7 +100,7 @@ def test_options_that_notes_name_exist():
     sections = {path.partition(".")[0] for path in options if "." in path}
     wrong = []
     for framework, row in ROWS:
-        for section, key in re.findall(r"\b([a-z]+)\.([a-z_]+(?:\.[a-z_]+)*)", row.note):
+        for section, key in re.findall(r"\b([a-z]+)\.([a-z0-9_]+(?:\.[a-z0-9_]+)*)", row.note):
             if section in sections and f"{section}.{key.replace('no_', '', 1)}" not in options:
                 wrong.append(f"{framework} {row.name}: {section}.{key}")
     assert not wrong, "\n".join(wrong)
@@ -191,6 +191,12 @@ def test_the_page_has_the_table_and_its_sources():
             "from those there",
         ),
         ("--bf16 True", "it is Megatron-LM's and Hugging Face's; here: --train.precision bf16"),
+        ("--fp8-format hybrid", "it is Megatron-LM's; here: --train.fp8 blocks (gradients are e4m3 too)"),
+        (
+            "--fp4-format e2m1",
+            "it is Megatron-LM's; megapar has none: numbers of 4 bits are not built; train.fp8 blocks is the smallest "
+            "format",
+        ),
         ("--bf16 False", "it is Megatron-LM's and Hugging Face's; here: --train.precision"),
         ("--nproc_per_node 8", "it is torchrun's; here: --launch.nproc 8 (or give it to torchrun, as before)"),
         ("--zero_optimization.stage 2", "it is DeepSpeed's; here: --optimizer.zero_stage 2"),
@@ -264,7 +270,8 @@ def test_a_flag_of_another_framework_is_answered_with_ours(typed, said):
         ("[bf16]\nenabled = false", "bf16.enabled: no such option; it is DeepSpeed's; here: train.precision"),
         (
             '[fp8]\nformat = "hybrid"',
-            "fp8.format: no such option; megapar has no fp8: train.precision bf16 is the smallest format",
+            "fp8.format: no such option; train.fp8 blocks multiplies matrices of layers in FP8, and train.fp8_skip "
+            "names those that it leaves out",
         ),
     ],
 )

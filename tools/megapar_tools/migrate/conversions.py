@@ -324,6 +324,40 @@ def profiled(job: Job, words: Words) -> Ours:
     return {"log.profile": (f"{start + 1}-{max(end, start + 1)}",)}
 
 
+# Megatron-LM: FP8
+
+
+def fp8_recipe(job: Job, words: Words) -> Ours:
+    """--fp8-recipe, which counts with --fp8-format."""
+    if words[0] not in ("blockwise", "tensorwise", "delayed", "mxfp8"):
+        raise NoCounterpart("kernels.products MODULE:NAME is a number format of your own")
+    return {"train.fp8": ("blocks",)} if job.is_on("fp8-format") else {}
+
+
+def gathers_codes(job: Job, words: Words) -> Ours:
+    """--fp8-param-gather: with ZeRO-3 nothing is to be set."""
+    fsdp = job.is_on("use-megatron-fsdp") and job.text("data-parallel-sharding-strategy", "optim_grads_params")
+    if fsdp == "optim_grads_params" or job.is_on("use-torch-fsdp2") or not job.is_on("fp8-format"):
+        return {}
+    raise NoCounterpart("optimizer.zero_stage 3 gathers codes of FP8; 1 and 2 gather weights in bf16")
+
+
+def layers_out_of_fp8(job: Job, words: Words) -> Ours:
+    """--first-last-layers-bf16, whose numbers of layers are other flags."""
+    if not (job.is_on("fp8-format") and job.is_on("first-last-layers-bf16")):
+        return {}
+    first, last = job.whole("num-layers-at-start-in-bf16", 1), job.whole("num-layers-at-end-in-bf16", 1)
+    layers = (*range(first), *range(-1, -last - 1, -1))
+    return {"train.fp8_skip": tuple(map(str, layers))} if layers else {}
+
+
+def of_fp4(job: Job, words: Words) -> Ours:
+    """--fp4-recipe, which counts with --fp4-format."""
+    if job.is_on("fp4-format"):
+        raise NoCounterpart("numbers of 4 bits are not built; train.fp8 blocks is the smallest format")
+    return {}
+
+
 # Megatron-LM: data and checkpoints
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Callable
 
 from megapar_tools.migrate.conversions import split_elements
@@ -475,12 +476,54 @@ def recompute_mode(job: Job, words: Words) -> Ours:
     return {"train.recompute": (named[words[0]],)}
 
 
-def float8(job: Job, words: Words) -> Ours:
-    """The options of float8, which count with the converter alone."""
-    converters = f"{job.text('model.converters')} {job.text('training.converters')}"
-    if any(word in converters for word in ("float8", "mx", "quantize")):
-        raise NoCounterpart("train.precision bf16 is the smallest format")
-    return {}
+_CONVERTERS = (
+    *("float8", "mx", "quantize.linear.float8", "quantize.linear.mx"),
+    *("quantize.grouped_mm.float8", "quantize.grouped_mm.mx"),
+)
+_FILTERED = {
+    **{f"attention.w{name}": (f"*.attention.{name}",) for name in ("q", "k", "v", "o", "q_a", "q_b", "kv_a", "kv_b")},
+    **{f"feed_forward.w{n}": (f"*.mlp.{name}",) for n, name in ((1, "gate"), (2, "down"), (3, "up"))},
+    "attention": ("*.attention.*",),
+    "feed_forward": ("*.mlp.gate", "*.mlp.up", "*.mlp.down"),
+    **dict.fromkeys(("output", "router.gate", "moe.router.gate"), ()),  # never in FP8 here
+}
+
+
+def converters(job: Job, words: Words) -> Ours:
+    """model.converters: those of torchao, all in one recipe here."""
+    named = [name for word in words for name in word.split(",") if name]
+    unknown = [name for name in named if name not in _CONVERTERS]
+    if unknown:
+        raise NoCounterpart(f"{', '.join(unknown)}: {', '.join(_CONVERTERS)} have a counterpart")
+    return {"train.fp8": ("blocks",)} if named else {}
+
+
+def filtered(job: Job, words: Words) -> Ours:
+    """filter_fqns of a converter, which counts with it: parts of torchtitan's names, of what stays in bf16."""
+    if not job.text("model.converters"):
+        return {}
+    names = [name for word in words for name in word.split(",") if name]
+    skipped: list[str] = []
+    for name in names:
+        if layer := re.fullmatch(r"layers\.(\d+)\.", name):
+            skipped.append(layer[1])
+        elif name in _FILTERED:
+            skipped += _FILTERED[name]
+        else:
+            raise NoCounterpart(f"{name} is no matrix or layer that is known here; name it in train.fp8_skip")
+    return {"train.fp8_skip": tuple(skipped)} if skipped else {}
+
+
+# Programs around accelerate
+
+
+def mixed_precision(job: Job, words: Words) -> Ours:
+    """mixed_precision, of which fp8 multiplies matrices in FP8, between activations in bf16."""
+    named = {"no": "fp32", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+    if words[0] not in named:
+        raise NoCounterpart(f"{', '.join(named)} have a counterpart")
+    precision: Ours = {"train.precision": (named[words[0]],)}
+    return {**precision, "train.fp8": ("blocks",)} if words[0] == "fp8" else precision
 
 
 def of_validation(job: Job, words: Words) -> Ours:

@@ -64,7 +64,9 @@ def saved_options(saved: dict[str, object]) -> tuple[list[Option], int, list[str
     """Options of saved arguments."""
     saved = saved.get("args", saved) if isinstance(saved.get("args"), dict) else saved  # type: ignore[assignment]
     world = saved.get("world_size")
-    found, unset = sources.options_of_saved(saved, MEGATRON, read_flags("megatron")["saved_opposites"])
+    known = read_flags("megatron")
+    saved = {known["saved_names"].get(name, name): value for name, value in saved.items()}
+    found, unset = sources.options_of_saved(saved, MEGATRON, known["saved_opposites"])
     return found, world if isinstance(world, int) else 0, [f"{unset} saved arguments are unset, off or nobody's choice"]
 
 
