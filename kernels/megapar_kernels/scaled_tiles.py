@@ -152,7 +152,9 @@ def grouped_forward(x_packed: Tensor, weight: Quantized, groups: RowGroups, dtyp
     rows = len(x_packed)
     y = x_packed.new_empty(rows, outputs, dtype=dtype)
     scales = expanded_scales(x.exponents, x.group, "triton")
-    if launches(y, x_packed, scales, codes, weight.exponents, groups.ends):
+    if y.is_meta:
+        torch.ops.megapar.scaled_product(x_packed, codes, y)
+    elif launches(y, x_packed, scales, codes, weight.exponents, groups.ends):
         tile_rows, warps, stages = grouped_config()
         # Each group has at most one tile that is not full. How many rows a group has, only the GPU knows.
         tiles = rows // tile_rows + number
@@ -178,7 +180,9 @@ def add_weight_gradient(total_oi: Tensor, dy: Quantized, x: Quantized, *, overwr
     outputs, inputs = total_oi.shape
     grad_scales, x_scales = (expanded_scales(part.exponents, part.group, "triton") for part in (dy, x))
     operands = dy.codes.contiguous(), grad_scales, x.codes.contiguous(), x_scales
-    if launches(total_oi, *operands):
+    if total_oi.is_meta:
+        torch.ops.megapar.scaled_weight_gradient(dy.codes, x.codes, total_oi)
+    elif launches(total_oi, *operands):
         columns, warps, stages = gradient_config()
         weight_gradient_kernel[(outputs // GROUP * (inputs // columns),)](
             *operands, total_oi, outputs, inputs, dy.codes.shape[1],

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from megapar_kernels import quantize, scaled_products
+from megapar_kernels import quantize, scaled_products, scaled_tiles
 from megapar_kernels.dispatch import Implementation, on_gpu
 from megapar_kernels.grouped import RowGroups
 from megapar_kernels.quantize import Quantized
@@ -99,10 +99,13 @@ class Fp8Products(MatrixProducts):
 
     def _along_positions(self, converted: Tensor) -> Tensor:
         """The operand of a weight gradient: restored numbers [tokens, features], or those of codes grouped again."""
-        if not (self.regroups and converted.dim() == 3):
+        if not self._regroups(converted):
             return self.restore(converted)
         rows = quantize.transposed_rows(converted, self.impl)
         return quantize.restore_groups(rows, self.dtype).permute(2, 0, 1).flatten(0, 1)
+
+    def _regroups(self, converted: Tensor) -> bool:
+        return self.regroups and converted.dim() == 3
 
     def of_own_positions(self) -> MatrixProducts:
         return replace(self, regroups=False)
@@ -139,6 +142,33 @@ class ScaledFp8Products(Fp8Products):
 
     def input_gradient(self, grad_y: Tensor, weight: Quantized) -> Tensor:
         return scaled_products.input_gradient(grad_y, weight, self.dtype, self.impl, self.route)
+
+    def weight_gradient(self, grad_y: Tensor, x: Tensor) -> Tensor:
+        if not self._regroups(x):
+            return super().weight_gradient(grad_y, x)
+        return scaled_products.weight_gradient(grad_y, x, self.impl, self.route)
+
+    def add_weight_gradient(self, total: Tensor, grad_y: Tensor, x: Tensor, *, overwrite: bool = False) -> None:
+        if not self._regroups(x):
+            super().add_weight_gradient(total, grad_y, x, overwrite=overwrite)
+            return
+        codes = (scaled_products.over_positions(quantize.transposed_rows(part, self.impl)) for part in (grad_y, x))
+        scaled_tiles.add_weight_gradient(total, *codes, overwrite=overwrite)
+
+    def grouped_forward(self, x_2d: Tensor, weights_goi: Quantized, groups: RowGroups) -> Tensor:
+        if not self._groups_rows:
+            return super().grouped_forward(x_2d, weights_goi, groups)
+        return scaled_tiles.grouped_forward(x_2d, weights_goi, groups, self.dtype)
+
+    def grouped_input_gradient(self, grad_2d: Tensor, weights_goi: Quantized, groups: RowGroups) -> Tensor:
+        if not self._groups_rows:
+            return super().grouped_input_gradient(grad_2d, weights_goi, groups)
+        return scaled_tiles.grouped_input_gradient(grad_2d, weights_goi, groups, self.dtype)
+
+    @property
+    def _groups_rows(self) -> bool:
+        """Whether one launch of our kernel multiplies the rows of all experts."""
+        return self.impl == "triton" and self.torch_products.grouped == "triton"
 
 
 def fp8_products(
