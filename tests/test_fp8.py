@@ -88,12 +88,23 @@ def test_what_is_cut_elsewhere_stays_in_the_dtype_of_activations(name: str) -> N
     assert kept_back(of(model, **sizes))[f"layers.1.{matrix}"] == f"{reason}, no multiple of 128"
 
 
+def test_what_ranks_of_tp_share_stays_in_the_dtype_of_activations() -> None:
+    """Fault fp8-codes-of-parts: each rank has a part of the gradient of a key's head that several ranks read."""
+    model = replace(DENSE, num_attention_heads=4, num_key_value_heads=1, head_dim=128)
+    reason = "ranks of tp share outputs of k"
+    assert kept_back(of(model, tp=2)) == {
+        f"layers.{layer}.attention.{name}": reason for layer in (0, 1) for name in ("q", "k", "v")
+    }
+
+
 def test_all_ranks_of_tp_have_one_answer() -> None:
-    """Three query heads of 128 a rank read key heads of which rank 0 has the first two, and rank 1 the last two."""
+    """Three query heads of 128 a rank read key heads of which rank 0 has the first two, and rank 1 the last two. So
+    both have the second one, and q, k and v are not in FP8 (`test_what_ranks_of_tp_share_...`)."""
     model = tiny_models.small("llama", 128, 1, 128, num_key_value_heads=3, head_dim=128, num_attention_heads=6)
     answers = run_ranks(2, products_by_module, of(replace(model, intermediate_size=256), tp=2).config())
     assert answers[0] == answers[1]
-    assert answers[0]["layers.0.attention.qkv"]
+    assert not answers[0]["layers.0.attention.qkv"]
+    assert answers[0]["layers.0.attention.out"]
 
 
 def products_by_module(config: Config) -> dict[str, bool]:
@@ -154,6 +165,14 @@ def test_what_means_no_matrix_is_refused(item: str) -> None:
         ConfigError, match=re.escape(f"train.fp8_skip {item}: means no matrix of the model; layers are 0 to 1")
     ):
         make_state(of(fp8_skip=(item,)).config())
+
+
+def test_a_model_without_a_matrix_in_fp8_is_refused() -> None:
+    """(gpt-oss is one: 128 does not divide its hidden size of 2,880.)"""
+    with pytest.raises(
+        ConfigError, match=r"train\.fp8=blocks: 0 of 14 .* inputs cut by 160, no multiple of 128\); use"
+    ):
+        make_state(of(replace(DENSE, hidden_size=160)).config())
 
 
 def test_router_head_embedding_norms_and_adapters_never_see_codes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,13 +50,11 @@ class Products(Protocol):
 class ProductWatch:
     """Counts the numbers of one product of this rank in watched steps. Between them each method does nothing.
 
-    `names` are the matrices of the product, such as q, k and v of a layer. Of a weight the rows `rows` are counted; it
-    is all if none are given. Ranks of tp may share rows, which one of them counts.
+    `names` are the matrices of the product, such as q, k and v of a layer.
     """
 
-    def __init__(self, names: Sequence[str], rows: Sequence[slice] = ()):
+    def __init__(self, names: Sequence[str]):
         self.name = _joined(names)
-        self._rows = tuple(rows) or (slice(None),)
         self._sums: Tensor | None = None  # fp64 [_COLUMNS], in a watched step
         self._sample: tuple[Tensor, Tensor] | None = None  # rows of x, and their codes, until the weight is at hand
         self._has_sampled = False
@@ -106,8 +104,7 @@ class ProductWatch:
             part = int(weight.storage_offset()), weight.shape
             if part not in self._weights:
                 self._weights.add(part)
-                for rows in self._rows:
-                    self._add("weight", weight[rows], converted.codes[rows])
+                self._add("weight", weight, converted.codes)
         if self._sample is not None:
             (x, codes), self._sample = self._sample, None
             is_matrix = converted.codes.dim() == 2

@@ -1,6 +1,5 @@
 """This rank's outputs of the matrices of a column-parallel layer."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -46,13 +45,3 @@ class Columns:
         held = make_piece(f"{self.name}.{kind}", shape, {0: (self.start, self.stop)})
         blocks = self.blocks if kind == "weight" else ()
         return replace(held, owned=owned, partial=partial, blocks=blocks)
-
-
-def owned_rows(columns: Sequence[Columns]) -> list[slice]:
-    """The rows that this rank owns of a weight, in which the rows of all `columns` lie one below the other."""
-    found, end = [], 0
-    for c in columns:
-        first = end + c.own_start - c.start
-        found.append(slice(first, first + c.own_stop - c.own_start))
-        end += c.stop - c.start
-    return found

@@ -106,8 +106,8 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         number_format=find_number_format(config),
         fp8=fp8_rule(config, kernels, products, ctx.device),
     )
-    if config.train.fp8_skip:
-        fp8_matrices(config).check_skip()  # it raises ConfigError for what means no matrix
+    if config.train.fp8 != "none" and ctx.device.type != "meta":
+        fp8_matrices(config).check()  # before this rank builds its part: all ranks raise the same error
     if factory.beside or config.adapter.targets:
         # It raises ConfigError for a pattern without a match, before this rank builds its part.
         WholeModel(model, config.adapter)
@@ -161,12 +161,12 @@ def fp8_matrices(config: Config, device: torch.device | None = None) -> Fp8Matri
 def in_fp8(config: Config, device: torch.device) -> tuple[list[str], dict[str, Any]]:
     """Return what train.fp8 means in a run on `device`: lines for the user, and what the run records. Empty without it.
 
-    Raises ConfigError if train.fp8_skip means no matrix.
+    Raises ConfigError if train.fp8_skip means no matrix, or if no matrix is left.
     """
     if config.train.fp8 == "none":
         return [], {}
     matrices = fp8_matrices(config, device)
-    matrices.check_skip()
+    matrices.check()
     assert isinstance(matrices.products, Fp8Products)  # of `fp8_rule`
     return [f"train.fp8 blocks: {matrices.in_words()}", matrices.products.in_words()], matrices.by_format()
 

@@ -29,7 +29,6 @@ from megapar.expert_parallel.experts import Experts
 from megapar.linear.low_rank import LoraRule
 from megapar.linear.products import MatrixProducts
 from megapar.linear.torch_products import TORCH_PRODUCTS
-from megapar.tensor_parallel.columns import owned_rows
 from megapar.tensor_parallel.layers import (
     ColumnParallelLinear,
     Columns,
@@ -91,15 +90,10 @@ class Factory:
     fp8: Fp8Matrices | None = None
     """Which matrices of layers are multiplied in FP8, if any are (train.fp8)."""
 
-    def products_of_matrices(
-        self, names: Sequence[str], units: Mapping[str, int], owned_rows: Sequence[slice] = ()
-    ) -> MatrixProducts:
-        """Return how the matrices `names`, one product, are multiplied. `units` are those of `Fp8Matrices.take`.
-
-        If ranks share rows of the weight, `owned_rows` are those that this rank owns.
-        """
+    def products_of_matrices(self, names: Sequence[str], units: Mapping[str, int]) -> MatrixProducts:
+        """Return how the matrices `names`, one product, are multiplied. `units` are those of `Fp8Matrices.take`."""
         if self.fp8 is not None and self.fp8.take(names, units):
-            return self.fp8.products_for(names, owned_rows)
+            return self.fp8.products_for(names)
         return self.products_of(names[0])
 
     def products_of(self, name: str) -> MatrixProducts:
@@ -112,8 +106,7 @@ class Factory:
         self, in_features: int, columns: Sequence[Columns], *, bias: bool = False, init: Init | None = None
     ) -> ColumnParallelLinear:
         """One layer of several matrices with the same input. `init` is `self.init` if it is not given."""
-        units = _units_of(in_features, columns)
-        products = self.products_of_matrices([c.name for c in columns], units, owned_rows(columns))
+        products = self.products_of_matrices([c.name for c in columns], _units_of(in_features, columns))
         lora = None
         adapted = [self.is_adapted(c.name) for c in columns]
         if any(adapted):
@@ -217,9 +210,7 @@ class Factory:
         return LargestLogits(layer, total, heads, groups, scaled, self.sharding.device)
 
 
-def _products_of_experts(
-    factory: Factory, name: str, hidden_size: int, width: int
-) -> tuple[MatrixProducts, MatrixProducts]:
+def _products_of_experts(factory: Factory, name: str, hidden_size: int, width: int) -> tuple[MatrixProducts, ...]:
     """Return how gate with up, and down, of the experts `name` are multiplied: in one number format."""
     gate_up, down = [f"{name}.gate", f"{name}.up"], [f"{name}.down"]
     units = {"width": cut_unit(width, factory.sharding.etp.size), "hidden size": hidden_size}
@@ -229,8 +220,9 @@ def _products_of_experts(
 
 
 def _units_of(in_features: int, columns: Sequence[Columns]) -> dict[str, int]:
-    """The numbers that divide the cuts of the matrices of a column-parallel layer on all ranks, by what is cut."""
-    return {"inputs": in_features, **{f"outputs of {c.name.rpartition('.')[2]}": c.unit for c in columns}}
+    """What `Fp8Matrices.take` must know of the cuts of the matrices of a column-parallel layer."""
+    outputs = {f"outputs of {c.name.rpartition('.')[2]}": 0 if c.shared else c.unit for c in columns}
+    return {"inputs": in_features, **outputs}
 
 
 def _beside(factory: Factory, matrix: Matrix) -> nn.Module | None:

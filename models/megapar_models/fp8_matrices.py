@@ -40,31 +40,30 @@ class Fp8Matrices:
     def take(self, names: Sequence[str], units: Mapping[str, int]) -> bool:
         """Return whether the matrices `names`, which are one product, are multiplied in FP8, and note why not.
 
-        `units` has by what, such as "inputs", a number that divides its cuts on all ranks.
+        `units` has by what, such as "inputs", a number that divides its cuts on all ranks. It is 0 for what several
+        ranks have: each would convert its own part of a gradient, and codes of parts are not those of their sum.
         """
         skipped = [name for name in names if any(self._is_meant(name, item) for item in self.skip)]
-        unfit = [f"{what} cut by {unit:,}" for what, unit in units.items() if unit % GROUP]
+        unfit = [f"{what} cut by {unit:,}, no multiple of {GROUP}" for what, unit in units.items() if unit % GROUP]
+        unfit += [f"ranks of tp share {what}" for what, unit in units.items() if not unit]
         reason = ""
         if skipped:
             reason = "train.fp8_skip" if len(skipped) == len(names) else f"one product with {skipped[0]}"
         elif unfit:
-            reason = f"{unfit[0]}, no multiple of {GROUP}"
+            reason = unfit[0]
         self.kept_back.update(dict.fromkeys(names, reason))
         return not reason
 
-    def products_for(self, names: Sequence[str], rows: Sequence[slice] = ()) -> Fp8Products:
-        """Return what multiplies the matrices `names`, which are one product.
-
-        If it is watched, it counts the rows `rows` of the weight, or all if none are given.
-        """
+    def products_for(self, names: Sequence[str]) -> Fp8Products:
+        """Return what multiplies the matrices `names`, which are one product. It may be watched."""
         if not self.watches:
             return self.products
-        watch = ProductWatch(names, rows)
+        watch = ProductWatch(names)
         self.watched.append(watch.name)
         return replace(self.products, watch=watch)
 
-    def check_skip(self) -> None:
-        """Raise ConfigError if an item of `skip` means none of the matrices asked for."""
+    def check(self) -> None:
+        """Raise ConfigError if an item of `skip` means none of the matrices asked for, or if none of them is in FP8."""
         for item in self.skip:
             if not any(self._is_meant(name, item) for name in self.kept_back):
                 words = sorted({name.rpartition(".")[2] for name in self.kept_back})
@@ -74,6 +73,10 @@ class Fp8Matrices:
                 )
                 error.everywhere = True
                 raise error
+        if all(self.kept_back.values()):
+            error = ConfigError(f"train.fp8=blocks: {self.in_words()}; use fp8 none, or a smaller tp")
+            error.everywhere = True
+            raise error
 
     def _is_meant(self, name: str, item: str) -> bool:
         if re.fullmatch(r"-?[0-9]+", item):

@@ -17,8 +17,6 @@ need 1,050 TFLOP/s on an H200 and dW 1,000. Results are in the JSON file after e
 --dry_run computes shapes, strides and dtypes on the meta device, without figures.
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from megapar_kernels import quantize
+from megapar_kernels import quantize, scaled_products
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.quantize import BIAS, Quantized
 from torch import Tensor
@@ -181,7 +179,7 @@ class Operands:
 
     def whole_works(self) -> dict[str, Work]:
         """The products of megapar_kernels, from packed rows: scales and transposes are made in the time that counts."""
-        products = importlib.import_module("megapar_kernels.scaled_products")
+        products = scaled_products
         works = self.works()
         x_sb, dy_sb = self.x_packed[:, None], self.dy_packed[:, None]
         runs: dict[str, Callable[[], Tensor]] = {
@@ -221,6 +219,10 @@ def rates(works: Mapping[str, Work], shape: Shape, seconds: float, target: torch
         turns[name] = partial(repeated, work, times[name])
     found = Case(turns, ROUNDS, device=target).measure()
     return {name: [flops * times[name] / wall / 1e12 for wall in turn.wall] for name, turn in found.items()}
+
+
+def _run(kernel: Callable[[Implementation], Any], impl: Implementation, _: int) -> None:
+    kernel(impl)
 
 
 def kernels_of(operands: Operands) -> dict[str, Callable[[Implementation], Any]]:
@@ -304,7 +306,7 @@ class Probe(Session):
             same = self.options.dry_run or all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
             if not same:
                 self.wrong.append(f"{title}: bits differ from torch's")
-            ms = bench.median_ms(lambda _, kernel=kernel, ours=ours: kernel(ours)) if same else None
+            ms = bench.median_ms(partial(_run, kernel, ours)) if same else None
             row = {"kernel": name, "of": f"{shape.of}, {shape.matrix}", "status": "ok" if same else "wrong bits"}
             self.kernels.append(row | {"ms": ms})
 
@@ -320,9 +322,7 @@ class Probe(Session):
 
 def has_whole_products(target: torch.device) -> bool:
     """Whether megapar_kernels multiplies codes on a device."""
-    if importlib.util.find_spec("megapar_kernels.scaled_products") is None:
-        return False
-    return bool(importlib.import_module("megapar_kernels.scaled_products").serves(target))
+    return scaled_products.serves(target) is not None
 
 
 def rate_of(rows: list[dict[str, Any]], name: str) -> float | None:
