@@ -170,7 +170,7 @@ def test_what_means_no_matrix_is_refused(item: str) -> None:
 def test_a_model_without_a_matrix_in_fp8_is_refused() -> None:
     """(gpt-oss is one: 128 does not divide its hidden size of 2,880.)"""
     with pytest.raises(
-        ConfigError, match=r"train\.fp8=blocks: 0 of 14 .* inputs cut by 160, no multiple of 128\); use"
+        ConfigError, match=r"train\.fp8=blocks: 0 of 14 .*inputs cut by 160, no multiple of 128\).*; use fp8 none"
     ):
         make_state(of(replace(DENSE, hidden_size=160)).config())
 

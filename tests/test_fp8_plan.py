@@ -100,11 +100,10 @@ def test_weights_are_converted_in_no_pass() -> None:
     # q|k|v, o, gate|up, down of 2,048 to 2,048 + 2 x 512, and to 8,192
     weights = 2048 * (3072 + 2048 + 3 * 8192)
     codes = weights + weights // 128**2
-    assert work.converted_bytes == (codes, 0)
-    assert sum(operation.moved_bytes for operation in work.conversions if isinstance(operation, Kernel)) == (
-        2 * weights + codes
-    )
-    assert len(work.conversions) == 4
+    converted = work.kept.converted
+    assert (converted.trained, converted.frozen) == (codes, 0)
+    assert sum(one.moved_bytes for one in converted.operations if isinstance(one, Kernel)) == 2 * weights + codes
+    assert len(converted.operations) == 4
     left = [operation for operation in work.forward if isinstance(operation, Kernel)]
     # Of the inputs of q|k|v, o, gate|up and down two bytes of each number are read, and its codes written.
     for width in (2048, 2048, 2048, 8192):
@@ -244,7 +243,7 @@ def test_weights_are_converted_once_a_step_and_with_zero_3_by_the_ranks_that_own
     once, each = (time_of(H100, "--optimizer.zero_stage", stage) for stage in ("2", "3"))
     of = config(8)
     recording = PARTS.recording(of, PARTS.context(of, 0), LayerPart(0, recomputed=False))
-    converted = 16 * duration(recording.conversions, H100, Network(grid_of(of), H100)).seconds
+    converted = 16 * duration(recording.kept.converted.operations, H100, Network(grid_of(of), H100)).seconds
     assert each.busy[KERNELS] - once.busy[KERNELS] == pytest.approx((1 / 8 - 1) * converted)
 
 

@@ -26,7 +26,7 @@ class ActivationMemory:
         self._parts = parts
         self._layout = layout
         self._kept: dict[Hashable, Counter[str]] = {}
-        self._converted: dict[Hashable, tuple[int, int]] = {}
+        self._converted: dict[Hashable, tuple[int, int, int]] = {}
         self._schedule: Orders | None = None
 
     def kept_by_stage(self, ctx: ParallelContext, stage: HeldStage, *, deferred: bool) -> Counter[str]:
@@ -54,13 +54,14 @@ class ActivationMemory:
             found.append(self._parts.recording(self._config, ctx, part, given))
         return found
 
-    def converted_by_stage(self, ctx: ParallelContext, stage: HeldStage) -> tuple[int, int]:
+    def converted_by_stage(self, ctx: ParallelContext, stage: HeldStage) -> tuple[int, int, int]:
         """Return the bytes of weights in the number format of their products: of trained ones, and of frozen ones."""
         parts = tuple(stage.parts(self._parts.layer_parts(self._config, ctx)))
         key = (parts, ctx.tp.rank, ctx.ep.rank, ctx.etp.rank)
         if key not in self._converted:
-            found = [recording.converted_bytes for recording in self._recordings(ctx, stage)]
-            self._converted[key] = sum(trained for trained, _ in found), sum(frozen for _, frozen in found)
+            found = [recording.kept.converted for recording in self._recordings(ctx, stage)]
+            sums = (sum(getattr(one, kind) for one in found) for kind in ("trained", "quantized", "frozen"))
+            self._converted[key] = next(sums), next(sums), next(sums)
         return self._converted[key]
 
     def inputs(self, ctx: ParallelContext) -> tuple[int, int]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from megapar.base.grid import DEFAULT_ORDER, Grid
 from megapar.config.derive import every_nth
+from megapar.config.model_options import ModelConfig
 from megapar.config.options import BY_LAYER, Config
 from megapar.declare.sharding import model_dtype
 from megapar.pipeline.lowering import lower
@@ -236,7 +237,7 @@ class LayerEstimates:
             # Two kernels write the scales of a product's operands.
             products = [p if p.grouped else p._replace(precision="fp8", launches=3 * p.number) for p in products]
             inputs, outputs = 2 * between + heads + inner, heads + 2 * inner + 2 * between
-            restored = self._restored_for_experts(layout, tokens)
+            restored = _restored_for_experts(model, self.sizes, layout, tokens)
             # Quantizing and restoring move a byte and a number. Weight gradients are of restored numbers.
             moved += (1 + self.width) * (inputs + restored)
             again += (1 + self.width) * (inputs + 2 * outputs + restored) + 2 * self.sizes.layer / tp
@@ -291,15 +292,6 @@ class LayerEstimates:
             found.append(Product(rows / here, width, h, here, precision, weights, grouped=True))
         return found
 
-    def _restored_for_experts(self, layout: Candidate, tokens: float) -> float:
-        """The numbers restored from FP8 for a pass of a layer's experts: their rows, and their matrices."""
-        experts = self.config.model.experts
-        if not self.sizes.experts or not experts:
-            return 0.0
-        width = self.config.model.hidden_size + 2 * experts.moe_intermediate_size
-        rows = tokens * experts.num_experts_per_tok * width / layout.tp
-        return rows + self.sizes.experts / layout.ep / max(layout.etp, 1)
-
     def communication(self, layout: Candidate, tokens: float) -> tuple[Operations, Operations]:
         """What a layer sends in its forward and in its backward pass, each waited for at once."""
         model = self.config.model
@@ -337,6 +329,15 @@ class LayerEstimates:
             for _ in range(2):
                 send(True, "ep", "all_to_all", rows / chunks)
         return tuple(forward), tuple(backward)
+
+
+def _restored_for_experts(model: ModelConfig, sizes: Sizes, layout: Candidate, tokens: float) -> float:
+    """The numbers restored from FP8 for a pass of a layer's experts: their rows, and their matrices."""
+    if not sizes.experts or not model.experts:
+        return 0.0
+    width = model.hidden_size + 2 * model.experts.moe_intermediate_size
+    rows = tokens * model.experts.num_experts_per_tok * width / layout.tp
+    return rows + sizes.experts / layout.ep / max(layout.etp, 1)
 
 
 class _StateEstimates:

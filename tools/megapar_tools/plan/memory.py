@@ -218,15 +218,16 @@ class _Plan:
     def _converted_bytes(self, ctx: ParallelContext, buffers: Buffers, orders: Orders) -> int:
         """The most bytes of weights in the number format of their products at one time (`ConvertedWeight`).
 
-        They are kept until the weights change, and with ZeRO-3 until the unit of the weights is released.
+        They are kept until the weights change, and with ZeRO-3 until the unit of the weights is released. Codes that
+        ZeRO-3 gathers are those of the unit, and count as its weights.
         """
         if self._config.train.fp8 == "none" and self._config.kernels.products == "torch":
             return 0  # torch's products read the weights themselves
         sizes = [self._activations.converted_by_stage(ctx, stage) for stage in self._layout.stages[ctx.pp.rank]]
-        trained = [size for size, _ in sizes]
-        frozen = sum(size for _, size in sizes)
+        trained = [size for size, _, _ in sizes]
+        frozen = sum(size for _, _, size in sizes)
         if self._config.optimizer.zero_stage < 3:
-            return sum(trained) + frozen
+            return sum(trained) + sum(size for _, size, _ in sizes) + frozen
         # The units of a stage are gathered and released together, so one of them stands for all.
         of_units = [0] * len(buffers.unit_elements)
         for units, size in zip(buffers.units, trained, strict=True):

@@ -76,7 +76,7 @@ class PartTimer:
                 add += self._hardware.memory_seconds(3 * 4 * shard)
                 if self._options.zero_stage == 3:
                     gather += self._network.seconds("all_gather", shards, part.gathered_bytes[axis])
-        convert = self._duration(part.conversions)
+        convert = self._duration(part.kept.converted.operations)
         if self._options.zero_stage == 3 and part.elements:
             # A rank converts its own shards, and gathers those of the others.
             own = sum(elements / self._groups.num_shards(axis) for axis, elements in part.elements.items())

@@ -7,7 +7,7 @@ norm with head. Its own forward and backward run, so nothing here knows a family
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import Any
@@ -58,8 +58,23 @@ class Given:
 
 
 @dataclass(frozen=True)
+class Converted:
+    """What a part makes of its weights in the number format of their products, such as FP8.
+
+    `operations` convert trained weights. They are in no pass: a run converts weights when they have changed, and not in
+    each micro-batch. `trained` and `frozen` are the bytes of what is kept beside such weights. `quantized` are those of
+    trained ones of which ZeRO-3 gathers the codes, and then keeps nothing beside them.
+    """
+
+    operations: Operations
+    trained: int
+    quantized: int
+    frozen: int
+
+
+@dataclass(frozen=True)
 class Kept:
-    """What one micro-batch keeps in a part.
+    """What one micro-batch keeps in a part, and the weights `converted` for it.
 
     `storages` are in the order in which they were kept. `passes` are pairs of identities that are one storage here,
     such as an output that is the input. `output` is what the next part is given. `on_host` are the bytes of inputs that
@@ -70,6 +85,7 @@ class Kept:
     passes: Sequence[tuple[str, str]]
     output: Given
     adds_gradients_in_i: bool
+    converted: Converted
     on_host: Sequence[int] = ()
 
 
@@ -158,25 +174,6 @@ class Recording:
     def kept(self) -> Kept:
         """Return what the part keeps between its forward pass (F) and its backward pass (B or I)."""
         return self._forward[1]
-
-    @property
-    def conversions(self) -> Operations:
-        """Return the operations that convert trained weights to the number format of their products, such as FP8.
-
-        They are in neither pass: a run converts weights when they have changed, and not in each micro-batch.
-        """
-        _ = self._forward
-        trained = [param for param in self._stage.parameters() if param.requires_grad]
-        return tuple(operation for param in trained for operation in _conversions_of(param).operations)
-
-    @cached_property
-    def converted_bytes(self) -> tuple[int, int]:
-        """Return the bytes that converted weights take: those of trained weights, and of frozen ones."""
-        _ = self._forward
-        found = {True: 0, False: 0}
-        for param in self._stage.parameters():
-            found[param.requires_grad] += _conversions_of(param).nbytes
-        return found[True], found[False]
 
     @cached_property
     def backward(self) -> Operations:
@@ -325,7 +322,8 @@ def _run_forward(stage: PipelineStage, batch: MicroBatch, tape: Tape, x: Tensor 
 
 def _kept(storages: Sequence[Storage], graph: _Graph, stage: PipelineStage) -> Kept:
     output = Given(tuple(graph.output.shape), graph.output.dtype, graph.output.requires_grad)
-    return Kept(storages, graph.passes, output, stage.adds_gradients_in_i, tuple(graph.on_host))
+    converted = _converted(stage.parameters())
+    return Kept(storages, graph.passes, output, stage.adds_gradients_in_i, converted, tuple(graph.on_host))
 
 
 def _run_backward(output: Tensor, grad: Tensor) -> None:
@@ -348,10 +346,22 @@ class _NotedConversions(ConvertedWeight):
             return super().get(weight, products, part)
 
 
-def _conversions_of(param: nn.Parameter) -> _NotedConversions:
-    found = ConvertedWeight.of(param)
-    assert isinstance(found, _NotedConversions)  # `Recording` has set it
-    return found
+def _converted(params: Iterable[nn.Parameter]) -> Converted:
+    """What has been converted of parameters of a recording."""
+    operations: list[Operation] = []
+    trained = quantized = frozen = 0
+    for param in params:
+        noted = ConvertedWeight.of(param)
+        assert isinstance(noted, _NotedConversions)  # `Recording` has set it
+        if not param.requires_grad:
+            frozen += noted.nbytes
+            continue
+        operations += noted.operations
+        if spec_of(param).quantized:
+            quantized += noted.nbytes
+        else:
+            trained += noted.nbytes
+    return Converted(tuple(operations), trained, quantized, frozen)
 
 
 def _nothing() -> None:
