@@ -101,7 +101,7 @@ def test_weights_are_converted_in_no_pass() -> None:
     weights = 2048 * (3072 + 2048 + 3 * 8192)
     codes = weights + weights // 128**2
     converted = work.kept.converted
-    assert (converted.trained, converted.frozen) == (codes, 0)
+    assert (converted.trained, converted.quantized, converted.frozen) == (0, codes, 0)
     assert sum(one.moved_bytes for one in converted.operations if isinstance(one, Kernel)) == 2 * weights + codes
     assert len(converted.operations) == 4
     left = [operation for operation in work.forward if isinstance(operation, Kernel)]

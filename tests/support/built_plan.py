@@ -59,6 +59,8 @@ def built_report(config: Config, rank: int) -> RankReport:
 
     def converted(unit: int) -> int:
         bucket = state.weights.layout.buckets[unit]
+        if state.weights.layout.is_quantized(bucket):
+            return 0  # its codes are gathered, not converted
         return converted_nbytes(
             slot.param for slot in state.weights.layout.slots[bucket.first_param : bucket.end_param]
         )
