@@ -1,10 +1,12 @@
 """Rates of FP8 products on one GPU beside bf16, and times of the kernels that quantize, in less than three minutes.
 
-For the matrices of Llama 3 8B, 3.2 3B and 1B and Qwen3 30B-A3B, and for few and many summed numbers:
+Of a GPU with products of 1 x 128 (Hopper), for the matrices of Llama 3 8B, 3.2 3B and 1B and Qwen3 30B-A3B, and for
+few inputs:
 
 y           x in groups of 1 x 128 by W in blocks of 128 x 128 (torch.nn.functional.scaled_mm), into bf16
 dx          dy in groups of 1 x 128 by the transposed W, into bf16
 dW          dy and x in groups of 128 positions, into fp32
+..., whole  of 8B, the products of layers: scales and transposes are made in the time that counts
 tensorwise  y with one scale of a tensor and fast sums: the most that the GPU gives
 
 Each product is first compared with restored numbers multiplied in fp32, and a wrong one is not timed. Then all products
@@ -27,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from megapar_kernels import quantize, scaled_products
 from megapar_kernels.dispatch import Implementation
-from megapar_kernels.quantize import BIAS, Quantized
+from megapar_kernels.quantize import Quantized
 from torch import Tensor
 from torch.nn.functional import ScalingType
 
@@ -44,6 +46,8 @@ GATE_OF: WorkloadName = "8b-16-layers"
 """The workload whose matrices decide, measured first."""
 PARTNERS = {"y": "bf16 y", "dx": "bf16 y", "dW": "bf16 dW", "tensorwise": "bf16 y"}
 """Products in FP8, each with the bf16 product that stands beside it."""
+WHOLE = ", whole"
+"""Added to the name of a product: with its scales and transposes."""
 LARGEST_CODE = 448.0
 ROUNDS = 5
 
@@ -99,30 +103,18 @@ def all_shapes() -> list[Shape]:
     return [*found[:8], *few, *found[8:]]
 
 
-def scales_in_memory(exponents: Tensor, group: tuple[int, int]) -> Tensor:
-    """Return the scales of exponents [m, k] as scaled_mm reads them: fp32.
-
-    Those of 1 x 128 have the strides (1, m). Those of blocks are transposed, with zeros up to a multiple of 4 blocks.
-    """
-    scales = quantize.power_of_two(exponents.int() - BIAS)
-    if group[0] == 1:
-        return scales.t().contiguous().t()
-    return F.pad(scales, (0, -scales.shape[1] % 4)).t()
-
-
 def product(a: Quantized, b: Quantized, dtype: torch.dtype) -> Callable[[], Tensor]:
     """What multiplies a [m, k] by the transpose of b [n, k]. The scales are brought into their places before."""
     recipes = [ScalingType.BlockWise1x128 if x.group[0] == 1 else ScalingType.BlockWise128x128 for x in (a, b)]
-    scales = [scales_in_memory(x.exponents, x.group) for x in (a, b)]
+    scales = [quantize.expanded_scales(x.exponents, x.group) for x in (a, b)]
     codes, transposed = a.codes, b.codes.t()
     return lambda: F.scaled_mm(codes, transposed, scales[0], recipes[0], scales[1], recipes[1], output_dtype=dtype)
 
 
 def restored(numbers: Quantized) -> Tensor:
     """The numbers in fp32."""
-    rows, columns = numbers.group
-    scales = quantize.power_of_two(numbers.exponents.int() - BIAS)
-    return numbers.codes.float() * scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+    restore = quantize.restore_groups if numbers.group[0] == 1 else quantize.restore_blocks
+    return restore(numbers, torch.float32)
 
 
 def emulated(a: Quantized, b: Quantized) -> Tensor:
@@ -156,8 +148,8 @@ class Operands:
         weight, bf16 = self.weight_codes, torch.bfloat16
         back = Quantized(weight.codes.t().contiguous(), weight.exponents.t(), weight.group)
         of_x, of_dy = (
-            Quantized(rows.codes[0], rows.exponents[0], rows.group)
-            for rows in (quantize.transposed_rows(packed[:, None]) for packed in (self.x_packed, self.dy_packed))
+            scaled_products.over_positions(quantize.transposed_rows(packed[:, None]))
+            for packed in (self.x_packed, self.dy_packed)
         )
         return {
             "y": Work(product(x, weight, bf16), partial(emulated, x, weight)),
@@ -177,17 +169,19 @@ class Operands:
         # Fast sums keep fewer bits over many inputs.
         return Work(run, lambda: (x.float() * scales[0]) @ (weight.float() * scales[1]).t(), limit=5e-2)
 
-    def whole_works(self) -> dict[str, Work]:
-        """The products of megapar_kernels, from packed rows: scales and transposes are made in the time that counts."""
-        products = scaled_products
-        works = self.works()
+    def whole_works(self, works: Mapping[str, Work], impl: Implementation) -> dict[str, Work]:
+        """The products of layers, from packed rows: scales and transposes are made in the time that counts.
+
+        They are compared as those of `works` are.
+        """
         x_sb, dy_sb = self.x_packed[:, None], self.dy_packed[:, None]
+        how: dict[str, Any] = {"impl": impl, "route": "blocks"}
         runs: dict[str, Callable[[], Tensor]] = {
-            "y": partial(products.forward, self.x_packed, self.weight_codes, None, torch.bfloat16),
-            "dx": partial(products.input_gradient, self.dy_packed, self.weight_codes, torch.bfloat16),
-            "dW": partial(products.weight_gradient, dy_sb, x_sb),
+            "y": partial(scaled_products.forward, self.x_packed, self.weight_codes, None, torch.bfloat16, **how),
+            "dx": partial(scaled_products.input_gradient, self.dy_packed, self.weight_codes, torch.bfloat16, **how),
+            "dW": partial(scaled_products.weight_gradient, dy_sb, x_sb, **how),
         }
-        return {f"{name}, whole": works[name]._replace(run=run) for name, run in runs.items()}
+        return {name + WHOLE: works[name]._replace(run=run) for name, run in runs.items()}
 
 
 def problem_of(work: Work) -> str:
@@ -217,12 +211,8 @@ def rates(works: Mapping[str, Work], shape: Shape, seconds: float, target: torch
         trial = Case({name: partial(repeated, work, 10)}, rounds=1, device=target).measure()[name].wall[0] / 10
         times[name] = max(1, round(seconds / ROUNDS / trial))
         turns[name] = partial(repeated, work, times[name])
-    found = Case(turns, ROUNDS, device=target).measure()
+    found = Case(turns, ROUNDS, warmup=0, device=target).measure()
     return {name: [flops * times[name] / wall / 1e12 for wall in turn.wall] for name, turn in found.items()}
-
-
-def _run(kernel: Callable[[Implementation], Any], impl: Implementation, _: int) -> None:
-    kernel(impl)
 
 
 def kernels_of(operands: Operands) -> dict[str, Callable[[Implementation], Any]]:
@@ -247,6 +237,19 @@ def parts_of(found: Any) -> list[Tensor]:
     return [x.contiguous().view(torch.uint8) for x in tensors]
 
 
+def problem_of_kernel(kernel: Callable[[Implementation], Any], ours: Implementation) -> str:
+    """What is wrong with a kernel. Shapes alone on the meta device."""
+    pairs = list(zip(parts_of(kernel(ours)), parts_of(kernel("torch")), strict=True))
+    if all(x.shape == y.shape if x.is_meta else torch.equal(x, y) for x, y in pairs):
+        return ""
+    return "bits differ from those of torch's ops"
+
+
+def kernel_again(kernel: Callable[[Implementation], Any], ours: Implementation, _: int) -> Any:
+    """Run a kernel, whichever the repetition is."""
+    return kernel(ours)
+
+
 @dataclass
 class Probe(Session):
     """The shapes measured so far, and the kernels."""
@@ -256,10 +259,14 @@ class Probe(Session):
     kernels: list[dict[str, Any]] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
 
-    def work(self) -> None:
-        """All shapes as far as the time lasts, kernels behind those that decide."""
-        bench = Stopwatch(self.target, dry_run=self.options.dry_run)
-        kernels = [name for name in shapes_of(GATE_OF) if name.matrix in ("mlp, gate, up", "mlp, down")]
+    @property
+    def impl(self) -> Implementation:
+        """What quantizes in the time that counts."""
+        return "torch" if self.options.dry_run else "triton"
+
+    def work(self, bench: Stopwatch) -> None:
+        """All shapes as far as the time lasts, and kernels at two of those that decide."""
+        kernels = [shape for shape in shapes_of(GATE_OF) if shape.matrix in ("mlp, gate, up", "mlp, down")]
         for shape in all_shapes():
             if self.may_begin(f"{shape.of}, {shape.matrix}"):
                 operands = Operands(shape, self.target)
@@ -273,42 +280,39 @@ class Probe(Session):
     def take(self, shape: Shape, operands: Operands) -> None:
         """Compare all products of a shape, and time those that are right."""
         works = operands.works()
-        if shape.of == GATE_OF and not self.options.dry_run and has_whole_products(self.target):
-            works |= operands.whole_works()
-        status = {name: self.status(f"{shape.of}, {shape.matrix}, {name}", work) for name, work in works.items()}
+        if shape.of == GATE_OF:
+            works |= operands.whole_works(works, self.impl)
+        status = {
+            name: self.status(f"{shape.of}, {shape.matrix}, {name}", partial(problem_of, work))
+            for name, work in works.items()
+        }
         good = {name: work for name, work in works.items() if status[name] == "ok"}
         found = {} if self.options.dry_run else rates(good, shape, self.options.seconds, self.target)
         for name in works:
             if name.startswith("bf16"):
                 continue
-            ours, beside = found.get(name), found.get(PARTNERS[name.partition(",")[0]])
+            ours, beside = found.get(name), found.get(PARTNERS[name.removesuffix(WHOLE)])
             row = {**shape._asdict(), "product": name, "status": status[name], "tflops": ours, "bf16_tflops": beside}
             ratio = [fast / slow for fast, slow in zip(ours, beside, strict=True)] if ours and beside else None
             self.rows.append(row | {"over_bf16": ratio})
 
-    def status(self, title: str, work: Work) -> str:
-        """ok, or why a product is not timed. A wrong one is noted."""
+    def status(self, title: str, problem: Callable[[], str]) -> str:
+        """ok, or why something is not timed. What is wrong is noted, and the rest goes on."""
         try:
-            problem = problem_of(work)
-        except (RuntimeError, ValueError, NotImplementedError) as error:  # such as a GPU or a cuBLAS without it
-            problem = brief(error)
-        if problem:
-            self.wrong.append(f"{title}: {problem}")
-        return problem or "ok"
+            found = problem()
+        except Exception as error:  # such as a GPU or a cuBLAS without the product: a line of the report
+            found = brief(error)
+        if found:
+            self.wrong.append(f"{title}: {found}")
+        return found or "ok"
 
     def take_kernels(self, shape: Shape, operands: Operands, bench: Stopwatch) -> None:
         """Compare what quantizes with torch's ops bit by bit, and time it."""
         for name, kernel in kernels_of(operands).items():
-            title = f"{name}, {shape.of}, {shape.matrix}"
-            expected = parts_of(kernel("torch"))
-            ours: Implementation = "torch" if self.options.dry_run else "triton"
-            found = parts_of(kernel(ours))
-            same = self.options.dry_run or all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
-            if not same:
-                self.wrong.append(f"{title}: bits differ from torch's")
-            ms = bench.median_ms(partial(_run, kernel, ours)) if same else None
-            row = {"kernel": name, "of": f"{shape.of}, {shape.matrix}", "status": "ok" if same else "wrong bits"}
-            self.kernels.append(row | {"ms": ms})
+            of = f"{shape.of}, {shape.matrix}"
+            status = self.status(f"{name}, {of}", partial(problem_of_kernel, kernel, self.impl))
+            ms = bench.median_ms(partial(kernel_again, kernel, self.impl)) if status == "ok" else None
+            self.kernels.append({"kernel": name, "of": of, "status": status, "ms": ms})
 
     def found(self) -> dict[str, Any]:
         return super().found() | {
@@ -318,11 +322,6 @@ class Probe(Session):
             "rows": self.rows,
             "kernels": self.kernels,
         }
-
-
-def has_whole_products(target: torch.device) -> bool:
-    """Whether megapar_kernels multiplies codes on a device."""
-    return scaled_products.serves(target) is not None
 
 
 def rate_of(rows: list[dict[str, Any]], name: str) -> float | None:
@@ -356,7 +355,7 @@ def measure(options: Options) -> Found:
     bench, _, circumstances = prepare(options.dry_run)
     target = torch.device("meta") if options.dry_run else bench.target
     session = Probe(options, circumstances, target=target)
-    session.work()
+    session.work(bench)
     title = "DRY RUN on the meta device: no figures" if options.dry_run else "FP8 products"
     shown = [table(session.rows, title), table(session.kernels)]
     return session.end(*shown, verdict(session.rows), problems=session.wrong)
