@@ -124,7 +124,8 @@ def test_groups_along_positions_are_of_whole_samples(monkeypatch: pytest.MonkeyP
 
 
 def test_sequence_parallel_ranks_gather_codes() -> None:
-    """x for up, once for the product and once for the weight gradient; and dy for down. Sums stay in fp32."""
+    """Fault fp8-dtype-in-messages: bytes travel, which every backend takes. x for up, once for the product and once for
+    the weight gradient; and dy for down. Sums stay in fp32."""
     rows = LENGTH // 2 * SAMPLES
     for rank in run_ranks(2, mlp, 2, SEQUENCE, "none"):
         assert rank["sent"]["all_gather"] == 3 * rows * packed_width(HIDDEN)

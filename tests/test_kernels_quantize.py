@@ -122,7 +122,7 @@ def test_the_exponent_is_the_least_that_fits() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_groups_that_are_zero_tiny_huge_or_not_finite(dtype: torch.dtype) -> None:
-    """A group with inf or NaN has codes of NaN alone; its neighbours do not see it."""
+    """Fault fp8-zero-group: zeros stay zeros. A group with inf or NaN has codes of NaN alone; others do not see it."""
     limits = torch.finfo(dtype)
     special = [0.0, -0.0, limits.smallest_normal, limits.tiny / 4, limits.max, math.inf, -math.inf, math.nan, -math.nan]
     x = draw(len(special), 3 * GROUP, dtype=dtype, spread=0.5)
@@ -145,7 +145,7 @@ def test_groups_that_are_zero_tiny_huge_or_not_finite(dtype: torch.dtype) -> Non
 
 
 def test_a_number_too_large_for_a_code_does_not_become_nan() -> None:
-    """The scale follows the largest number, so 1e30 has a code, in every version of torch."""
+    """Fault fp8-cast-overflows: the scale follows the largest number, so 1e30 has a code in every version of torch."""
     x = torch.full((1, GROUP), 1e30, device=DEVICE)
     restored = quantize.restore_rows(check(quantize.quantize_rows, x), torch.float32)
     assert torch.allclose(restored, x, rtol=1 / 16)

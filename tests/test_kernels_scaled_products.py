@@ -83,7 +83,8 @@ def along_positions(packed: Tensor) -> Tensor:
 @pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_operands_are_those_that_the_products_read(route: Route, impl: Any) -> None:
-    """K of 640, which is 5 blocks; tokens that 4 does not divide; positions that 128 does not."""
+    """Fault fp8-padding-in-scales: K of 640, which is 5 blocks; tokens that 4 does not divide, positions that 128 does
+    not. Zeros fill what is missing, and change no scale."""
     x, dy, weight, bias = draw(37, 3, 640), draw(37, 3, 256), draw(256, 640), draw(256)
     x_packed, dy_packed = quantize.quantize_rows(x), quantize.quantize_rows(dy)
     blocks = quantize.quantize_blocks(weight)
@@ -173,7 +174,7 @@ def test_a_device_without_products_is_told() -> None:
 
 
 def test_only_the_new_scaled_mm_is_called() -> None:
-    """(pytorch#166752) The old one computes wrong values for K of 768."""
+    """Fault fp8-scaled-mm-misreads (pytorch#166752): the old one computes wrong values for K of 768."""
     calls = [node for node in ast.walk(ast.parse(inspect.getsource(scaled_products))) if isinstance(node, ast.Call)]
     assert [name for call in calls if "scaled_mm" in (name := ast.unparse(call.func))] == ["F.scaled_mm"]
 

@@ -90,7 +90,7 @@ IN_FP8 = (
     ],
 )
 def test_a_run_measures_what_its_plan_says(flags: tuple[str, ...], tmp_path: Path) -> None:
-    """To the byte: weights, gradients, optimizer, and activations of every stage and kind."""
+    """To the byte: weights, gradients, optimizer, and activations of every stage and kind (fault fp8-copies-kept)."""
     steps = ("--train.steps", "2", "--train.memory_report", "--checkpoint.no_save_last")
     ended = program.run(*program.TINY, "--launch.nproc", "2", *steps, *flags, cwd=tmp_path)
     assert ended.code == 0, ended.err

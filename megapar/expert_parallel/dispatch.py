@@ -51,7 +51,7 @@ from megapar.declare.params import cut
 from megapar.expert_parallel.exchange import ArrivingRows, ExchangeMemory, all_arrived, exchange_rows, start_exchanges
 from megapar.expert_parallel.route import counts
 from megapar.expert_parallel.row_counts import RowChunk, RowCounts, experts_of, inverse_of
-from megapar.linear.function import converted
+from megapar.linear.convert import converted
 from megapar.linear.meanwhile import Meanwhile
 from megapar.linear.products import MatrixProducts
 from megapar.linear.torch_products import TORCH_PRODUCTS

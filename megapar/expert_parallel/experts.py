@@ -36,8 +36,8 @@ from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.balance import Float32Products, halves
 from megapar.expert_parallel.expert_parameters import ExpertParameters
 from megapar.expert_parallel.row_counts import experts_of
+from megapar.linear.convert import converted
 from megapar.linear.converted_weight import ConvertedWeight
-from megapar.linear.function import converted
 from megapar.linear.low_rank import FactorProducts, LoraRule
 from megapar.linear.main_grad import DeferredWeightGradient
 from megapar.linear.meanwhile import Meanwhile

@@ -12,12 +12,9 @@ from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from megapar_kernels.dispatch import apply_function
-from megapar_kernels.packed import Packed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megapar.activations import recompute
 from megapar.comm.pending import NOTHING, Pending
 from megapar.linear.converted_weight import ConvertedWeight
 from megapar.linear.main_grad import DeferredWeightGradient, MainGrad, is_deferred, main_grad_of
@@ -80,10 +77,6 @@ class KeptWeight(NamedTuple):
         """The weight as its products get it."""
         return self.converted.get(weight, self.products)
 
-    def as_gradient(self, grad_y: Tensor) -> Tensor:
-        """The gradient of the product's output as the products get it."""
-        return self.products.as_gradient(grad_y)
-
 
 def keep_for_backward(
     ctx: Any,
@@ -145,7 +138,7 @@ def linear_backward(
     grad_x = grad_bias = None
     entering = leaving = NOTHING
     region = ctx.region  # through which x has still to enter
-    converted = [kept.as_gradient(grad_y) for kept, grad_y in zip(ctx.kept, grads_y, strict=True)]
+    converted = [kept.products.as_gradient(grad_y) for kept, grad_y in zip(ctx.kept, grads_y, strict=True)]
     if any(needs and not is_deferred(kept.main_grad) for needs, kept in zip(needs_weights, ctx.kept, strict=True)):
         # From here on x is the input of the product, no longer that of the layer. This communication runs during the
         # product of the input gradient.
@@ -167,33 +160,6 @@ def linear_backward(
         grad_bias = as_2d(grads_y[0]).sum(0)
     leaving.wait()
     return grad_x, grad_weights, grad_bias
-
-
-class _Convert(torch.autograd.Function):
-    """x as the products of a layer convert it. Backward takes the gradient as if nothing had been rounded."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, products: MatrixProducts) -> Tensor:
-        return products.carry(products.convert_input(x), like=x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-def converted(x: Tensor, products: MatrixProducts) -> Tensor:
-    """Return x as the `products` of a layer convert it: once, also if several layers of this format read the result.
-
-    With train.recompute light backward converts again rather than to keep what was converted.
-    """
-    if not products.converts or isinstance(x, Packed):
-        return x
-    return recompute.remade(partial(_convert, products), x)
-
-
-def _convert(products: MatrixProducts, x: Tensor) -> Tensor:
-    y: Tensor = apply_function(_Convert, x, products)
-    return y
 
 
 class LinearFunction(torch.autograd.Function):

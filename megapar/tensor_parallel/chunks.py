@@ -287,7 +287,7 @@ class _LinearReduce(torch.autograd.Function):
         grad_x = _empty(grad_y, x.shape[0], weight.shape[1]) if needs_x else None
         of_weight = ctx.kept[0]
         # From here on grad_y is the gradient of the product's output, no longer that of the layer's.
-        grad_y, chunks = ctx.region.enter_gradient(of_weight.as_gradient(grad_y))
+        grad_y, chunks = ctx.region.enter_gradient(of_weight.products.as_gradient(grad_y))
         converted = of_weight.get(weight)
         for tokens in chunks:
             if grad_x is not None:

@@ -20,14 +20,15 @@ from megapar.comm.axis import Axis
 from megapar.declare.params import VOCAB_MULTIPLE, ZEROS, Init, cut, held_by_all, make_piece, shared_piece
 from megapar.declare.random import Tokens
 from megapar.declare.sharding import Sharding
-from megapar.linear.function import LOCAL, LinearFunction, converted
+from megapar.linear.convert import converted
+from megapar.linear.function import LOCAL, LinearFunction
 from megapar.linear.low_rank import AdaptedLinear
 from megapar.linear.main_grad import DeferredWeightGradient
 from megapar.linear.products import MatrixProducts
 from megapar.linear.torch_products import TORCH_PRODUCTS
 from megapar.tensor_parallel.chunks import ChunkedGather, gather_adapted, gather_linear, linear_reduce, output_region
 from megapar.tensor_parallel.columns import Columns
-from megapar.tensor_parallel.lora import Lora
+from megapar.tensor_parallel.lora import Lora, reads_codes
 from megapar.tensor_parallel.regions import input_region, reduce_from_tp, scatter_sum
 
 
@@ -83,11 +84,6 @@ def local_linear(
     return lora.scale_output(y, weight, bias)
 
 
-def reads_codes(products: MatrixProducts, lora: Lora | None) -> bool:
-    """Return whether passes read a weight as FP8 codes alone (`ParamSpec.quantized`). A DoRA reads its values too."""
-    return products.in_blocks and (lora is None or lora.magnitude is None)
-
-
 class ColumnParallelLinear(nn.Module):
     """Several matrices with the same input in one product, each cut by its outputs: y_sbo = x_sbi W^T + b.
 
@@ -114,10 +110,9 @@ class ColumnParallelLinear(nn.Module):
         tp = sharding.tp
         rows = sum(c.stop - c.start for c in columns)
         weights = tuple(c.piece("weight", (c.size, in_features), tp) for c in columns)
-        quantized = reads_codes(products, lora)
-        self.weight = sharding.parameter(
-            weights, (rows, in_features), init, decay=True, update="matrix", quantized=quantized
-        )
+        codes = reads_codes(products, lora)
+        shape = (rows, in_features)
+        self.weight = sharding.parameter(weights, shape, init, decay=True, update="matrix", quantized=codes)
         self.bias = None
         if bias:
             biases = tuple(c.piece("bias", (c.size,), tp) for c in columns)
@@ -156,10 +151,9 @@ class RowParallelLinear(nn.Module):
         self.lora = lora
         start, stop = cut(in_features, sharding.tp)
         weight = make_piece(f"{name}.weight", (out_features, in_features), {1: (start, stop)})
-        quantized = reads_codes(products, lora)
-        self.weight = sharding.parameter(
-            (weight,), weight.local_shape, init, decay=True, update="matrix", quantized=quantized
-        )
+        codes = reads_codes(products, lora)
+        shape = weight.local_shape
+        self.weight = sharding.parameter((weight,), shape, init, decay=True, update="matrix", quantized=codes)
         self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
 
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:

@@ -21,6 +21,7 @@ from megapar.declare.params import ADAPTER, ZEROS, Init, ParamSpec, Piece, Sizes
 from megapar.declare.random import Tokens
 from megapar.declare.sharding import Sharding
 from megapar.linear.low_rank import InputDropout, LoraRule, LowRank, ScaledColumns
+from megapar.linear.number_format import NumberFormat
 from megapar.tensor_parallel.columns import Columns
 
 
@@ -134,3 +135,8 @@ def lora_of_columns(
             magnitudes.append(c.piece("lora_magnitude", (c.size,), sharding.tp))
             places.append(slice(start, end))
     return Lora(rule, a, b, magnitudes, places, sharding) if places else None
+
+
+def reads_codes(products: NumberFormat, lora: Lora | None) -> bool:
+    """Return whether passes read a weight as FP8 codes alone (`ParamSpec.quantized`). A DoRA reads its values too."""
+    return products.in_blocks and (lora is None or lora.magnitude is None)

@@ -30,7 +30,8 @@ from megapar.activations import recompute
 from megapar.config.model_options import ModelConfig
 from megapar.declare.largest_logits import ScaledRows
 from megapar.declare.params import ZEROS, shared_piece
-from megapar.tensor_parallel.layers import Columns, local_linear, reads_codes, shared_vector
+from megapar.tensor_parallel.layers import Columns, local_linear, shared_vector
+from megapar.tensor_parallel.lora import reads_codes
 from megapar.tensor_parallel.regions import copy_to_tp, gather_sequence
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
