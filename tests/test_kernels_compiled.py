@@ -24,7 +24,7 @@ WITHOUT_WIDE_LOADS = ("adamw square sum, elements = 1",)  # it reads a single nu
 FEWEST_WARPS_OF_PRODUCTS = 4
 # Asynchronous copies keep the memory busy in place of warps.
 FEWEST_WARPS_BESIDE_COPIES = 8
-WITHOUT_AMPERE = ("quantize", "scaled")  # Triton converts to e4m3 from sm_89 on, and torch serves older GPUs
+WITHOUT_AMPERE = ("quantize", "scaled", "packed")  # Triton converts to e4m3 from sm_89 on, and torch serves older GPUs
 MOST_SHARED = 99 << 10  # bytes that a program may have on every GPU from sm_80 on
 OF_PROGRAM = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10}  # and on these
 # They spill on Hopper, and were timed on an H200: tiles without spills are slower.
@@ -47,6 +47,7 @@ FEW = (
     *("norms add_layer_norm backward wide", "rope 4 heads of 128", "token_rows sum of 8, 4096"),
     *("grouped weight gradient first", "tiled_attention keys and values 64/64, plain"),
     *("tiled_attention forward 64/64, dropout", "quantize rows 4096", "scaled products of 128"),
+    "packed norms add_rms_norm forward 4096",
 )
 
 Table = dict[str, dict[str, dict[str, Any]]]

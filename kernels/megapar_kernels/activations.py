@@ -32,6 +32,8 @@ from megapar_kernels.dispatch import (
     triton,
 )
 from megapar_kernels.one_graph import OneGraph
+from megapar_kernels.quantize import GROUP, as_packed, has_kernels, packed_width, quantized
+from megapar_kernels.quantize_kernels import store_tile
 
 __all__ = [
     *("bias_gelu", "clamped_swiglu", "geglu", "geglu_erf", "gelu", "gelu_erf", "reglu", "reglu_squared", "relu"),
@@ -128,7 +130,9 @@ def _tile(rows, columns, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr):  
 def _activation_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, bias_ptr, weights_ptr, y_ptr, rows, columns,
     ACTIVATION: tl.constexpr, GATED: tl.constexpr, ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr = 0,
 ):  # fmt: skip
+    """One tile of y, or with a WIDTH of packed rows of so many bytes."""
     row, column, inside = _tile(rows, columns, ROW_BLOCK, COLUMN_BLOCK)
     source = x_ptr + row * (2 * columns if GATED else columns) + column
     x = tl.load(source, inside, other=0.0).to(tl.float32)
@@ -139,7 +143,13 @@ def _activation_forward_kernel(  # type: ignore[no-untyped-def]
         y *= tl.load(source + columns, inside, other=0.0).to(tl.float32)
     if weights_ptr is not None:
         y *= tl.load(weights_ptr + row, row < rows, other=0.0).to(tl.float32)
-    tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), inside)
+    if WIDTH == 0:
+        tl.store(y_ptr + row * columns + column, y.to(y_ptr.dtype.element_ty), inside)
+    else:
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        first_row = tl.program_id(0).to(tl.int64) * ROW_BLOCK
+        first_column = tl.program_id(1).to(tl.int64) * COLUMN_BLOCK
+        store_tile(y_ptr, y, first_row, first_column, rows, columns, WIDTH, ROW_BLOCK, COLUMN_BLOCK)
 
 
 @triton.jit
@@ -231,12 +241,14 @@ def biased_backward_config(columns: int) -> tuple[int, int, int, int, int]:
     return row_block, column_block, warps, 3, 4
 
 
-def _launch(kernel: Any, *tensors: Tensor | None, rows: int, columns: int, activation: Activation, gated: bool) -> None:
+def _launch(
+    kernel: Any, *tensors: Tensor | None, rows: int, columns: int, activation: Activation, gated: bool, **more: int
+) -> None:
     """Launch `kernel` on [rows, columns], if there is anything to compute."""
     if tensors[0] is not None and launches(tensors[0], *tensors[1:]):
         row_block, column_block, warps = config(columns)
         grid = triton.cdiv(rows, row_block), triton.cdiv(columns, column_block)
-        kernel[grid](*tensors, rows, columns, activation, gated, row_block, column_block, num_warps=warps)
+        kernel[grid](*tensors, rows, columns, activation, gated, row_block, column_block, **more, num_warps=warps)
 
 
 def _launch_biased_backward(grad_y: Tensor, x: Tensor, bias: Tensor, grad_x: Tensor, activation: Activation) -> Tensor:
@@ -272,36 +284,39 @@ def _launch_weighted_backward(
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation, gated: bool
+        ctx: Any, x: Tensor, bias: Tensor | None, weights: Tensor | None, activation: Activation, *form: bool
     ) -> Tensor:
+        gated, packs = form
         x = x.contiguous()
         bias = None if bias is None else bias.contiguous()
         weights = None if weights is None else weights.contiguous()
         columns = x.shape[-1]
         if gated:
             columns //= 2
-        y = torch.empty(*x.shape[:-1], columns, dtype=x.dtype, device=x.device)
+        width = packed_width(columns) if packs else 0
+        dtype = torch.uint8 if packs else x.dtype
+        y = torch.empty(*x.shape[:-1], width or columns, dtype=dtype, device=x.device)
         rows = x.shape[:-1].numel()
         ctx.settings = {"rows": rows, "columns": columns, "activation": activation, "gated": gated}
         ctx.save_for_backward(x, bias, weights)
-        _launch(_activation_forward_kernel, x, bias, weights, y, **ctx.settings)
-        return y
+        _launch(_activation_forward_kernel, x, bias, weights, y, **ctx.settings, WIDTH=width)
+        return as_packed(y, x.dtype, "triton") if packs else y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None, None]:
         x, bias, weights = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         if weights is not None:
             grad_weights = torch.empty_like(weights)
             activation = ctx.settings["activation"]
             _launch_weighted_backward(grad_y.contiguous(), x, weights, grad_x, grad_weights, activation)
-            return grad_x, None, grad_weights, None, None
+            return grad_x, None, grad_weights, None, None, None
         if bias is not None:
             grad_bias = _launch_biased_backward(grad_y.contiguous(), x, bias, grad_x, ctx.settings["activation"])
-            return grad_x, grad_bias.to(bias.dtype), None, None, None
+            return grad_x, grad_bias.to(bias.dtype), None, None, None, None
         _launch(_activation_backward_kernel, grad_y.contiguous(), x, grad_x, **ctx.settings)
-        return grad_x, None, None, None, None
+        return grad_x, None, None, None, None, None
 
 
 def _activate_into(out: Tensor, x: Tensor, activation: Activation) -> None:
@@ -433,13 +448,19 @@ class _Compiled(torch.autograd.Function):
         return *_backward_in_one_graph(grad_y, x, bias, *ctx.settings), None, None
 
 
-def _gated(gate_up: Tensor, weights: Tensor | None, activation: Activation, impl: Implementation) -> Tensor:
+def _gated(
+    gate_up: Tensor, weights: Tensor | None, activation: Activation, impl: Implementation, packed: bool
+) -> Tensor:
     if gate_up.shape[-1] % 2:
         raise ValueError(f"gate and up: the last dimension of {tuple(gate_up.shape)} is odd; it holds both, 2 f wide")
     if weights is not None and weights.shape != (*gate_up.shape[:-1], 1):
         raise ValueError(f"weights {tuple(weights.shape)} do not fit gate and up {tuple(gate_up.shape)}: one a row")
+    if packed:
+        if fused(impl, gate_up) and has_kernels(impl, gate_up) and gate_up.shape[-1] % (2 * GROUP) == 0:
+            return apply_function(_Activation, gate_up, None, weights, activation, True, True)
+        return quantized(_gated(gate_up, weights, activation, impl, False), impl)
     if fused(impl, gate_up):
-        return apply_function(_Activation, gate_up, None, weights, activation, True)
+        return apply_function(_Activation, gate_up, None, weights, activation, True, False)
     if impl == "inductor":
         if weights is not None:
             raise ValueError(
@@ -451,38 +472,49 @@ def _gated(gate_up: Tensor, weights: Tensor | None, activation: Activation, impl
 
 def _plain(x: Tensor, activation: Activation, impl: Implementation) -> Tensor:
     if fused(impl, x):
-        return _Activation.apply(x, None, None, activation, False)
+        return _Activation.apply(x, None, None, activation, False, False)
     if impl == "inductor":
         return _Compiled.apply(x, None, activation, False)
     return TORCH[activation](x)
 
 
-def swiglu(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
+def swiglu(
+    gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch", packed: bool = False
+) -> Tensor:
     """silu(gate) * up, [..., f]. `gate_up` [..., 2 f] holds gate, then up; ValueError if its width is odd.
 
-    `weights` [..., 1] multiply the rows of the result, in fp32. ValueError if their shape does not fit.
+    `weights` [..., 1] multiply the rows of the result, in fp32. ValueError if their shape does not fit. If `packed`,
+    the result is a `Packed` of `quantize.quantize_rows`, which takes f of multiples of 128.
     """
-    return _gated(gate_up, weights, "silu", impl)
+    return _gated(gate_up, weights, "silu", impl, packed)
 
 
-def geglu(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
-    """gelu(gate) * up, [..., f], GELU in its tanh form. `gate_up` and `weights` are as in `swiglu`."""
-    return _gated(gate_up, weights, "gelu", impl)
+def geglu(
+    gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch", packed: bool = False
+) -> Tensor:
+    """gelu(gate) * up, [..., f], GELU in its tanh form. The arguments are as in `swiglu`."""
+    return _gated(gate_up, weights, "gelu", impl, packed)
 
 
-def reglu_squared(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
-    """relu(gate)^2 * up, [..., f]. `gate_up` and `weights` are as in `swiglu`."""
-    return _gated(gate_up, weights, "relu_squared", impl)
+def reglu_squared(
+    gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch", packed: bool = False
+) -> Tensor:
+    """relu(gate)^2 * up, [..., f]. The arguments are as in `swiglu`."""
+    return _gated(gate_up, weights, "relu_squared", impl, packed)
 
 
-def geglu_erf(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
-    """gelu(gate) * up, [..., f], GELU by the error function. `gate_up` and `weights` are as in `swiglu`."""
-    return _gated(gate_up, weights, "gelu_erf", impl)
+def geglu_erf(
+    gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch", packed: bool = False
+) -> Tensor:
+    """gelu(gate) * up, [..., f], GELU by the error function. The arguments are as in `swiglu`."""
+    return _gated(gate_up, weights, "gelu_erf", impl, packed)
 
 
-def reglu(gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch") -> Tensor:
-    """relu(gate) * up, [..., f]. `gate_up` and `weights` are as in `swiglu`."""
-    return _gated(gate_up, weights, "relu", impl)
+def reglu(
+    gate_up: Tensor, weights: Tensor | None = None, impl: Implementation = "torch", packed: bool = False
+) -> Tensor:
+    """relu(gate) * up, [..., f]. The arguments are as in `swiglu`."""
+    return _gated(gate_up, weights, "relu", impl, packed)
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
@@ -561,7 +593,7 @@ def bias_gelu(x: Tensor, bias: Tensor, impl: Implementation = "torch") -> Tensor
     if bias.shape != x.shape[-1:]:
         raise ValueError(f"bias {tuple(bias.shape)} does not fit x {tuple(x.shape)}: it must be [{x.shape[-1]}]")
     if fused(impl, x):
-        return _Activation.apply(x, bias, None, "gelu", False)
+        return _Activation.apply(x, bias, None, "gelu", False, False)
     if impl == "inductor":
         return _Compiled.apply(x, bias, "gelu", False)
     return TORCH["gelu"](x + bias).to(x.dtype)

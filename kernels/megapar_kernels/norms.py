@@ -12,6 +12,7 @@ they subtract the mean, as LayerNorm does.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,6 +40,8 @@ from megapar_kernels.norm_formulas import (
     torch_forward,
     torch_norm,
 )
+from megapar_kernels.quantize import GROUP, as_packed, has_kernels, packed_like, quantized
+from megapar_kernels.quantize_kernels import store_tile
 
 __all__ = ["add_layer_norm", "add_rms_norm", "layer_norm", "rms_norm"]
 
@@ -61,9 +64,12 @@ def _read(pointers, inside):  # type: ignore[no-untyped-def]
 @triton.jit
 def _norm_forward_kernel(  # type: ignore[no-untyped-def]
     x_ptr, residual_ptr, weight_ptr, bias_ptr, y_ptr, sum_ptr, mean_ptr, rstd_ptr, rows, columns, eps, run, run_stride,
-    ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr,
+    ROW_BLOCK: tl.constexpr, COLUMN_BLOCK: tl.constexpr, WIDTH: tl.constexpr = 0,
 ):  # fmt: skip
-    """Normalize one tile of whole rows. x has runs of `run` rows without gaps, `run_stride` numbers from each other."""
+    """Normalize one tile of whole rows. x has runs of `run` rows without gaps, `run_stride` numbers from each other.
+
+    With a WIDTH y are packed rows of so many bytes.
+    """
     row = tl.program_id(0).to(tl.int64) * ROW_BLOCK + tl.arange(0, ROW_BLOCK)[:, None]
     column = tl.arange(0, COLUMN_BLOCK)[None, :]
     in_row = row < rows
@@ -85,7 +91,12 @@ def _norm_forward_kernel(  # type: ignore[no-untyped-def]
     y = x * rstd * _read(weight_ptr + column, in_column)
     if bias_ptr is not None:
         y += _read(bias_ptr + column, in_column)
-    tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), inside)
+    if WIDTH == 0:
+        tl.store(y_ptr + offset, y.to(y_ptr.dtype.element_ty), inside)
+    else:
+        y = y.to(x_ptr.dtype.element_ty).to(tl.float32)
+        first_row = tl.program_id(0).to(tl.int64) * ROW_BLOCK
+        store_tile(y_ptr, y, first_row, 0, rows, columns, WIDTH, ROW_BLOCK, COLUMN_BLOCK)
 
 
 @triton.jit
@@ -320,17 +331,17 @@ def backward_config(columns: int, bytes_an_element: int, tensors: int) -> Backwa
 
 
 def _forward(
-    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | None, eps: float, packs: bool = False
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Normalize contiguous tensors, or x alone in runs (`_runs`).
 
     Returns y, the tensor that was normalized, its means and its inverse deviations. The last two are [rows]. RMSNorm
-    has no means.
+    has no means. y are packed rows if `packs`.
     """
     columns = x.shape[-1]
     rows = x.shape[:-1].numel()
     run, run_stride = _layout(x)
-    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    y = packed_like(x) if packs else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rstd = x.new_empty(rows, dtype=torch.float32)
     mean = None if bias is None else torch.empty_like(rstd)
     total = x if residual is None else torch.empty_like(x)
@@ -345,8 +356,9 @@ def _forward(
         row_block, column_block, warps = config
         grid = (triton.cdiv(rows, row_block),)
         _norm_forward_kernel[grid](
-            *tensors, rows, columns, eps, run, run_stride, row_block, column_block, num_warps=warps
-        )
+            *tensors, rows, columns, eps, run, run_stride,
+            row_block, column_block, y.shape[-1] if packs else 0, num_warps=warps,
+        )  # fmt: skip
     return y, total, mean, rstd
 
 
@@ -403,6 +415,7 @@ class _Passes(NamedTuple):
 
 
 _KERNELS = _Passes(_forward, _backward)
+_PACKING = _Passes(partial(_forward, packs=True), _backward)
 _TORCH = _Passes(torch_forward, torch_backward)
 _COMPILED = _Passes(compiled_forward, backward_in_one_graph)
 
@@ -426,10 +439,13 @@ class _Norm(torch.autograd.Function):
         # Read here: a recomputation gives the backward pass copies of the parameters without attributes.
         ctx.main_grads = main_grad_of(weight), main_grad_of(bias)
         # A copy of queries and keys would be kept beside the projection that they are a part of.
-        in_runs = passes is _KERNELS and residual is None and x.shape[-1] <= MOST_BACKWARD_COLUMNS and _runs(x)
+        in_runs = (
+            passes in (_KERNELS, _PACKING) and residual is None and x.shape[-1] <= MOST_BACKWARD_COLUMNS and _runs(x)
+        )
         x = x if in_runs else x.contiguous()
         residual, weight, bias = (None if t is None else t.contiguous() for t in (residual, weight, bias))  # type: ignore[assignment]
         y, total, mean, rstd = passes.forward(x, residual, weight, bias, eps)
+        y = as_packed(y, x.dtype, "triton") if passes is _PACKING else y
         ctx.passes = passes
         ctx.set_materialize_grads(False)  # an output that is not used has gradient None, and not a tensor of zeros
         ctx.save_for_backward(total, weight, mean, rstd)
@@ -460,17 +476,35 @@ def _fused_passes(impl: Implementation, x: Tensor) -> _Passes | None:
     return _KERNELS if fused(impl, x) else None
 
 
-def _norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation) -> Tensor:
+def _packs(impl: Implementation, x: Tensor) -> bool:
+    """Whether one kernel normalizes `x` and quantizes the result."""
+    columns = x.shape[-1]
+    fits = columns % GROUP == 0 and forward_config(columns, adds=False) is not None
+    return fits and fused(impl, x) and has_kernels(impl, x)
+
+
+def _norm(
+    x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation, packed: bool = False
+) -> Tensor:
     _check(x, None, weight, bias)
+    if packed:
+        if _packs(impl, x):
+            return apply_function(_Norm, x, None, weight, bias, eps, _PACKING)
+        return quantized(_norm(x, weight, bias, eps, impl), impl)
     if passes := _fused_passes(impl, x):
         return apply_function(_Norm, x, None, weight, bias, eps, passes)
     return _unfused_norm(x, weight, bias, eps, impl)
 
 
 def _add_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation
+    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor | None, eps: float, impl: Implementation, packed: bool
 ) -> tuple[Tensor, Tensor]:
     _check(x, residual, weight, bias)
+    if packed:
+        if _packs(impl, x):
+            return apply_function(_Norm, x, residual, weight, bias, eps, _PACKING)
+        y, total = _add_norm(x, residual, weight, bias, eps, impl, False)
+        return quantized(y, impl), total
     if passes := _fused_passes(impl, x):
         return apply_function(_Norm, x, residual, weight, bias, eps, passes)
     if impl == "torch" and x.dtype == residual.dtype and closed_form(x, weight, impl):
@@ -499,31 +533,46 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor | No
             )
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, impl: Implementation = "torch") -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, impl: Implementation = "torch", packed: bool = False) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight of x [..., h] and weight [h], in x's dtype.
 
-    Raises ValueError if shapes do not fit.
+    If `packed`, the result is a `Packed` of `quantize_rows`, which takes h of multiples of 128. Raises ValueError if
+    shapes do not fit.
     """
-    return _norm(x, weight, None, eps, impl)
+    return _norm(x, weight, None, eps, impl, packed)
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, impl: Implementation = "torch") -> Tensor:
+def layer_norm(
+    x: Tensor, weight: Tensor, bias: Tensor, eps: float, impl: Implementation = "torch", packed: bool = False
+) -> Tensor:
     """(x - mean) / sqrt(variance + eps) * weight + bias of x [..., h], weight and bias [h], in x's dtype.
 
-    Raises ValueError if shapes do not fit.
+    `packed` is as in `rms_norm`. Raises ValueError if shapes do not fit.
     """
-    return _norm(x, weight, bias, eps, impl)
+    return _norm(x, weight, bias, eps, impl, packed)
 
 
 def add_rms_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, eps: float, impl: Implementation = "torch"
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, impl: Implementation = "torch", packed: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """rms_norm(sum) and sum = x + residual, rounded to x's dtype. The sum is the new residual stream."""
-    return _add_norm(x, residual, weight, None, eps, impl)
+    """rms_norm(sum) and sum = x + residual, rounded to x's dtype. The sum is the new residual stream.
+
+    `packed` is as in `rms_norm`, and of the norm alone.
+    """
+    return _add_norm(x, residual, weight, None, eps, impl, packed)
 
 
 def add_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, impl: Implementation = "torch"
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    eps: float,
+    impl: Implementation = "torch",
+    packed: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """layer_norm(sum) and sum = x + residual, rounded to x's dtype. The sum is the new residual stream."""
-    return _add_norm(x, residual, weight, bias, eps, impl)
+    """layer_norm(sum) and sum = x + residual, rounded to x's dtype. The sum is the new residual stream.
+
+    `packed` is as in `rms_norm`, and of the norm alone.
+    """
+    return _add_norm(x, residual, weight, bias, eps, impl, packed)

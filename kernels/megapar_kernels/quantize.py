@@ -17,13 +17,15 @@ Shapes: o outputs and i inputs of a matrix, both multiples of 128 (`GROUP`).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from megapar_kernels import quantize_kernels
-from megapar_kernels.dispatch import Implementation, capability
+from megapar_kernels.dispatch import Implementation, apply_function, capability
+from megapar_kernels.packed import Packed
 
 GROUP = 128
 """Numbers of a group of a row, and rows and columns of a block of a matrix."""
@@ -119,7 +121,7 @@ def quantize_rows(x: Tensor, impl: Implementation = "torch") -> Tensor:
     if features % GROUP:
         raise ValueError(f"quantize_rows: rows have {features} numbers; it takes multiples of {GROUP}")
     if has_kernels(impl, x):
-        packed = x.new_empty(*x.shape[:-1], packed_width(features), dtype=torch.uint8)
+        packed = packed_like(x)
         rows = x.reshape(-1, features)
         rows = rows if rows.stride(-1) == 1 else rows.contiguous()
         quantize_kernels.quantize_rows(rows, packed.view(-1, packed.shape[-1]))
@@ -148,6 +150,31 @@ def restore_groups(rows: Quantized, dtype: torch.dtype) -> Tensor:
     """Return the numbers of rows in groups of 1 x 128, such as those of `transposed_rows`, in bf16 or fp32."""
     scales = power_of_two(rows.exponents.int() - BIAS)
     return (rows.codes.float().unflatten(-1, (-1, GROUP)) * scales[..., None]).flatten(-2).to(dtype)
+
+
+def packed_like(x: Tensor) -> Tensor:
+    """Return memory for packed rows of the numbers of x [..., i]."""
+    return x.new_empty(*x.shape[:-1], packed_width(x.shape[-1]), dtype=torch.uint8)
+
+
+def as_packed(rows: Tensor, dtype: torch.dtype, impl: Implementation = "torch") -> Packed:
+    """Return packed rows as numbers in `dtype`, of which only the bytes are in memory."""
+    return Packed(rows, features_of(rows.shape[-1]), dtype, partial(restore_rows, dtype=dtype, impl=impl))
+
+
+class _Quantize(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, impl: Implementation) -> Packed:
+        return as_packed(quantize_rows(x, impl), x.dtype, impl)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def quantized(x: Tensor, impl: Implementation = "torch") -> Tensor:
+    """Return x [..., i] as a `Packed` of `quantize_rows`. Its gradient is that of x, as if nothing had been rounded."""
+    return apply_function(_Quantize, x, impl)
 
 
 def quantize_blocks(weight: Tensor, impl: Implementation = "torch") -> Quantized:

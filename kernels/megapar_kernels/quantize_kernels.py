@@ -94,6 +94,23 @@ def store_packed(packed_ptr, x, row, group, exists, rows, groups, width):  # typ
 
 
 @triton.jit
+def store_tile(  # type: ignore[no-untyped-def]
+    packed_ptr, x, first_row, first_column, rows, columns,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Write fp32 x [ROWS, COLUMNS], a tile of whole groups of a matrix [rows, columns], to packed rows of WIDTH bytes.
+
+    Kernels whose results are quantized call this in place of a store, with numbers rounded to the dtype of the results.
+    """
+    groups = columns // _GROUP
+    row = first_row + tl.arange(0, ROWS)
+    group = first_column // _GROUP + tl.arange(0, COLUMNS // _GROUP)
+    exists = (row < rows)[:, None] & (group < groups)[None, :]
+    x = tl.reshape(x, [ROWS, COLUMNS // _GROUP, _GROUP])
+    store_packed(packed_ptr, x, row, group, exists, rows, groups, WIDTH)
+
+
+@triton.jit
 def _groups_of_tile(groups, ROWS: tl.constexpr, GROUPS: tl.constexpr):  # type: ignore[no-untyped-def]
     """This program's rows [ROWS] and groups [GROUPS]. The groups of a row come before those of the next rows."""
     tile = tl.program_id(0).to(tl.int64)
