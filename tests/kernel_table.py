@@ -221,9 +221,10 @@ def _scaled() -> Iterator[Shipped]:
     rows, warps, stages = scaled_tiles.grouped_config()
     for groups, name in ((128, "out_stride"), (16, "in_stride")):
         transposed = name == "in_stride"  # the matrix of an input gradient
+        variant = f"products of {groups} groups{', transposed' if transposed else ''}"
         constants = {"GROUPS": groups, "ROWS": rows, "out_stride" if transposed else "in_stride": 1}
         yield Shipped(
-            "scaled", f"products of {groups} groups{', transposed' if transposed else ''}", scaled_tiles.grouped_kernel,
+            "scaled", variant, scaled_tiles.scaled_grouped_kernel,
             {**pointers, **numbers, name: "i32"}, constants, warps, stages,
             aligned=("outputs", "inputs", "width"), architectures=(90, 100),
         )  # fmt: skip
@@ -233,7 +234,7 @@ def _scaled() -> Iterator[Shipped]:
     columns, warps, stages = scaled_tiles.gradient_config()
     for overwrite in (False, True):
         yield Shipped(
-            "scaled", f"weight gradient {'first' if overwrite else 'added'}", scaled_tiles.weight_gradient_kernel,
+            "scaled", f"weight gradient {'first' if overwrite else 'added'}", scaled_tiles.scaled_gradient_kernel,
             {**pointers, **dict.fromkeys(sizes, "i32")},
             {"OVERWRITE": overwrite, "TILE_ROWS": scaled_tiles.TILES_OF_ROW, "COLUMNS": columns}, warps, stages,
             aligned=sizes, architectures=(90, 100),

@@ -321,6 +321,7 @@ FILES = {  # of the other files: other kernels
     **{"adamw": "optimizer and norm", "grouped": "products of experts"},
     "attention_tiles": "attention",
 }
+OF_TILES = {"scaled_grouped_kernel": "products of experts", "scaled_gradient_kernel": "matrix products"}
 
 
 def test_kernels_are_told_apart_by_their_names() -> None:
@@ -328,7 +329,7 @@ def test_kernels_are_told_apart_by_their_names() -> None:
     named = [tuple(line.split(": ", 1)) for line in NAMES.strip().splitlines()]
     for file in (ROOT / "kernels/megapar_kernels").glob("*.py"):
         names = re.findall(r"^def (\w+_kernel)\(", file.read_text(), re.MULTILINE)
-        named += [(FILES.get(file.stem, gpu.OTHERS), name) for name in names]
+        named += [(OF_TILES.get(name) or FILES.get(file.stem, gpu.OTHERS), name) for name in names]
     assert len(named) > 26
     for category, name in named:
         assert gpu.categorize(name) == category, name

@@ -56,6 +56,8 @@ def slow_scaled_mm(
     )
     TORCH(meta_a, meta_b, meta_scale_a, recipe_a, meta_scale_b, recipe_b, swizzle_a, swizzle_b, None, output_dtype)
     assert (swizzle_a == swizzle_b == SwizzleType.SWIZZLE_32_4_4) == (recipe_a == ScalingType.BlockWise1x32)
+    if recipe_a == ScalingType.BlockWise1x128:
+        assert scale_a.stride(1) * 4 % 16 == 0  # scales of a column of groups begin at multiples of 16 bytes
     assert a.data_ptr() % 16 == b.data_ptr() % 16 == a.stride(0) % 16 == b.stride(1) % 16 == 0
     wide = a.double() * scales_of(scale_a, recipe_a, *a.shape)
     y = wide @ (b.t().double() * scales_of(scale_b, recipe_b, *b.t().shape)).t()

@@ -40,7 +40,7 @@ def _group_of_tile(ends_ptr, tile, groups, GROUPS: tl.constexpr, ROWS: tl.conste
 
 
 @triton.jit
-def grouped_kernel(  # type: ignore[no-untyped-def]
+def scaled_grouped_kernel(  # type: ignore[no-untyped-def]
     x_ptr, scales_ptr, weight_ptr, exponents_ptr, ends_ptr, y_ptr,
     groups, outputs, inputs, width, all_rows, group_stride, out_stride, in_stride,
     GROUPS: tl.constexpr, ROWS: tl.constexpr,
@@ -84,7 +84,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def weight_gradient_kernel(  # type: ignore[no-untyped-def]
+def scaled_gradient_kernel(  # type: ignore[no-untyped-def]
     grad_ptr, grad_scales_ptr, x_ptr, x_scales_ptr, total_ptr, outputs, inputs, positions,
     OVERWRITE: tl.constexpr, TILE_ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -158,7 +158,7 @@ def grouped_forward(x_packed: Tensor, weight: Quantized, groups: RowGroups, dtyp
         tile_rows, warps, stages = grouped_config()
         # Each group has at most one tile that is not full. How many rows a group has, only the GPU knows.
         tiles = rows // tile_rows + number
-        grouped_kernel[(tiles * (outputs // GROUP),)](
+        scaled_grouped_kernel[(tiles * (outputs // GROUP),)](
             x.codes, scales, codes, weight.exponents, groups.ends, y,
             number, outputs, inputs, x_packed.shape[1], rows, *weight.exponents.stride(),
             next_power_of_2(number), tile_rows, num_warps=warps, num_stages=stages,
@@ -184,7 +184,7 @@ def add_weight_gradient(total_oi: Tensor, dy: Quantized, x: Quantized, *, overwr
         torch.ops.megapar.scaled_weight_gradient(dy.codes, x.codes, total_oi)
     elif launches(total_oi, *operands):
         columns, warps, stages = gradient_config()
-        weight_gradient_kernel[(outputs // GROUP * (inputs // columns),)](
+        scaled_gradient_kernel[(outputs // GROUP * (inputs // columns),)](
             *operands, total_oi, outputs, inputs, dy.codes.shape[1],
             overwrite, TILES_OF_ROW, columns, num_warps=warps, num_stages=stages,
         )  # fmt: skip

@@ -136,7 +136,7 @@ PATTERNS = {
     r"|\b_statistics_kernel|\b_gradient_kernel|cunn_softmax|nll_loss",
     "optimizer and norm": r"\b_adamw_|\b_square_sum|fusedadam|lpnorm",
     "products of experts": r"groupproblemshape|grouped|\b_weight_gradient_kernel",
-    "matrix products": r"nvjet|cutlass|xmma|gemm|gemv|splitk|cublas|matmul",
+    "matrix products": r"nvjet|cutlass|xmma|gemm|gemv|splitk|cublas|matmul|\bscaled_gradient_kernel",
 }
 
 
