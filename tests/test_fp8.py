@@ -3,29 +3,41 @@
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from megapar_kernels import quantize
+from megapar_kernels.backend import TORCH
+from megapar_kernels.packed import Packed
 from megapar_kernels.quantize import Quantized
 from megapar_models.build import fp8_matrices
+from megapar_models.factory import Factory
+from megapar_models.fp8_matrices import Fp8Matrices
+from megapar_models.layer import Layer
+from megapar_models.layer_kind import LayerKind, MixerRule
+from megapar_models.norms import NormRule
 from megapar_tools.verify import logical
-from torch import Tensor
+from torch import Tensor, nn
 
 from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import folder_name
 from megapar.config.model_options import MoEConfig
 from megapar.config.options import AdapterConfig, Config
-from megapar.declare.params import spec_of
+from megapar.declare.context import single
+from megapar.declare.params import Init, spec_of
+from megapar.declare.sharding import Sharding
 from megapar.linear.fp8_products import Fp8Products
 from megapar.step.evaluation import evaluate
 from megapar.step.step import train_step
+from megapar.tensor_parallel.layers import Columns
 from tests.support import grid, program, tiny_models
 from tests.support.distributed import apart, run_ranks
 from tests.support.grid import Layout, alone, make_state, micro_batches, reference, train_two_steps
+from tests.support.kernel_checks import needs_triton
 from tests.support.runs import Bits, assert_bitwise, bits, stored
 from tests.support.sweeps import slow_but
 
@@ -265,6 +277,51 @@ def test_recomputation_and_schedules_change_no_bit(name: str, precision: str) ->
     for layout, (found, found_losses) in zip(modes, others, strict=True):
         assert found_losses == losses
         assert_bitwise(found, expected, layout.recompute)
+
+
+def normed_mlp(takes_packed: bool, seen: list[Tensor]) -> list[Tensor]:
+    """The output of an MLP of a normed input, and all gradients, computed by Triton."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Fp8Products, "takes_packed", takes_packed)
+        in_fp8 = Fp8Matrices(Fp8Products(torch.float32, impl="triton"), (), 1)
+        init, sharding = Init("normal", 0.1), Sharding.of(single(), torch.float32)
+        factory = Factory(sharding, init, init, replace(TORCH, norm="triton", activation="triton"), fp8=in_fp8)
+        kind = LayerKind(mixer=Noting(seen), norm=NormRule(eps=1e-5))
+        layer = Layer(0, kind, replace(DENSE, hidden_size=128, intermediate_size=128), factory)
+    draw = torch.Generator().manual_seed(1)
+    for param in layer.parameters():
+        param.data.normal_(generator=draw)
+    x = torch.randn(3, 1, 128, generator=draw).requires_grad_()
+    y = layer(x, SimpleNamespace(tokens=None))
+    y.backward(torch.randn(y.shape, generator=draw))
+    return [y.detach(), x.grad, *(param.grad for param in layer.parameters())]
+
+
+@dataclass(frozen=True)
+class Noting(MixerRule):
+    """A mixer that notes its input, and returns a product of it."""
+
+    seen: list[Tensor]
+
+    def make(self, number: int, kind: LayerKind, model: Any, factory: Factory) -> nn.Module:
+        sharding = factory.sharding
+        made = factory.column_parallel(128, [Columns.even("layers.0.attention.q", 128, sharding.tp)])
+        made.register_forward_pre_hook(lambda _, given: self.seen.append(given[0]))
+        forward = made.forward
+        made.forward = lambda x, context: forward(x)  # type: ignore[method-assign]
+        return made
+
+
+@needs_triton
+def test_norms_and_activations_write_codes_with_the_bits_of_their_numbers() -> None:
+    """A norm whose result products alone read, and SwiGLU, write codes where Triton computes them."""
+    packed: list[Tensor] = []
+    plain: list[Tensor] = []
+    found, expected = normed_mlp(True, packed), normed_mlp(False, plain)
+    assert isinstance(packed[0], Packed)
+    assert not isinstance(plain[0], Packed)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.equal(one, other)
 
 
 # Weights in codes

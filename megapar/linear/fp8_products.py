@@ -59,6 +59,10 @@ class Fp8Products(MatrixProducts):
     def in_blocks(self) -> bool:
         return True
 
+    @property
+    def takes_packed(self) -> bool:
+        return self.impl == "triton" and self.watch is None  # which reads the numbers too
+
     def convert_input(self, x: Tensor) -> Tensor:
         codes = quantize.quantize_rows(x, self.impl)
         if self.watch is not None:

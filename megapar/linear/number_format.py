@@ -63,6 +63,11 @@ class NumberFormat:
         """Whether `convert_weight` quantizes the weight in blocks (`megapar_kernels.quantize.quantize_blocks`)."""
         return False
 
+    @property
+    def takes_packed(self) -> bool:
+        """Whether kernels in front of a product may write its input in this format (`Packed`), and not its numbers."""
+        return False
+
     def as_input(self, x: Tensor) -> Tensor:
         """Return `convert_input(x)`. What has been converted already is taken as it is."""
         if isinstance(x, Packed):

@@ -99,6 +99,13 @@ class GatedMLP(nn.Module):
         columns = [Columns.even(f"{name}.gate", width, tp), Columns.even(f"{name}.up", width, tp)]
         self.gate_up = factory.column_parallel(hidden_size, columns, bias=bias)
         self.down = factory.row_parallel(f"{name}.down", width, hidden_size, bias=bias)
+        if self.down.takes_packed and isinstance(activation, partial) and activation.func in GATED.values():
+            self.activation = partial(activation, packed=True)
+
+    @property
+    def takes_packed(self) -> bool:
+        """Whether the input may be `Packed` by the kernel that makes it."""
+        return self.gate_up.takes_packed
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         inner_sbf = recompute.remade(self.activation, self.gate_up(x_sbh, context.tokens))

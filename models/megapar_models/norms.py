@@ -58,19 +58,21 @@ class NormRule:
             return rms_norm(x, x.new_ones(x.shape[-1]), self.eps, impl)
         return self.rms(x, weight, impl)
 
-    def rms(self, x: Tensor, weight: Tensor, impl: Implementation) -> Tensor:
-        """RMSNorm of x [..., size]."""
+    def rms(self, x: Tensor, weight: Tensor, impl: Implementation, *, packed: bool = False) -> Tensor:
+        """RMSNorm of x [..., size]. `packed` is that of `rms_norm`, without `cast_first`."""
         if self.cast_first:
             normed = rms_norm(x, torch.ones_like(weight), self.eps, impl)
             return normed * (weight + self.offset)
-        return rms_norm(x, self._multiplier(weight), self.eps, impl)
+        return rms_norm(x, self._multiplier(weight), self.eps, impl, packed)
 
-    def add_rms(self, x: Tensor, residual: Tensor, weight: Tensor, impl: Implementation) -> tuple[Tensor, Tensor]:
-        """RMSNorm of x + residual, and this sum."""
+    def add_rms(
+        self, x: Tensor, residual: Tensor, weight: Tensor, impl: Implementation, *, packed: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """RMSNorm of x + residual, and this sum. `packed` is as in `rms`."""
         if self.cast_first:
             total = x + residual
             return self.rms(total, weight, impl), total
-        return add_rms_norm(x, residual, self._multiplier(weight), self.eps, impl)
+        return add_rms_norm(x, residual, self._multiplier(weight), self.eps, impl, packed)
 
     def affine(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """The factor and the summand of LayerNorm, whose kernels take both: ones and zeros if the rule has none."""
@@ -94,14 +96,22 @@ class RMSNorm(nn.Module):
         self.rule = rule
         self.impl = impl
         self.weight = rule.weight(f"{name}.weight", size, sharding) if rule.weighted else None
+        self.packs = False
+        """Whether the result is in FP8 codes, because products alone read it."""
+
+    def pack(self) -> None:
+        """Let the kernel write FP8 codes, where one kernel computes the norm."""
+        self.packs = self.rule.weighted and not self.rule.cast_first and self.impl == "triton"
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.packs and self.weight is not None:
+            return self.rule.rms(x, self.weight, self.impl, packed=True)
         return self.rule.normalize(x, self.weight, None, self.impl)
 
     def add_and_norm(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """Add x to the residual stream and normalize the sum; returns (norm of the sum, sum)."""
         weight = x.new_ones(x.shape[-1]) if self.weight is None else self.weight
-        return self.rule.add_rms(x, residual, weight, self.impl)
+        return self.rule.add_rms(x, residual, weight, self.impl, packed=self.packs)
 
 
 class LayerNorm(nn.Module):
