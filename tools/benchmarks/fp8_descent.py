@@ -230,13 +230,14 @@ def draw(options: Options, found: Mapping[str, Mapping[str, Sequence[Mapping[str
     matplotlib.use("Agg")  # before pyplot is imported: it needs no display
     from matplotlib import pyplot as plt
 
+    colors = {case: f"C{number}" for number, case in enumerate((BF16, *PRODUCTS))}
     figure, grid = plt.subplots(len(found), 2, figsize=(11, 3.6 * len(found)), layout="constrained", squeeze=False)
     for (left, right), (model, cases) in zip(grid, found.items(), strict=True):
         right.axhspan(-options.within, options.within, color="0.9", label=f"within {options.within:g} % of bf16")
-        for number, (case, runs) in enumerate(cases.items()):
+        for case, runs in cases.items():
             for index, run in enumerate(runs):
                 losses, base = run["losses"], cases[BF16][index]["losses"]
-                look: dict[str, Any] = {"color": f"C{number}", "linewidth": 0.9, "alpha": 0.8}
+                look: dict[str, Any] = {"color": colors[case], "linewidth": 0.9, "alpha": 0.8}
                 look |= {"linestyle": "--" if case in FAULTS else "-", "label": case if index == 0 else None}
                 left.plot(range(1, len(losses) + 1), losses, **look)
                 percent = [(x / y - 1) * 100 for x, y in zip(losses, base, strict=True)]
@@ -244,7 +245,7 @@ def draw(options: Options, found: Mapping[str, Mapping[str, Sequence[Mapping[str
                     smooth = [statistics.fmean(percent[max(0, i - 4) : i + 5]) for i in range(len(percent))]
                     right.plot(range(1, len(losses) + 1), smooth, **look)
         left.set(xlabel="step", ylabel="nats per token", title=f"{model}: training loss of each seed")
-        right.set(xlabel="step", ylabel="%", title=f"{model}: loss from bf16 of the same seed, means of nine steps")
+        right.set(xlabel="step", ylabel="%", title=f"{model}: distance from bf16 of the same seed")
         right.set_yscale("symlog", linthresh=2 * options.within)
         for axes in (left, right):
             axes.axvline(options.first, color="gray", linewidth=0.6)
@@ -252,7 +253,7 @@ def draw(options: Options, found: Mapping[str, Mapping[str, Sequence[Mapping[str
             axes.spines[["top", "right"]].set_visible(False)
             axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
     plt.close(figure)
 
 
