@@ -34,7 +34,7 @@ def exact_rows(packed: Tensor) -> Tensor:
 SIZES = [[0, 1, 17, 0, 130], [300], [0, 0, 5], [128, 128], [1] * 9, [0] * 4]
 
 
-@pytest.mark.parametrize(("sizes", "outputs", "inputs"), slow_but([0, 2, 3], [(s, 256, 384) for s in SIZES]), ids=str)
+@pytest.mark.parametrize(("sizes", "outputs", "inputs"), slow_but([0, 1, 3], [(s, 256, 384) for s in SIZES]), ids=str)
 def test_groups_of_rows(sizes: Sequence[int], outputs: int, inputs: int) -> None:
     """Any number of rows, 0 too, behind rows of other groups; scales of experts and of their blocks that differ."""
     number, rows = len(sizes), sum(sizes)

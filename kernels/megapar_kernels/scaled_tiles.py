@@ -158,10 +158,11 @@ def grouped_forward(x_packed: Tensor, weight: Quantized, groups: RowGroups, dtyp
         tile_rows, warps, stages = grouped_config()
         # Each group has at most one tile that is not full. How many rows a group has, only the GPU knows.
         tiles = rows // tile_rows + number
+        read = next_power_of_2(max(number, 2))  # Triton's interpreter takes an `other` of a single zero for none
         scaled_grouped_kernel[(tiles * (outputs // GROUP),)](
             x.codes, scales, codes, weight.exponents, groups.ends, y,
             number, outputs, inputs, x_packed.shape[1], rows, *weight.exponents.stride(),
-            next_power_of_2(number), tile_rows, num_warps=warps, num_stages=stages,
+            read, tile_rows, num_warps=warps, num_stages=stages,
         )  # fmt: skip
     return y
 
