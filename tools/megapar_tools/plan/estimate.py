@@ -374,9 +374,13 @@ class _StateEstimates:
             offload = self.config.optimizer.offload
             nbytes += state_bytes(self.config.optimizer, self.width) * parameters / shards * (1 - offload)
             nbytes += 4 * (parameters / shards + unit if zero_stage >= 2 else parameters)
-            nbytes += self.width * (parameters / shards + 2 * unit if zero_stage == 3 else parameters)
-            if self.config.train.fp8 != "none":
-                nbytes += of_layers / max(layers, 1) if zero_stage == 3 else of_layers  # codes
+            # ZeRO-3 gathers weights of layers, or their FP8 codes. A rank keeps those of its shards.
+            codes = of_layers if self.config.train.fp8 != "none" else 0.0
+            gathered = self.width * parameters - (self.width - 1) * codes * (zero_stage == 3)
+            if zero_stage == 3:
+                nbytes += self.width * parameters / shards + codes / shards + 2 * gathered / max(layers, 1)
+            else:
+                nbytes += self.width * parameters + codes
             network = self._networks.of(grid._replace(shard_ranks=shard_ranks))
             over = axis
             if shards < ranks and zero_stage:
@@ -385,7 +389,7 @@ class _StateEstimates:
             operation = "reduce_scatter" if zero_stage else "all_reduce"
             reduce += network.seconds(operation, over, 4 * parameters)
             if zero_stage:
-                gather += network.seconds("all_gather", over, self.width * parameters)
+                gather += network.seconds("all_gather", over, gathered)
             on_device = self.hardware.memory_seconds(
                 update_traffic(self.config.optimizer) * parameters / shards * (1 - offload)
             )
