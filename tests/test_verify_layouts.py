@@ -145,6 +145,13 @@ def test_a_plant_brings_what_a_config_lacks(model: str) -> None:
         assert {layout.name for layout in layouts} == {"dp2", *plant.layouts}
 
 
+def test_fp8_is_compared_with_whole_models_alone() -> None:
+    """A small model's sizes are no multiples of 128."""
+    config = load(["--config", "tiny", "--train.fp8", "blocks"], named_configs(verify_layouts.CONFIGS)).config
+    with pytest.raises(ConfigError, match=r"train\.fp8=blocks: 128 divides no size of a small model, .*; use --whole"):
+        cases_of(config, own_layouts(config), whole=False)
+
+
 # The rule
 
 

@@ -155,6 +155,9 @@ def drawn_layouts(args: Arguments, config: Config) -> list[NamedLayout]:
 def cases_of(config: Config, layouts: Sequence[NamedLayout], *, whole: bool) -> tuple[Config, list[Case]]:
     """The configuration of one process, and the case of each layout. Raises ConfigError if a layout cannot run."""
     config = small.tested(config)
+    if not whole and config.train.fp8 != "none":
+        text = "128 divides no size of a small model, so none of its matrices would be in FP8"
+        raise ConfigError(f"train.fp8={config.train.fp8}: {text}; use --whole with a model that is small itself")
     if whole and config.model.vocab_size == 0:
         config = with_vocabulary(config, load_tokenizer(fetch_tokenizer(config.data.tokenizer)).vocab_size)
     if not whole:
