@@ -305,11 +305,19 @@ class Noting(MixerRule):
 
     def make(self, number: int, kind: LayerKind, model: Any, factory: Factory) -> nn.Module:
         sharding = factory.sharding
-        made = factory.column_parallel(128, [Columns.even("layers.0.attention.q", 128, sharding.tp)])
+        made = ReadByOne()
+        made.reader = factory.column_parallel(128, [Columns.even("layers.0.attention.q", 128, sharding.tp)])
         made.register_forward_pre_hook(lambda _, given: self.seen.append(given[0]))
-        forward = made.forward
-        made.forward = lambda x, context: forward(x)  # type: ignore[method-assign]
         return made
+
+
+class ReadByOne(nn.Module):
+    READER = "reader"
+
+    reader: nn.Module
+
+    def forward(self, x_sbh: Tensor, context: object) -> Any:
+        return self.reader(x_sbh)
 
 
 @needs_triton

@@ -17,6 +17,7 @@ multiplied in the dtype of activations, and the result is the FP8 product up to 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Self
 
 import torch
 from megapar_kernels import quantize, scaled_products, scaled_tiles
@@ -111,7 +112,7 @@ class Fp8Products(MatrixProducts):
     def _regroups(self, converted: Tensor) -> bool:
         return self.regroups and converted.dim() == 3
 
-    def of_own_positions(self) -> MatrixProducts:
+    def of_own_positions(self) -> Self:
         return replace(self, regroups=False)
 
     def grouped_forward(self, x_2d: Tensor, weights_goi: Quantized, groups: RowGroups) -> Tensor:

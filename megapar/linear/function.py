@@ -132,8 +132,8 @@ def linear_backward(
 ) -> Gradients:
     """The backward of a layer with one or more products of the same input: their outputs' gradients are `grads_y`.
 
-    Products convert each of them once (`NumberFormat.convert_gradient`). The gradient of a bias is summed before.
-    x and the weights are saved tensors. The bias is that of the first product. See `LinearFunction` for the order.
+    Products convert each of them once. x and the weights are saved tensors. The bias is that of the first product. See
+    `LinearFunction` for the order.
     """
     grad_x = grad_bias = None
     entering = leaving = NOTHING

@@ -1,6 +1,6 @@
 """How linear layers convert inputs, weights and gradients before they are sent, multiplied and kept."""
 
-from typing import Any
+from typing import Any, Self
 
 from megapar_kernels.packed import Packed
 from torch import Tensor
@@ -67,6 +67,13 @@ class NumberFormat:
     def takes_packed(self) -> bool:
         """Whether kernels in front of a product may write its input in this format (`Packed`), and not its numbers."""
         return False
+
+    def of_own_positions(self) -> Self:
+        """The products of a layer that reads this rank's part of the sequence, where others read all of it."""
+        return self
+
+    def note_weight(self, weight: Tensor | None, converted: Any) -> None:
+        """Note what products get of a weight. It changes nothing. `weight` is None if only `converted` was gathered."""
 
     def as_input(self, x: Tensor) -> Tensor:
         """Return `convert_input(x)`. What has been converted already is taken as it is."""

@@ -31,13 +31,6 @@ class MatrixProducts(NumberFormat):
         """The products in the dtype of activations that compute an adapter's factors beside a matrix in this format."""
         return self
 
-    def of_own_positions(self) -> "MatrixProducts":
-        """The products of a layer that reads this rank's part of the sequence, where others read all of it."""
-        return self
-
-    def note_weight(self, weight: Tensor | None, converted: Any) -> None:
-        """Note what products get of a weight. It changes nothing. `weight` is None if only `converted` was gathered."""
-
     def forward(self, x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
         """Return y [..., out], from x [..., in] and weight [out, in]."""
         return F.linear(x, weight, bias)

@@ -108,20 +108,14 @@ class ColumnParallelLinear(nn.Module):
         self.products = products
         self.lora = lora
         tp = sharding.tp
-        rows = sum(c.stop - c.start for c in columns)
+        shape = (sum(c.stop - c.start for c in columns), in_features)
         weights = tuple(c.piece("weight", (c.size, in_features), tp) for c in columns)
         codes = reads_codes(products, lora)
-        shape = (rows, in_features)
         self.weight = sharding.parameter(weights, shape, init, decay=True, update="matrix", quantized=codes)
         self.bias = None
         if bias:
             biases = tuple(c.piece("bias", (c.size,), tp) for c in columns)
-            self.bias = sharding.parameter(biases, (rows,), ZEROS, decay=False)
-
-    @property
-    def takes_packed(self) -> bool:
-        """Whether the input may be `Packed` by the kernel that makes it."""
-        return self.products.takes_packed
+            self.bias = sharding.parameter(biases, shape[:1], ZEROS, decay=False)
 
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
         return column_linear(x_sbi, self.weight, self.bias, self.sharding, self.products, self.lora, tokens)
@@ -160,11 +154,6 @@ class RowParallelLinear(nn.Module):
         shape = weight.local_shape
         self.weight = sharding.parameter((weight,), shape, init, decay=True, update="matrix", quantized=codes)
         self.bias = shared_vector(f"{name}.bias", out_features, ZEROS, sharding) if bias else None
-
-    @property
-    def takes_packed(self) -> bool:
-        """Whether the input may be `Packed` by the kernel that makes it."""
-        return self.products.takes_packed
 
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
         y = self._product_and_sum(x_sbi, tokens)

@@ -77,6 +77,8 @@ class Attention(nn.Module):
     projection. `kind` says all this, and `model` the sizes.
     """
 
+    READER = "qkv"  # of the input, alone: see `megapar_models.packing`
+
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
         self.number = number
@@ -123,11 +125,6 @@ class Attention(nn.Module):
         if kind.sinks:
             piece = make_piece(f"{name}.sinks", (model.num_attention_heads,), {0: (heads.q_start, heads.q_stop)})
             self.sinks = factory.sharding.parameter((piece,), piece.local_shape, factory.init, decay=False)
-
-    @property
-    def takes_packed(self) -> bool:
-        """Whether the input may be `Packed` by the kernel that makes it."""
-        return self.qkv.takes_packed
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""

@@ -276,7 +276,6 @@ class _ColumnsBeside(ColumnParallelLinear):
 
     widths: list[int]  # columns of each matrix on this rank
     beside: nn.ModuleDict
-    takes_packed = False  # the modules beside read numbers
 
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
         return self._with_beside(super().forward(x_sbi, tokens), x_sbi)
@@ -295,7 +294,6 @@ class _RowsBeside(RowParallelLinear):
     """A row-parallel layer with a module beside its matrix."""
 
     beside: nn.Module
-    takes_packed = False
 
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
         y_sbo: Tensor = super().forward(x_sbi, tokens) + self.beside(x_sbi)

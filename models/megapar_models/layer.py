@@ -13,7 +13,8 @@ from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mlp import DenseMLP, PlainMLP
 from megapar_models.moe import MixtureOfExperts
-from megapar_models.norms import NoNorm, Norm, RMSNorm, add_and_norm
+from megapar_models.norms import NoNorm, Norm, add_and_norm
+from megapar_models.packing import pack_norm
 
 # Mixers and MLPs by name are made as CLASS(number, kind, model, factory), and map x_sbh and a ForwardContext to x_sbh.
 MIXERS: Mapping[str, type] = {"attention": Attention}
@@ -57,18 +58,9 @@ class Layer(nn.Module):
         self.mlp: nn.Module = mlp(number, kind, model, factory)
         self.mlp_output_norm = norm("mlp_output_norm", "after")
         if type(self).forward is Layer.forward:
-            self._pack_norms()
-
-    def _pack_norms(self) -> None:
-        """Let norms write FP8 codes, if products alone read what they return."""
-        readers: list[tuple[Norm, tuple[nn.Module, ...]]] = [(self.attention_norm, (self.attention,))]
-        if self.parallel == "one_norm":
-            readers = [(self.attention_norm, (self.attention, self.mlp))]
-        else:
-            readers.append((self.mlp_norm, (self.mlp,)))
-        for norm, modules in readers:
-            if isinstance(norm, RMSNorm) and all(getattr(module, "takes_packed", False) for module in modules):
-                norm.pack()
+            both = (self.attention, self.mlp) if kind.parallel == "one_norm" else (self.attention,)
+            pack_norm(self.attention_norm, *both)
+            pack_norm(self.mlp_norm, self.mlp)
 
     @property
     def leaves_branch(self) -> bool:

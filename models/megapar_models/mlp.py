@@ -32,6 +32,7 @@ from megapar.tensor_parallel.layers import Columns, shared_vector
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
+from megapar_models.packing import takes_packed
 
 # The gated activation of each name: SwiGLU and GeGLU (Shazeer, arXiv 2002.05202), and gated squared ReLU (So et al.,
 # arXiv 2109.08668). The names are Hugging Face's, except "auto": the activation of Llama.
@@ -83,6 +84,8 @@ class GatedMLP(nn.Module):
     names, such as layers.3.mlp. `activation` is as in `gated_activation`.
     """
 
+    READER = "gate_up"
+
     def __init__(
         self,
         name: str,
@@ -99,13 +102,8 @@ class GatedMLP(nn.Module):
         columns = [Columns.even(f"{name}.gate", width, tp), Columns.even(f"{name}.up", width, tp)]
         self.gate_up = factory.column_parallel(hidden_size, columns, bias=bias)
         self.down = factory.row_parallel(f"{name}.down", width, hidden_size, bias=bias)
-        if self.down.takes_packed and isinstance(activation, partial) and activation.func in GATED.values():
+        if takes_packed(self.down) and isinstance(activation, partial) and activation.func in GATED.values():
             self.activation = partial(activation, packed=True)
-
-    @property
-    def takes_packed(self) -> bool:
-        """Whether the input may be `Packed` by the kernel that makes it."""
-        return self.gate_up.takes_packed
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         inner_sbf = recompute.remade(self.activation, self.gate_up(x_sbh, context.tokens))
