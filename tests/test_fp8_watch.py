@@ -28,9 +28,6 @@ from tests.support.sweeps import slow_but
 
 WIDE = {"num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.1}
 LLAMA = tiny_models.small("llama", 256, 2, 256, **WIDE)
-SHARED_KEY = tiny_models.small(
-    "llama", 256, 2, 256, num_attention_heads=2, num_key_value_heads=1, head_dim=128, initializer_range=0.1
-)
 EXPERTS = replace(
     of(MIXTRAL, num_experts=2, num_experts_per_tok=1, norm_topk_prob=False, moe_intermediate_size=256),
     hidden_size=256,
@@ -159,7 +156,7 @@ def test_a_recomputed_pass_counts_nothing(model: Any, recompute: str) -> None:
 
 LAYOUTS = [
     in_fp8(LLAMA, tp=2, pp=2, sequence_parallel=True, recompute="full", schedule="zb-h1", micro_batch_size=3),
-    in_fp8(SHARED_KEY, tp=2, tp_overlap_chunks=2),
+    in_fp8(LLAMA, tp=2, tp_overlap_chunks=2),
     in_fp8(LLAMA, dp=2, zero_stage=3, recompute="light", micro_batch_size=2),
     in_fp8(LLAMA, dp=2, pp=2, zero_stage=2, vpp=1, schedule="1f1b"),
     in_fp8(LLAMA, tp=2, sequence_parallel=True, tp_overlap_chunks=2, recompute="all_but_attention"),
@@ -176,13 +173,20 @@ def name(layout: Layout) -> str:
     return f"{layout.model.family} " + " ".join(f"{key}{size}" for key, size in sizes.items()) + layout.recompute
 
 
-def check(found: Mapping[str, Any], expected: Mapping[str, Any], within: float) -> None:
-    """Of products of activations the last bits differ between layouts, and so do a few codes."""
+def check(found: Mapping[str, Any], expected: Mapping[str, Any], *, gathers_codes: bool) -> None:
+    """Of products of activations the last bits differ between layouts, and so do a few codes.
+
+    Where ZeRO-3 gathers the codes of weights, nobody counts them, and the noise is that of inputs alone: half of it.
+    """
     assert list(found) == list(expected)
     for matrix, row in expected.items():
-        assert found[matrix]["decibels"] == pytest.approx(row["decibels"], abs=0.5), matrix
+        decibels = row["decibels"] + (3.0 if gathers_codes else 0.0)
+        assert found[matrix]["decibels"] == pytest.approx(decibels, abs=0.5), matrix
         for tensor in TENSORS:
-            most = 0.0 if tensor == "weight" else within
+            if tensor == "weight" and gathers_codes:
+                assert set(found[matrix][tensor].values()) == {None}
+                continue
+            most = 0.0 if tensor == "weight" else 1e-4
             assert found[matrix][tensor] == pytest.approx(row[tensor], rel=0, abs=most), (matrix, tensor)
 
 
@@ -193,8 +197,7 @@ def test_numbers_are_those_of_one_process_and_change_nothing(layout: Layout) -> 
     assert any(row["gradient"]["denormal"] > 1e-3 for row in expected["fp8"].values())
     for rank in run_ranks(layout.world, step_of, layout):
         assert rank["same"], "watching changes what is computed"
-        # Of a head of keys on two ranks each converts its part of the gradient: other numbers, and other codes.
-        check(rank["fp8"], expected["fp8"], within=5e-4 if layout.model is SHARED_KEY else 1e-4)
+        check(rank["fp8"], expected["fp8"], gathers_codes=layout.zero_stage == 3)
 
 
 def test_a_rank_whose_experts_get_no_row_has_nothing_to_add() -> None:
