@@ -18,6 +18,7 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import AdapterConfig
 from megapar.linear.function import LinearFunction, Local
 from megapar.linear.products import MatrixProducts
+from megapar.linear.torch_products import TORCH_PRODUCTS
 from megapar.step.evaluation import evaluate
 from megapar.step.step import train_step
 from tests.support import grid
@@ -92,6 +93,23 @@ FURTHER = {
 @pytest.mark.parametrize("sizes", slow_but([0], FURTHER.values()), ids=list(FURTHER))
 def test_converted_inputs_are_gathered_and_deferred(sizes: dict[str, object]) -> None:
     trains_as_one_process(MODEL, sizes | FORMAT | FROM_EQUAL_WEIGHTS)
+
+
+class RoundedBesideFactors(Rounded):
+    """Converts inputs and no gradients. Factors of adapters get restored inputs."""
+
+    def restore(self, converted: Tensor) -> Tensor:
+        return unpack(converted)
+
+    @property
+    def plain(self) -> MatrixProducts:
+        return TORCH_PRODUCTS
+
+
+def test_factors_read_gradients_that_a_format_leaves_as_they_are() -> None:
+    """`restore` is for what is converted alone, in chunks too."""
+    sizes = {"tp": 2, "tp_overlap_chunks": 2, "products": f"{__name__}:RoundedBesideFactors"}
+    trains_as_one_process(MODEL, sizes | FROM_EQUAL_WEIGHTS | {"adapter": AdapterConfig(rank=2)})
 
 
 # The methods that follow from the five: the slices of chunks, groups of rows, sums with and without a main gradient.

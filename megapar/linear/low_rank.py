@@ -19,7 +19,6 @@ import torch
 from megapar_kernels.dispatch import Implementation, MainGrad, main_grad_of
 from megapar_kernels.dropout import dropout
 from megapar_kernels.grouped import RowGroups
-from megapar_kernels.packed import Packed
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -244,11 +243,12 @@ class AdaptedLinear(torch.autograd.Function):
         _, needs_weight, needs_bias, needs_a, needs_b = ctx.needs_input_grad[:5]
         # Converted, B reads what ranks could have sent: the same numbers in every layout.
         products = ctx.kept[0].products
-        grad_y = products.carry(products.as_gradient(grad_y), like=grad_y)
-        values = grad_y.restored() if isinstance(grad_y, Packed) else grad_y
+        converted = products.as_gradient(grad_y)
+        values = products.numbers(converted, like=grad_y)
         grad_z = ctx.rule.inner_gradient(values, b)
+        grads = [products.carry(converted, like=grad_y), grad_z]
         grad_x, grad_weights, grad_bias = linear_backward(
-            ctx, x, [weight, a], [grad_y, grad_z], [needs_weight, needs_a], needs_bias
+            ctx, x, [weight, a], grads, [needs_weight, needs_a], needs_bias
         )
         grad_b = ctx.rule.b_gradient(ctx.main_grad_b, values, z, b) if needs_b else None
         return grad_x, grad_weights[0], grad_bias, grad_weights[1], grad_b, None, None, None

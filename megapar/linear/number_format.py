@@ -87,11 +87,20 @@ class NumberFormat:
             return grad_y.rows if self.converts else grad_y.restored()
         return self.convert_gradient(grad_y)
 
+    def numbers(self, converted: Tensor, like: Tensor) -> Tensor:
+        """Return the numbers of what `convert_input` or `convert_gradient` made of `like`, or ranks gathered of it."""
+        return converted if _is_as_it_was(converted, like) else self.restore(converted)
+
     def carry(self, converted: Tensor, like: Tensor) -> Tensor:
         """Return what `convert_input` or `convert_gradient` made of `like`, or ranks gathered of it, for autograd.
 
         Autograd sees the numbers, of the features and the dtype of `like`.
         """
-        if converted.dtype == like.dtype and converted.shape[-1] == like.shape[-1]:
-            return converted  # the format leaves it as it is
+        if _is_as_it_was(converted, like):
+            return converted
         return Packed(converted, like.shape[-1], like.dtype, self.restore)
+
+
+def _is_as_it_was(converted: Tensor, like: Tensor) -> bool:
+    """Whether a format has left a tensor as it is: it may convert inputs alone."""
+    return converted.dtype == like.dtype and converted.shape[-1] == like.shape[-1]

@@ -287,6 +287,7 @@ class _LinearReduce(torch.autograd.Function):
         grad_x = _empty(grad_y, x.shape[0], weight.shape[1]) if needs_x else None
         of_weight = ctx.kept[0]
         # From here on grad_y is the gradient of the product's output, no longer that of the layer's.
+        of_layer = grad_y
         grad_y, chunks = ctx.region.enter_gradient(of_weight.products.as_gradient(grad_y))
         converted = of_weight.get(weight)
         for tokens in chunks:
@@ -297,7 +298,7 @@ class _LinearReduce(torch.autograd.Function):
         grad_z = grad_b = None
         if factors:
             z, b = factors
-            values = of_weight.products.restore(grad_y)
+            values = of_weight.products.numbers(grad_y, like=of_layer)
             grad_z = ctx.rule.inner_gradient(values, b)
             grad_b = ctx.rule.b_gradient(ctx.main_grad_b, values, z, b) if needs_b else None
         return grad_x, grad_weight, None, None, grad_z, grad_b, None
