@@ -5,6 +5,7 @@ import tomllib
 from pathlib import PurePath
 
 from megapar.base.errors import DataError
+from megapar.checkpoint.load import flatten
 
 _LINE = re.compile(r"(?P<key>[\w-]+) = .*  # (?P<source>.*)")
 _HERE = ", here "  # what a run has made of a value such as 0, which means "the world size decides"
@@ -13,7 +14,7 @@ _HERE = ", here "  # what a run has made of a value such as 0, which means "the 
 def read_options(text: str) -> dict[str, tuple[str, str]]:
     """Return value and source of each option of a config.toml's `text`. Raises DataError if the text is no TOML."""
     try:
-        values = _flat(tomllib.loads(text))
+        values = {path: _shown(value) for path, value in flatten(tomllib.loads(text)).items()}
     except (ValueError, RecursionError) as error:
         raise DataError(f"config.toml is no TOML: {error}") from error
     sources, section = {}, ""
@@ -30,11 +31,5 @@ def read_options(text: str) -> dict[str, tuple[str, str]]:
     return options
 
 
-def _flat(table: dict[str, object], path: str = "") -> dict[str, str]:
-    found: dict[str, str] = {}
-    for key, value in table.items():
-        if isinstance(value, dict):
-            found |= _flat(value, f"{path}{key}.")
-        else:
-            found[path + key] = str(value).lower() if isinstance(value, bool) else str(value)
-    return found
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
