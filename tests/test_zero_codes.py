@@ -1,8 +1,13 @@
 """ZeRO-3 gathers FP8 codes of the matrices that products read in blocks: the same codes, in half the bytes."""
 
+import itertools
 import math
+import os
+import re
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,7 @@ from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import CheckpointConfig, Config
 from megapar.data_parallel.layout import FlatLayout
+from megapar.data_parallel.unit_codes import UnitCodes
 from megapar.data_parallel.units import UnitWeights
 from megapar.declare import context
 from megapar.declare.params import ONES, ParamSpec, parameter, shared_piece
@@ -32,7 +38,7 @@ from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.train.checkpoints import Saver
 from megapar.train.trainer import initializes_by_unit, start
-from tests.support import grid
+from tests.support import grid, program
 from tests.support.built_plan import built_report
 from tests.support.distributed import run_ranks
 from tests.support.grid import Layout, make_context, make_state, micro_batches
@@ -389,3 +395,39 @@ def test_memory_and_traffic_are_those_of_the_plan(options: dict[str, Any]) -> No
         matrices = found["units"][1][-1]
         assert 2 * matrices == found["in bf16"] // 2  # of one of the two layers
         assert matrices + 2 * (layer.elements["grad"] - matrices) == layer.gathered_bytes["grad"]
+
+
+# Ranks that fail where they make codes
+
+
+def ends_in_reduction(ends: signal.Signals) -> None:
+    """Plant a signal for rank 1, at the third update, before it says its largest magnitudes."""
+    encode, calls = UnitCodes.encode, itertools.count()
+
+    def ending(codes: UnitCodes) -> None:
+        if next(calls) == 3 and codes._axes[0].axis.rank == 1:
+            os.kill(os.getpid(), ends)
+        encode(codes)
+
+    UnitCodes.encode = ending  # type: ignore[method-assign]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ends", "said"),
+    [
+        (signal.SIGKILL, "rank 1 .* was ended by SIGKILL in step 3, optimizer"),
+        (signal.SIGSTOP, r"rank 1 .* did not arrive: its process is stopped .*unit_codes\.py"),
+    ],
+)
+def test_a_rank_that_ends_before_its_largest_magnitudes_is_named(
+    ends: signal.Signals, said: str, tmp_path: Path
+) -> None:
+    sizes = ("--model.hidden_size", "128", "--model.num_attention_heads", "4", "--model.num_key_value_heads", "4")
+    more = ("--model.head_dim", "32", "--model.intermediate_size", "128", "--train.fp8", "blocks")
+    run = ("--optimizer.zero_stage", "3", "--launch.nproc", "2", "--train.steps", "6", "--checkpoint.every", "2")
+    flags = (*sizes, *more, *run, "--launch.timeout_seconds", "6")
+    ended = program.run(*flags, cwd=tmp_path, plant=partial(ends_in_reduction, ends))
+    assert ended.code == 6
+    assert re.search(said, ended.err, re.DOTALL)
+    assert (tmp_path / "run/checkpoints/step_00000002").is_dir()
