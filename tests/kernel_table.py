@@ -45,15 +45,20 @@ from megapar_kernels import (
     adamw,
     attention_tiles,
     cross_entropy,
+    delta_backward_kernels,
+    delta_fused,
+    delta_kernels,
     dropout,
     grouped,
     norms,
     quantize_kernels,
     rope,
     scaled_tiles,
+    short_conv_kernels,
     tiled_attention,
     token_rows,
 )
+from megapar_kernels.dispatch import next_power_of_2
 from megapar_kernels.quantize import packed_width
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -139,6 +144,8 @@ def _all_sizes() -> Iterator[Shipped]:
     yield from _tiled_attention()
     yield from _token_rows()
     yield from _grouped()
+    yield from _delta_rule()
+    yield from _short_conv()
     yield from _quantize()
     yield from _scaled()
 
@@ -173,6 +180,76 @@ def _grouped() -> Iterator[Shipped]:
             {**types, "outputs": "i32", "inputs": "i32"}, {**sizes, "OVERWRITE": overwrite}, warps, stages,
             aligned=("outputs", "inputs"),
         )  # fmt: skip
+
+
+def _delta_rule() -> Iterator[Shipped]:
+    """With one decay for a head and with one for each channel."""
+    front, back = delta_kernels, delta_backward_kernels
+    numbers = (
+        "sums_ptr",
+        "a_ptr",
+        "beta_ptr",
+        "state_ptr",
+        "last_ptr",
+        "dlast_ptr",
+        "dstate_ptr",
+        "dg_ptr",
+        "dbeta_ptr",
+    )
+    wide = {**dict.fromkeys((*numbers, "g_ptr"), "*fp32"), "starts_ptr": "*i32"}
+    kernels = [
+        ("sums", front.sums_kernel), ("pairs", front.pairs_kernel), ("solved", front.solved_kernel),
+        ("states", front.states_kernel), ("outputs", front.outputs_kernel), ("inverse", front.inverse_kernel),
+        ("state gradients", back.state_gradients_kernel), ("pair gradients", back.pair_gradients_kernel),
+        ("input gradients", back.input_gradients_kernel),
+    ]  # fmt: skip
+    for d, e in ((64, 64), (128, 128), (256, 512)):
+        for per_channel in (False, True):
+            for name, kernel in kernels:
+                known = {"WIDTH": d, "V_WIDTH": e, "PER_CHANNEL": per_channel, "CHUNK": delta_fused.CHUNK}
+                known |= {"COLUMNS": delta_fused.columns(d), "V_COLUMNS": delta_fused.columns(e)}
+                if name == "sums":
+                    known["WIDTH"] = d if per_channel else 1
+                    known["COLUMNS"] = delta_fused.columns(known["WIDTH"])
+                if name in ("pairs", "input gradients"):
+                    known["COLUMNS"] = delta_fused.pair_columns(d, per_channel)
+                if "ROWS" in kernel.arg_names:
+                    known["ROWS"] = delta_fused.columns(d, delta_fused.WIDEST)
+                    known["V_COLUMNS"] = delta_fused.columns(e, delta_fused.state_columns(d))
+                constants = {x: value for x, value in known.items() if x in kernel.arg_names}
+                if per_channel and "PER_CHANNEL" not in constants and name != "sums":
+                    continue
+                if d > 64 and (name == "inverse" or known["WIDTH"] == 1):
+                    continue  # equal to those of 64
+                types = {x: wide.get(x, "*bf16" if x.endswith("_ptr") else "i32") for x in kernel.arg_names}
+                shape = "channels" if per_channel else "heads"
+                tiles = delta_fused.launch(name, d, per_channel)
+                yield Shipped(
+                    "delta_rule", f"{name} {d}/{e}, decays of {shape}", kernel,
+                    {x: kind for x, kind in types.items() if x not in constants}, constants, **tiles,
+                    aligned=[x for x in types if x.endswith(("_s", "_b", "_n")) and not x.startswith("beta")],
+                )  # fmt: skip
+
+
+def _short_conv() -> Iterator[Shipped]:
+    """With SiLU. Not counted: the taps of an element take 27 instructions forward where there is time for 22, and the
+    backward computes z again for each position that reads an input."""
+    c = short_conv_kernels
+    forward = "forward", c.convolved_kernel, c.FORWARD_ROWS, c.FORWARD_WARPS
+    backward = "backward", c.convolution_gradients_kernel, c.BACKWARD_ROWS, c.BACKWARD_WARPS
+    for name, kernel, rows, warps in (forward, backward):
+        sizes = {"SILU": True, "ROWS": rows, "COLUMNS": c.COLUMNS, "RUN": c.RUN}
+        for width, others in ((4, ()), (4, ("before_ptr", "place_ptr", "bias_ptr"))):
+            known = {**sizes, "TAPS": width, "SUMS": next_power_of_2(width + 1)}
+            known |= {x: None for x in ("before_ptr", "place_ptr", "bias_ptr") if x not in others}
+            constants = {x: value for x, value in known.items() if x in kernel.arg_names}
+            special = {"partial_ptr": "*fp32", "place_ptr": "*i64"}
+            types = {x: special.get(x, "*bf16" if x.endswith("_ptr") else "i32") for x in kernel.arg_names}
+            yield Shipped(
+                "short_conv", f"{name} of {width}{', ' * bool(others)}{', '.join(x[:-4] for x in others)}", kernel,
+                {x: kind for x, kind in types.items() if x not in constants}, constants, warps,
+                aligned=[x for x in types if x == "channels" or (x.endswith(("_s", "_b")) and x[:5] != "place")],
+            )  # fmt: skip
 
 
 def _quantize() -> Iterator[Shipped]:
@@ -525,6 +602,17 @@ def _size_one() -> Iterator[Shipped]:
         "rope 1 heads of 128": ("q_heads", "k_heads"),
         "rope 1 heads of 64": ("positions", "q_heads", "k_heads"),
         "adamw square sum": ("elements",),
+        # one head of one sample of one position
+        **{
+            f"delta_rule {name} 64/64, decays of {shape}": ("heads", "length", "chunks", "all_heads", "beta_n")
+            for name, shape in (
+                *(("sums", "channels"), ("pairs", "heads"), ("solved", "channels"), ("states", "channels")),
+                *(("outputs", "heads"), ("inverse", "heads"), ("state gradients", "channels")),
+                *(("pair gradients", "heads"), ("input gradients", "channels")),
+            )
+        },
+        "short_conv forward of 4, before, place, bias": ("length", "channels", "place_s", "place_b"),
+        "short_conv backward of 4, before, place, bias": ("length", "channels", "place_s", "place_b"),
         # one query head for each key head, one sequence of one position
         "tiled_attention forward 64/64": ("run", "queries", "keys"),
         "tiled_attention queries 64/64": ("run", "queries", "keys"),

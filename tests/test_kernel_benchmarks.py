@@ -35,6 +35,7 @@ CPU = torch.device("cpu")
 BOTH_WAYS = {
     *("cross entropy", "RMSNorm", "add + RMSNorm", "LayerNorm", "add + LayerNorm", "SwiGLU", "GeGLU", "ReLU²"),
     *("bias + GELU", "RoPE", "dropout + add", "attention"),
+    *("delta rule", "delta rule of channels", "short convolution"),
     *("copies for experts", "sums of experts' rows"),
     *(attention.SINKS, attention.CAP, attention.WINDOW, attention.DOCUMENTS, attention.DROPOUT, attention.WIDTHS),
 }
@@ -99,7 +100,7 @@ def test_figures_follow_from_times(bench: measuring.Stopwatch, monkeypatch: pyte
     assert forward["gb_per_second"] == pytest.approx(2 * 8192 * 128256 / 1e6)
     assert backward["gb_per_second"] == pytest.approx(4 * 8192 * 128256 / 1.5e6)
     assert both["share"] == pytest.approx(6 * 8192 * 128256 / 2.5e6 / 3000)
-    assert both["over"] == {"Liger-Kernel": 2.4, "torch": None, "torch.compile": None}
+    assert both["over"] == {"Liger-Kernel": 2.4, "torch": None, "torch.compile": None, "fla": None}
 
 
 def test_a_wrong_kernel_is_not_timed(bench: measuring.Stopwatch) -> None:
@@ -319,7 +320,7 @@ other kernels: Memset (Device)
 """
 FILES = {  # of the other files: other kernels
     **{"adamw": "optimizer and norm", "grouped": "products of experts"},
-    "attention_tiles": "attention",
+    **dict.fromkeys(("attention_tiles", "delta_kernels", "delta_backward_kernels"), "attention"),
 }
 OF_TILES = {"scaled_grouped_kernel": "products of experts", "scaled_gradient_kernel": "matrix products"}
 

@@ -29,7 +29,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 def test_auto_is_torch_on_a_cpu_and_triton_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert select("auto", CPU) == Kernels() == select("torch", GPU)
     monkeypatch.setattr(backend, "HAS_TRITON", True)
-    assert select("auto", GPU, "cudnn") == Kernels(*["triton"] * 9, "torch", "cudnn", "triton")
+    assert select("auto", GPU, "cudnn") == Kernels(*["triton"] * 9, "torch", "cudnn", "triton", "triton")
     monkeypatch.setattr(backend, "HAS_TRITON", False)
     assert select("auto", GPU) == Kernels()
     with pytest.raises(ValueError, match="triton is not installed; pip install triton, or choose torch"):
@@ -70,7 +70,7 @@ def test_kernels_are_told_op_by_op() -> None:
     assert str(Kernels()) == "torch"
     assert str(FUSED) == (
         "triton: norm, activation, rope, dropout, cross_entropy, token_rows, grouped_products, "
-        "quantize, adamw, masked_attention; "
+        "quantize, adamw, masked_attention, linear_attention; "
         "torch: weight_gradient, attention"
     )
 

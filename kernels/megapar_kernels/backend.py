@@ -5,10 +5,11 @@ from typing import Literal
 
 import torch
 
-from megapar_kernels import apex
+from megapar_kernels import apex, fla
 from megapar_kernels.dispatch import HAS_TRITON, Implementation, interpreting
 
 Backend = Literal["auto", "triton", "torch", "apex"]
+LinearAttention = Literal["auto", "torch", "triton", "fla"]
 FusedAttention = Literal["torch", "cudnn"]
 """Which of torch's fused operations for GPUs comes first: FlashAttention 2 ("torch"), or cuDNN's."""
 
@@ -33,6 +34,8 @@ class Kernels:
     """The backend torch's SDPA tries first; "torch" leaves the choice to torch."""
     masked_attention: Implementation = "torch"
     """Attention with windows, caps of scores, sinks or dropout, for which torch has no fused operation."""
+    linear_attention: Implementation = "torch"
+    """Delta rules and the short convolutions in front of them."""
 
     @property
     def activation_of_experts(self) -> Implementation:
@@ -63,6 +66,7 @@ FUSED = Kernels(
     adamw="triton",
     weight_gradient="torch",
     masked_attention="triton",
+    linear_attention="triton",
 )
 # apex has no kernels for the other ops.
 APEX = replace(FUSED, norm="apex", adamw="apex", weight_gradient="apex")
@@ -71,8 +75,35 @@ COMPILED = Kernels(norm="inductor", activation="inductor", rope="inductor")
 
 
 def select(
-    backend: Backend, device: torch.device, attention: FusedAttention = "torch", *, compiled: bool = False
+    backend: Backend,
+    device: torch.device,
+    attention: FusedAttention = "torch",
+    *,
+    compiled: bool = False,
+    linear_attention: LinearAttention = "auto",
 ) -> Kernels:
+    """The implementations meant by `kernels.backend`, `kernels.compile` and `kernels.linear_attention` on `device`.
+
+    Raises ValueError with one line if an implementation was asked for and cannot be used.
+    """
+    kernels = _of_backend(backend, device, attention, compiled)
+    if linear_attention == "auto":
+        return kernels
+    reason = ""
+    if device.type == "meta" or linear_attention == "torch":
+        pass
+    elif linear_attention == "fla":
+        reason = fla.unusable(device)
+    elif not HAS_TRITON:
+        reason = "triton is not installed; pip install triton"
+    elif device.type != "cuda" and not interpreting():
+        reason = f"needs a GPU, and this rank runs on {device.type}"
+    if reason:
+        raise ValueError(f"kernels.linear_attention={linear_attention}: {reason}, or choose auto or torch")
+    return replace(kernels, linear_attention=linear_attention)
+
+
+def _of_backend(backend: Backend, device: torch.device, attention: FusedAttention, compiled: bool) -> Kernels:
     """The implementations meant by `kernels.backend` and `kernels.compile` on `device`.
 
     auto means triton on a GPU if triton is installed, else torch. With apex, norms, AdamW and weight gradients are

@@ -32,6 +32,7 @@ __all__ = [
     "apply_function",
     "exp",
     "fused",
+    "given",
     "interpreting",
     "launches",
     "main_grad_of",
@@ -42,7 +43,7 @@ __all__ = [
     "triton",
 ]
 
-Implementation = Literal["torch", "triton", "apex", "inductor"]
+Implementation = Literal["torch", "triton", "apex", "inductor", "fla"]
 
 # For fewer elements a launch from Python costs more than the memory traffic that fusion saves. On an H100 Liger's fused
 # norm of 1024 columns takes four times as long as torch's.
@@ -54,6 +55,8 @@ _LIBRARY.define("kernel(Tensor[] tensors) -> ()")  # of `launches`
 _LIBRARY.impl("kernel", lambda tensors: None, "Meta")
 _LIBRARY.define("tiled_attention(Tensor[] tensors, int pairs, bool backward) -> ()")
 _LIBRARY.impl("tiled_attention", lambda *_: None, "Meta")
+_LIBRARY.define("linear_attention(Tensor like, int flops, int width, bool backward) -> ()")
+_LIBRARY.impl("linear_attention", lambda *_: None, "Meta")
 _LIBRARY.define("grouped_weight_gradients(Tensor totals_goi, Tensor grad_2d, Tensor x_2d) -> ()")
 _LIBRARY.impl("grouped_weight_gradients", lambda *tensors: None, "Meta")
 # Products of FP8 codes, with the bytes of their exponents in the tensors or beside them: out [..., n] from a [..., k]
@@ -149,6 +152,16 @@ class MainGrad(Protocol):
 def main_grad_of(param: Tensor | None) -> MainGrad | None:
     """The `main_grad` of `param`. None for None, and if it has none: autograd then adds its gradient to `.grad`."""
     return getattr(param, "main_grad", None)
+
+
+def given(main_grad: MainGrad | None, grad: Tensor | None, param: Tensor | None) -> Tensor | None:
+    """Add the gradient to the parameter's main gradient. If there is none, return the gradient for autograd."""
+    if grad is None or param is None:
+        return None
+    if main_grad is None:
+        return grad.to(param.dtype)
+    main_grad.add(grad)
+    return None
 
 
 class _NoGradient:

@@ -452,6 +452,8 @@ class KernelsConfig:
     products: str = "torch"
     """The number format in which linear layers multiply. torch: that of train.precision. MODULE:NAME of a class of your
     own: see `megapar.linear.products.MatrixProducts`."""
+    linear_attention: Literal["auto", "torch", "triton", "fla"] = "auto"
+    """Delta rules and their convolutions. fla: flash-linear-attention, if installed. auto: as kernels.backend says."""
 
 
 @dataclass(frozen=True)

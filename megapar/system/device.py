@@ -14,11 +14,11 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
-from megapar_kernels import grouped, tiled_attention
-from megapar_kernels.backend import Backend, Kernels, select
+from megapar_kernels import delta_fused, grouped, tiled_attention
+from megapar_kernels.backend import Backend, Kernels, LinearAttention, select
 
 from megapar.base.errors import ConfigError
 from megapar.base.precision import Precision
@@ -120,8 +120,10 @@ CUDNN_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 """GPUs of Hopper and Blackwell, by compute capability. There cuDNN's attention is faster than FlashAttention 2."""
 
 
-def choose_kernels(backend: Backend, device: torch.device, *, compiled: bool = False) -> Kernels:
-    """Choose the implementation of each op on this device, as the options kernels.backend and kernels.compile say.
+def choose_kernels(
+    backend: Backend, device: torch.device, *, compiled: bool = False, linear_attention: LinearAttention = "auto"
+) -> Kernels:
+    """Choose the implementation of each op on this device, as kernels.backend, compile and linear_attention say.
 
     Attention uses cuDNN on Hopper and Blackwell, unless deterministic kernels were asked for. Raises ConfigError if the
     backend does not work here.
@@ -129,13 +131,38 @@ def choose_kernels(backend: Backend, device: torch.device, *, compiled: bool = F
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
     modern = capability in CUDNN_CAPABILITIES and not torch.are_deterministic_algorithms_enabled()
     try:
-        kernels = select(backend, device, "cudnn" if modern else "torch", compiled=compiled)
+        kernels = select(
+            backend, device, "cudnn" if modern else "torch", compiled=compiled, linear_attention=linear_attention
+        )
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if device.type == "cuda" and capability not in grouped.CAPABILITIES:
         kernels = replace(kernels, grouped_products="torch")
+    if device.type == "cuda" and kernels.linear_attention == "triton" and capability not in delta_fused.CAPABILITIES:
+        if linear_attention == "triton":
+            text = f"has no tiles for a GPU of compute capability {capability[0]}.{capability[1]}; choose auto or torch"
+            raise ConfigError(f"kernels.linear_attention=triton: {text}")
+        kernels = replace(kernels, linear_attention="torch")
     served = device.type != "cuda" or capability in tiled_attention.CAPABILITIES
     return kernels if served else replace(kernels, masked_attention="torch")
+
+
+class KernelOptions(Protocol):
+    """The options of `kernels` that choose who computes an op."""
+
+    @property
+    def backend(self) -> Backend: ...
+
+    @property
+    def compile(self) -> bool: ...
+
+    @property
+    def linear_attention(self) -> LinearAttention: ...
+
+
+def kernels_of(options: KernelOptions, device: torch.device) -> Kernels:
+    """Choose the implementation of each op on this device (`choose_kernels`), as the options of a run say."""
+    return choose_kernels(options.backend, device, compiled=options.compile, linear_attention=options.linear_attention)
 
 
 def prepare(device: torch.device, *, threads: int, cores: int = 1, deterministic: bool) -> None:

@@ -21,7 +21,7 @@ from megapar.linear.fp8_products import Fp8Products, fp8_products
 from megapar.linear.torch_products import TORCH_PRODUCTS, TorchProducts
 from megapar.pipeline.partition import explicit, partition, split_finely
 from megapar.pipeline.schedules import embedding_ranks, placement
-from megapar.system.device import choose_kernels
+from megapar.system.device import kernels_of
 from megapar_models.counts import WholeModel, size_and_flops
 from megapar_models.factory import initializations
 from megapar_models.fp8_matrices import Fp8Matrices
@@ -88,7 +88,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
     model = config.model
     family = find(model.family)
     first_rank, last_rank = embedding_ranks(config.parallel)
-    kernels = choose_kernels(config.kernels.backend, ctx.device, compiled=config.kernels.compile)
+    kernels = kernels_of(config.kernels, ctx.device)
     sharding = Sharding.of(
         ctx,
         model_dtype(config.train.precision),
@@ -142,7 +142,7 @@ def fp8_matrices(config: Config, device: torch.device | None = None) -> Fp8Matri
     The products are those of `device`, by default the meta device.
     """
     device = device or torch.device("meta")
-    kernels = choose_kernels(config.kernels.backend, device, compiled=config.kernels.compile)
+    kernels = kernels_of(config.kernels, device)
     rule = fp8_rule(config, kernels, TORCH_PRODUCTS, device)
     assert rule is not None, "train.fp8 is none"
     parallel = config.parallel

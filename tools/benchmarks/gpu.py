@@ -131,7 +131,8 @@ CATEGORIES: dict[str, tuple[str, ...]] = {
 # because attention's kernels are built from CUTLASS too and have it in their names.
 PATTERNS = {
     "attention": r"flash|fmha|sdpa|attention|\b_softmax_|softmax_warp|cudnn::fusion::(compute_dot_do_o|convert_dq)"
-    r"|fmha_reduce_head|\b(forward|queries|keys_values)_kernel",
+    r"|fmha_reduce_head|\b(forward|queries|keys_values)_kernel"
+    r"|\b(sums|pairs|inverse|solved|states|outputs|(state|pair|input)_gradients)_kernel",
     OTHERS: r"\b_norm_|rms_?norm|layer_norm|rowwisemoments|gammabeta|\b_activation_|\b_rotate"
     r"|\b_statistics_kernel|\b_gradient_kernel|cunn_softmax|nll_loss",
     "optimizer and norm": r"\b_adamw_|\b_square_sum|fusedadam|lpnorm",

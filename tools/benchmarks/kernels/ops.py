@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from megapar_kernels import activations, attention, norms
 from megapar_kernels.adamw import adamw_step, square_sum
 from megapar_kernels.backend import Kernels
+from megapar_kernels.delta_rule import delta_rule
 from megapar_kernels.dispatch import Implementation
 from megapar_kernels.dropout import dropout_add
 from megapar_kernels.rope import rotate_qk
+from megapar_kernels.short_conv import short_conv
 from torch import Tensor
 
 from benchmarks.kernels import peers
@@ -95,6 +97,9 @@ def cases(model: Model, kernels: Kernels) -> Iterator[Case]:
     yield _rope_case(model, kernels.rope)
     yield _dropout_case(model, kernels.dropout)
     yield _attention_case(model, kernels.attention)
+    for decays in (1, model.head_dim):
+        yield _delta_rule_case(model, decays, kernels.linear_attention)
+    yield _short_conv_case(model, kernels.linear_attention)
     yield _weight_gradient_case(model)
     yield _linear_cross_entropy_case(model, kernels.cross_entropy)
 
@@ -220,6 +225,40 @@ def _attention_case(model: Model, impl: Literal["torch", "cudnn"]) -> Case:
         lambda m: tuple(m.floats(tokens, 1, n, d) for n in (model.heads, model.kv_heads, model.kv_heads)),
         partial(attention.causal_attention, impl=impl), plain, (forward, 2.5 * forward), "flops",
         exact=exact, tolerance=1e-2,
+    )  # fmt: skip
+
+
+def _delta_rule_case(model: Model, decays: int, impl: Implementation) -> Case:
+    """Return the case of the gated delta rule with as many decays of a head: 1, or one for each channel."""
+    tokens = model.tokens
+    heads = model.heads
+    d = model.head_dim
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        q, k = ((m.floats(tokens, 1, heads, d, grad=False) * d**-0.5).requires_grad_() for _ in range(2))
+        g = -m.floats(tokens, 1, heads, decays, dtype=torch.float32, grad=False).abs() / 8
+        beta = m.floats(tokens, 1, heads, dtype=torch.float32, grad=False).sigmoid()
+        return q, k, m.floats(tokens, 1, heads, d), g.requires_grad_(), beta.requires_grad_()
+
+    # Of a token: pairs in its chunk of 64, twice the scores and twice what they weigh, and three products with a state.
+    flops = 2 * tokens * heads * (4 * d * 65 / 2 + 3 * d * d)
+    return Case(
+        "delta rule" if decays == 1 else "delta rule of channels", model.name, f"{tokens}x{heads}x{d}", make,
+        partial(delta_rule, impl=impl), delta_rule, (flops, 2 * flops), "flops", tolerance=1.5e-2,
+    )  # fmt: skip
+
+
+def _short_conv_case(model: Model, impl: Implementation) -> Case:
+    """Return the case of the short convolution of width 4 over as many channels as queries, keys and values have."""
+    tokens = model.tokens
+    channels = 3 * model.heads * model.head_dim
+
+    def make(m: Maker) -> tuple[Any, ...]:
+        return m.floats(tokens, 1, channels), m.floats(channels, 1, 4)
+
+    return Case(
+        "short convolution", model.name, f"{tokens}x{channels}", make, partial(short_conv, impl=impl),
+        peers.short_conv, (4 * tokens * channels, 6 * tokens * channels), exact=short_conv,
     )  # fmt: skip
 
 

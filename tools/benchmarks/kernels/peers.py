@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 Op = Callable[..., Any]
 EPS = 1e-5
 ADAMW: dict[str, Any] = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-NAMES = ("torch", "torch.compile", "Liger-Kernel")
+NAMES = ("torch", "torch.compile", "Liger-Kernel", "fla")
 
 
 def rms_norm(x: Tensor, weight: Tensor) -> Tensor:
@@ -223,6 +223,28 @@ def sums_of_gathered_rows(rows: Tensor, token_of_row: Tensor, row_of_choice: Ten
 def grouped_weight_gradients(totals_goi: Tensor, grad_2d: Tensor, x_2d: Tensor, groups: RowGroups) -> Tensor:
     grad_2d, x_2d = grad_2d.bfloat16(), x_2d.bfloat16()  # fp32 in a dry run, which grouped_mm does not take
     return totals_goi.add_(F.grouped_mm(grad_2d.t(), x_2d, offs=groups.ends))
+
+
+def short_conv(x_sbc: Tensor, weight_c1w: Tensor) -> Tensor:
+    """Convolve by torch's conv1d, with zeros in front."""
+    x_bcs = F.pad(x_sbc.permute(1, 2, 0), (weight_c1w.shape[-1] - 1, 0))
+    return F.silu(F.conv1d(x_bcs, weight_c1w, groups=weight_c1w.shape[0])).permute(2, 0, 1)
+
+
+def flash_linear_attention() -> dict[str, Op]:
+    """flash-linear-attention's ops by the names of ours. Raises ImportError if it is not installed."""
+    importlib.import_module("fla.ops")
+    ops = importlib.import_module("megapar_kernels.fla")
+
+    def rule(*inputs: Tensor) -> tuple[Tensor, Tensor]:
+        found: tuple[Tensor, Tensor] = ops.delta_rule(*inputs, None)
+        return found
+
+    return {
+        "delta rule": rule,
+        "delta rule of channels": rule,
+        "short convolution": lambda x, weight: ops.short_conv(x, weight, None, True),
+    }
 
 
 def liger() -> dict[str, Op]:

@@ -119,16 +119,20 @@ class KernelSession(Session):
     def work(self) -> None:
         """All rounds, as far as the time lasts."""
         self.round("megapar and torch", lambda case: {"megapar": case.ours, "torch": case.torch})
-        try:
-            liger = peers.liger()
-        except Exception as error:  # another project's import, which must not end the round after it
-            missing = "no Liger-Kernel (pip install liger-kernel), its column stays empty"
-            print(f"{missing}: {brief(error)}", file=sys.stderr)
-            for found in self.contenders.values():
-                found["Liger-Kernel"] = Contender("not installed")
-        else:
-            self.round("Liger-Kernel", lambda case: {"Liger-Kernel": liger.get(case.op)})
+        self.round_of("Liger-Kernel", peers.liger, "pip install liger-kernel")
+        self.round_of("fla", peers.flash_linear_attention, "pip install flash-linear-attention")
         self.round("torch.compile", self.compiled)
+
+    def round_of(self, name: str, ops_of: Callable[[], dict[str, peers.Op]], how: str) -> None:
+        """Measure another project's ops, if it is installed; `how` installs it."""
+        try:
+            ops = ops_of()
+        except Exception as error:  # another project's import, which must not end the round after it
+            print(f"no {name} ({how}), its column stays empty: {brief(error)}", file=sys.stderr)
+            for found in self.contenders.values():
+                found[name] = Contender("not installed")
+        else:
+            self.round(name, lambda case: {name: ops.get(case.op)})
 
     def compiled(self, case: Case) -> dict[str, peers.Op]:
         torch.compiler.reset()  # else its limit of recompilations would end in eager mode
