@@ -6,7 +6,6 @@ The same bits in every layout, exact checkpoints, and the bytes of a plan.
 import itertools
 import math
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,19 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megapar_models.registry import validate
 from megapar_tools.plan.memory import report_rank
-from torch import Tensor
 
 from megapar.base.errors import ConfigError
-from megapar.checkpoint.format import logical_boxes
 from megapar.checkpoint.save import snapshot, snapshot_bytes
-from megapar.config.options import Config
-from megapar.declare.params import MAIN, Box, Init
-from megapar.declare.random import initial_values
+from megapar.declare.params import MAIN, Box
 from megapar.optimizer.adamw import AdamW
 from megapar.optimizer.logical_rows import lines, name_key
-from megapar.step.state import TrainState
-from megapar.step.step import train_step
-from megapar.train.checkpoints import Saver, find, resume
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
     GPT,
@@ -40,13 +32,12 @@ from tests.support.grid import (
     STRADDLING,
     Layout,
     make_state,
-    micro_batches,
     name,
 )
+from tests.support.held_state import assert_same, one_step, resumed, saved, trained, updated, whole
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
-Part = tuple[str, Box, Sequence[int], Tensor]  # name with the state's, box in the logical tensor, its shape, values
 BOTH: dict[str, Any] = {"moments": "bf16", "main_weights": "remainder"}
 KINDS: list[dict[str, Any]] = [{}, {"moments": "bf16"}, {"main_weights": "remainder"}, BOTH]
 
@@ -84,56 +75,6 @@ def test_keys_differ_by_name_and_seed() -> None:
 
 
 # The same bits in every layout
-
-
-def given_gradients(state: TrainState, step: int) -> None:
-    """Gradients that follow from the logical tensor alone, so that every layout has the same."""
-    for optimizer in state.optimizer.each:
-        for visit in optimizer.visits:
-            visit.grad.zero_()
-            for slot in visit.shard.slots:
-                local = torch.zeros(slot.end - slot.start)
-                for piece, first, last in slot.spec.segments():
-                    local[first:last] = initial_values(piece, Init("normal", 0.1), seed=100 + step).view(-1)
-                start, stop = max(slot.start, visit.shard.start), min(slot.end, visit.shard.stop)
-                visit.grad[start - visit.shard.start : stop - visit.shard.start] = local[
-                    start - slot.start : stop - slot.start
-                ]
-
-
-def held_state(state: TrainState) -> list[Part]:
-    """Main weights, moments and parameters of this rank, by boxes of logical tensors."""
-    state.weights.wait()
-    parts: list[Part] = []
-    for item in state.optimizer.slices():
-        for piece, box in logical_boxes(item.spec, item.start, item.stop):
-            first = box.position - item.start
-            for kind in item.tensors:
-                values = item.values(kind, first, first + math.prod(box.size)).clone()
-                parts.append((f"{kind}.{piece.name}", Box(box.offset, box.size), piece.shape, values))
-    return parts
-
-
-def whole(ranks: Sequence[Sequence[Part]]) -> dict[str, Tensor]:
-    """Logical tensors. Copies of an element must be the same bits on all ranks."""
-    found: dict[str, Tensor] = {}
-    for tensor_name, box, shape, values in itertools.chain.from_iterable(ranks):
-        if tensor_name not in found:
-            found[tensor_name] = torch.full(tuple(shape), math.nan, dtype=values.dtype)
-        there = found[tensor_name][box.slices]
-        values = values.view(box.size)
-        assert ((there == values) | there.isnan()).all(), f"copies of {tensor_name} differ"
-        there.copy_(values)
-    assert not any(tensor.isnan().any() for tensor in found.values())
-    return found
-
-
-def updated(config: Config) -> list[Part]:
-    state = make_state(config)
-    for step in range(3):
-        given_gradients(state, step)
-        state.optimizer.step(0.01)
-    return held_state(state)
 
 
 LAYOUTS = [
@@ -178,13 +119,6 @@ def test_rounding_is_random_by_element_and_not_to_nearest() -> None:
     assert not torch.equal(results[0][name_of], results[1][name_of])
     error = (results[0][name_of].double() - exact[name_of]).abs() / exact[name_of].abs()
     assert error.median() < 2**-7
-
-
-def trained(config: Config, steps: int = 3) -> list[Part]:
-    state = make_state(config)
-    for _ in range(steps):
-        train_step(state, micro_batches(state.config, state.ctx, state.step))
-    return held_state(state)
 
 
 @pytest.mark.parametrize("stages", [(2, 3), pytest.param((0, 1), marks=pytest.mark.slow)])
@@ -266,31 +200,6 @@ def test_the_page_has_the_bytes_that_are_measured(kind: dict[str, Any], share: f
 # Checkpoints
 
 
-def one_step(state: TrainState) -> None:
-    train_step(state, micro_batches(state.config, state.ctx, state.step))
-
-
-def saved(config: Config, run_dir: Path) -> tuple[list[Part], list[Part]]:
-    """State after two steps and a checkpoint of these, and after a third step."""
-    state = make_state(config)
-    one_step(state)
-    one_step(state)
-    with Saver(state, run_dir) as saver:
-        saver.save(state)
-    before = held_state(state)
-    one_step(state)
-    return before, held_state(state)
-
-
-def resumed(config: Config, run_dir: Path) -> tuple[list[str], list[Part], list[Part]]:
-    """Lines for the user, the state of the checkpoint, and that after another step."""
-    state = make_state(config)
-    notes = resume(state, run_dir, find(config, run_dir, state.ctx))
-    before = held_state(state)
-    one_step(state)
-    return notes, before, held_state(state)
-
-
 @pytest.mark.parametrize("asynchronous", slow_but([1], [False, True]))
 @pytest.mark.parametrize("kind", slow_but([0, 2], KINDS[1:]))
 def test_a_resumed_run_goes_on_bit_by_bit(kind: dict[str, Any], asynchronous: bool, tmp_path: Path) -> None:
@@ -312,12 +221,6 @@ def test_a_snapshot_stays_as_it_is() -> None:
     after = [item.values(kind) for item in copies for kind in item.tensors]
     assert all(torch.equal(x, y) for x, y in zip(after, before, strict=True))
     assert snapshot_bytes(slices) == pytest.approx(8 * state.weights.layout.numel, rel=0.1)
-
-
-def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    wrong = [key for key in found if not torch.equal(found[key], expected[key])]
-    assert not wrong, wrong
 
 
 @pytest.mark.parametrize(("then", "now"), slow_but([2, 9], itertools.permutations(range(4), 2)))

@@ -243,7 +243,7 @@ def distance(state: TrainState, left_out: int) -> float:
     """The distance of the weights of replica `left_out` from those of the others, over the norm of these."""
     axis = state.ctx.grad
     reference = 1 if left_out == 0 else 0
-    weights = state.weights.flat.float()
+    weights = torch.cat([state.weights.flat.float(), state.weights.precise])
     received = weights.clone()
     if axis.rank != reference:
         received.zero_()

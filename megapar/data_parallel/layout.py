@@ -8,6 +8,7 @@ slice of the bucket, its shard (Rajbhandari et al., arXiv 1910.02054).
 With ZeRO-2 and 3 a bucket is a unit: parameters of one fine stage (`megapar.pipeline.refine`), as far as they may share
 a bucket. Then a buffer may hold this rank's shards alone (`megapar.data_parallel.placement`). Parameters that products
 read in FP8 blocks (`ParamSpec.quantized`) have units of their own.
+In a 16-bit model fp32 parameters (`ParamSpec.precise`) have the last buckets.
 """
 
 import sys
@@ -22,6 +23,7 @@ from torch import nn
 from megapar.base.grid import TIED_AXIS
 from megapar.comm.axis import Axis
 from megapar.data_parallel.buckets import ALIGNMENT, Bucket, BucketGroup, Range, intersect, lay_out, merge
+from megapar.data_parallel.dtypes import common_dtype, gathered_itemsize
 from megapar.declare.params import ParamSpec, spec_of
 
 
@@ -31,6 +33,7 @@ class Update(NamedTuple):
     optimizer: str = "adamw"
     lr: float = 1.0
     decay: float = 1.0
+    precise: bool = False  # the parameter is fp32 among 16-bit ones, as the layout finds
 
     @classmethod
     def by_spec(cls, spec: ParamSpec) -> "Update":
@@ -78,10 +81,10 @@ class FlatLayout:
     each rank of a bucket's axis updates a slice of it. Otherwise each rank updates all of it. With `units`, a bucket
     holds parameters of one module alone. A parameter used by several modules is in a bucket used by all of them.
     `whole` names the optimizers needing each parameter in one shard: ZeRO then never cuts it. `update_of` says who
-    updates a parameter (`megapar.optimizer.table.update_of`).
+    updates a parameter (`megapar.optimizer.table.update_of`). `dtype` is that of all parameters but precise ones.
 
-    Raises TypeError if a parameter has no ParamSpec, or if parameters are not all fp32, all bf16 or all fp16. Raises
-    ValueError if 128 does not divide a matrix that products read in FP8 blocks, with `units`.
+    Raises TypeError if a parameter has no ParamSpec or another dtype (`common_dtype`). Raises ValueError if 128 does
+    not divide a matrix that products read in FP8 blocks, with `units`.
     """
 
     def __init__(
@@ -97,7 +100,8 @@ class FlatLayout:
         declared = _collect(modules)
         self.sharded = sharded
         self._units = units
-        self.dtype = _common_dtype(declared)
+        self.dtype = common_dtype(declared)
+        update_of = _by_dtype(update_of, self.dtype)
         groups = _in_groups(declared, update_of, units=units)
         if units:
             groups = [unit for group in groups for unit in _by_users(group, modules)]
@@ -113,6 +117,7 @@ class FlatLayout:
         self.slots = _slots([pair for group in groups for pair in group], update_of, starts, self.buckets)
         self._bucket_of = {id(slot.param): slot.bucket_index for slot in self.slots}
         self.numel = self.buckets[-1].stop if self.buckets else 0
+        self.precise_start = min((slot.start for slot in self.slots if slot.update.precise), default=self.numel)
 
     @classmethod
     def of_units(
@@ -144,7 +149,8 @@ class FlatLayout:
 
     def gathered_nbytes(self, bucket: Bucket) -> int:
         """The bytes of a unit while ZeRO-3 has gathered it for a step, padding included."""
-        return bucket.numel * gathered_itemsize(self.slots[bucket.first_param].spec, self.dtype)
+        dtype = self.dtype_of(self.update_of(bucket))
+        return bucket.numel * gathered_itemsize(self.slots[bucket.first_param].spec, dtype)
 
     def shard(self, bucket: Bucket) -> Range:
         """The part of a bucket updated by this rank's optimizer."""
@@ -161,6 +167,10 @@ class FlatLayout:
     def update_of(self, bucket: Bucket) -> Update:
         """Who updates the parameters of a bucket."""
         return self.slots[bucket.first_param].update
+
+    def dtype_of(self, update: Update) -> torch.dtype:
+        """The dtype of the parameters with this update."""
+        return torch.float32 if update.precise else self.dtype
 
     def updates(self) -> list[Update]:
         """Return the distinct updates of all parameters, sorted."""
@@ -215,30 +225,11 @@ def _collect(modules: Sequence[HasParameters]) -> list[DeclaredParam]:
     return [(param, spec_of(param, name)) for param, name in reversed(names.items()) if param.numel()]
 
 
-def _common_dtype(params: Sequence[DeclaredParam]) -> torch.dtype:
-    """The dtype of all parameters: fp32, bf16 or fp16. It is fp32 if there is no parameter.
-
-    Raises TypeError, naming the parameter, if a dtype is unsupported or two dtypes are mixed.
-    """
-    if not params:
-        return torch.float32
-    first, first_spec = params[0]
-    if first.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise TypeError(
-            f"{first_spec.name} is {first.dtype}: parameters must be all torch.float32, bfloat16 or float16"
-        )
-    for param, spec in params:
-        if param.dtype != first.dtype:
-            raise TypeError(
-                f"{spec.name} is {param.dtype} and {first_spec.name} is {first.dtype}: all parameters must have one "
-                "dtype"
-            )
-    return first.dtype
-
-
-def gathered_itemsize(spec: ParamSpec, dtype: torch.dtype) -> int:
-    """The bytes of an element that ZeRO-3 gathers of a parameter for a step: those of a weight, or of a code."""
-    return torch.uint8.itemsize if spec.quantized else dtype.itemsize
+def _by_dtype(update_of: Callable[[ParamSpec], Update], dtype: torch.dtype) -> Callable[[ParamSpec], Update]:
+    """`update_of`, with `Update.precise` for parameters that are fp32 in a model of `dtype`."""
+    if dtype == torch.float32:
+        return update_of
+    return lambda spec: update_of(spec)._replace(precise=spec.precise)
 
 
 def _in_groups(
@@ -270,8 +261,9 @@ def _in_groups(
     for (replicated, _, _, _), group in groups.items():
         if TIED_AXIS in replicated:
             group.sort(key=lambda pair: pair[1].name)
-    # Tied parameters come last: the gradient of an embedding becomes final at the very end of the backward pass.
-    return [groups[key] for key in sorted(groups, key=lambda key: (TIED_AXIS in key[0], key))]
+    # Tied parameters come last: the gradient of an embedding becomes final at the very end of the backward pass. Behind
+    # them are fp32 parameters of a 16-bit model, because they are in another buffer (`Weights.precise`).
+    return [groups[key] for key in sorted(groups, key=lambda key: (key[2].precise, TIED_AXIS in key[0], key))]
 
 
 def _by_users(group: Sequence[DeclaredParam], modules: Sequence[HasParameters]) -> list[list[DeclaredParam]]:

@@ -1,6 +1,9 @@
 """The places of a layout's elements in a buffer of all of them, or of this rank's shards alone."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
 
 from megapar.data_parallel.buckets import Range, intersect, merge
 from megapar.data_parallel.layout import FlatLayout
@@ -10,12 +13,16 @@ class Placement:
     """The places of a layout's elements in a buffer.
 
     A buffer holds all elements, at the offsets of the layout, or with `shards_only` this rank's shards, one after the
-    other. `numel` is the length of the buffer.
+    other. `numel` is the length of the buffer. The last `num_precise` elements are fp32 parameters of a 16-bit model
+    (`ParamSpec.precise`). `weights_nbytes` are the bytes of all elements as weights.
     """
 
     def __init__(self, layout: FlatLayout, *, shards_only: bool):
         self._held = layout.shards() if shards_only else layout.everything
         self.numel = sum(stop - start for start, stop in self._held)
+        self.num_precise = sum(max(stop - max(start, layout.precise_start), 0) for start, stop in self._held)
+        num_flat = self.numel - self.num_precise
+        self.weights_nbytes = num_flat * layout.dtype.itemsize + self.num_precise * torch.float32.itemsize
 
     def ranges_of(self, ranges: Sequence[Range]) -> list[Range]:
         """The places of `ranges` in the buffer. Elements outside of the buffer are left out."""
@@ -37,3 +44,18 @@ class Placement:
         """The slice of the buffer with the elements [start, stop). They must lie in one shard."""
         ((first, last),) = self.ranges_of([(start, stop)])
         return slice(first, last)
+
+
+def slots_not_finite(
+    at: Callable[[int, int], Tensor], placement: Placement, layout: FlatLayout, ranges: Sequence[Range]
+) -> list[str]:
+    """Names of the parameters with an infinite or NaN element within `ranges` of the layout.
+
+    `at` returns the elements at places of `placement`.
+    """
+    names = []
+    for slot in layout.slots:
+        held = placement.ranges_of(intersect([(slot.start, slot.stop)], ranges))
+        if not all(at(start, stop).isfinite().all() for start, stop in held):
+            names.append(slot.name)
+    return names

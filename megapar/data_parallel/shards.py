@@ -5,7 +5,7 @@ and 1). `UnitGradients` keeps the gradients of this rank's shards alone (2 and 3
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import ClassVar
 
 import torch
@@ -14,10 +14,10 @@ from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 
 from megapar.comm import collectives
-from megapar.data_parallel.buckets import Bucket, Range, intersect
+from megapar.data_parallel.buckets import Bucket
 from megapar.data_parallel.layout import FlatLayout
 from megapar.data_parallel.partial_sums import partial_sums
-from megapar.data_parallel.placement import Placement
+from megapar.data_parallel.placement import Placement, slots_not_finite
 
 
 class PeakBytes:
@@ -36,6 +36,7 @@ class PeakBytes:
 class Weights(ABC):
     """The weights of a rank. `flat` is 1-D, in the model's dtype. `placement` has the places of elements in it.
 
+    The last places may be in `precise`, behind the end of `flat`: 1-D fp32, the precise weights of a 16-bit model.
     `whole` counts the bytes of units while they are whole (ZeRO-3).
     """
 
@@ -46,17 +47,19 @@ class Weights(ABC):
         self.layout = layout
         self.whole = PeakBytes()
         self.placement = Placement(layout, shards_only=self.SHARDS_ONLY)
-        self.flat = torch.zeros(self.placement.numel, dtype=layout.dtype, device=device)
+        num_precise = self.placement.num_precise
+        self.flat = torch.zeros(self.placement.numel - num_precise, dtype=layout.dtype, device=device)
+        self.precise = torch.zeros(num_precise, device=device)
 
     @classmethod
     def planned_nbytes(cls, layout: FlatLayout) -> int:
         """The `nbytes` of the weights of a layout, before there are any."""
-        return Placement(layout, shards_only=cls.SHARDS_ONLY).numel * layout.dtype.itemsize
+        return Placement(layout, shards_only=cls.SHARDS_ONLY).weights_nbytes
 
     @property
     def nbytes(self) -> int:
         """The bytes taken by the weights between steps."""
-        return self.flat.nbytes
+        return self.flat.nbytes + self.precise.nbytes
 
     @property
     def most_nbytes(self) -> int:
@@ -73,7 +76,13 @@ class Weights(ABC):
 
     def part(self, start: int, stop: int) -> Tensor:
         """The elements [start, stop) of the layout. They must lie in one of this rank's shards."""
-        return self.flat[self.placement.slice(start, stop)]
+        place = self.placement.slice(start, stop)
+        return self._at(place.start, place.stop)
+
+    def _at(self, start: int, stop: int) -> Tensor:
+        """The elements at the places [start, stop), all in one of the two buffers."""
+        end = self.flat.numel()
+        return self.flat[start:stop] if start < end else self.precise[start - end : stop - end]
 
     def gather(self) -> None:
         """Let forward passes read every rank's updated shards.
@@ -100,8 +109,8 @@ class Weights(ABC):
         self.wait()
 
     def not_finite(self) -> list[str]:
-        """Names of the parameters with an infinite or NaN element in `flat`, in the model's order."""
-        return slots_not_finite(self.flat, self.placement, self.layout, self.layout.everything)[::-1]
+        """Names of the parameters with an infinite or NaN element here, in the model's order."""
+        return slots_not_finite(self._at, self.placement, self.layout, self.layout.everything)[::-1]
 
 
 class ReducedGradients(ABC):
@@ -179,7 +188,7 @@ class ReducedGradients(ABC):
         ranges = self.layout.everything
         if reduced:
             ranges = self.layout.shards()
-        return slots_not_finite(self.flat, self.placement, self.layout, ranges)
+        return slots_not_finite(lambda start, stop: self.flat[start:stop], self.placement, self.layout, ranges)
 
     def _start_reduce_scatter(self, whole: Tensor, bucket: Bucket) -> collectives.Pending:
         """Start to sum `whole`, the gradients of a bucket with their padding, in place over the bucket's axis.
@@ -195,13 +204,3 @@ class ReducedGradients(ABC):
         """Call it after the reductions, because they change the same elements."""
         for partial_sum in self._partial_sums:
             partial_sum.sum(self.flat)
-
-
-def slots_not_finite(flat: Tensor, placement: Placement, layout: FlatLayout, ranges: Sequence[Range]) -> list[str]:
-    """Names of the parameters with an infinite or NaN element in `flat`, within `ranges` of the layout."""
-    names = []
-    for slot in layout.slots:
-        held = placement.ranges_of(intersect([(slot.start, slot.stop)], ranges))
-        if not all(flat[start:stop].isfinite().all() for start, stop in held):
-            names.append(slot.name)
-    return names

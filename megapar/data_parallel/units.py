@@ -49,7 +49,7 @@ class UnitWeights(Weights):
         self._unit_of = {id(slot.param): slot.bucket_index for slot in layout.slots}
         # One unit after the other, so that only one of them takes memory twice.
         for unit, bucket in enumerate(layout.buckets):
-            whole = torch.zeros(bucket.stop - bucket.start, dtype=layout.dtype, device=device)
+            whole = torch.zeros(bucket.numel, dtype=layout.dtype_of(layout.update_of(bucket)), device=device)
             self._whole.append(whole)
             kept = layout.shard(bucket)
             for slot in layout.slots[bucket.first_param : bucket.end_param]:
@@ -72,7 +72,7 @@ class UnitWeights(Weights):
 
     @property
     def nbytes(self) -> int:
-        return self.flat.nbytes + self._codes.nbytes
+        return super().nbytes + self._codes.nbytes
 
     def gather_unit(self, unit: int) -> None:
         """Start to gather what products read of a unit: its weights or its codes. They may read it after `wait_for`."""

@@ -1,4 +1,4 @@
-"""The weights of a rank in one flat buffer. Its parameters are views of the buffer."""
+"""The weights of a rank in flat memory. Its parameters are views of it."""
 
 from collections.abc import Iterable, Mapping
 from functools import partial
@@ -15,7 +15,7 @@ from megapar.linear.converted_weight import forget_converted
 class FlatWeights(Weights):
     """The flat weights of a rank. The constructor moves the parameters into them.
 
-    `flat` has the offsets of `layout`.
+    `flat` has the offsets of `layout`, and `precise` goes on behind it.
     """
 
     SHARDS_ONLY = False
@@ -23,7 +23,7 @@ class FlatWeights(Weights):
     def __init__(self, layout: FlatLayout, device: torch.device):
         super().__init__(layout, device)
         for slot in layout.slots:
-            view = self.flat[slot.start : slot.stop].view(slot.param.shape)
+            view = self.part(slot.start, slot.stop).view(slot.param.shape)
             view.copy_(slot.param.data)
             # `.data`, so that modules and optimizer keep the same Parameter object.
             slot.param.data = view
@@ -37,7 +37,7 @@ class FlatWeights(Weights):
         # All gathers start before the first wait, so that their latencies overlap.
         for index in self._order:
             bucket = self.layout.buckets[index]
-            part = self.flat[bucket.start : bucket.stop]
+            part = self.part(bucket.start, bucket.stop)
             self._arriving[index] = collectives.all_gather_shard_async(part, self.layout.axis(bucket))
 
     def wait(self) -> None:

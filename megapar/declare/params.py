@@ -33,11 +33,12 @@ class Init:
     """Initial values of a parameter: the constant `value`, or random numbers.
 
     `normal` draws from a normal distribution of mean 0 and standard deviation `value`, and `uniform` evenly from -value
-    to value. The numbers depend on the seed, on the name of the tensor and on the place in it, so they are the same
-    under every parallel layout.
+    to value. `log_uniform` is the logarithm of a number between 1 and `value`, and `time_step` the inverse softplus of
+    one drawn evenly by its logarithm from 0.001 to `value`: A_log and dt_bias of Mamba-2 (arXiv 2405.21060). The same
+    seed, name of the tensor and place in it give the same number, under every parallel layout.
     """
 
-    kind: Literal["normal", "uniform", "constant"]
+    kind: Literal["normal", "uniform", "log_uniform", "time_step", "constant"]
     value: float
 
 
@@ -151,6 +152,8 @@ class ParamSpec:
     128 then divides the rows and the columns of the parameter [rows, in], and the rows of each piece. ZeRO-3 gathers
     the codes of such a parameter instead of its values.
     """
+    precise: bool = False
+    """Whether it is fp32 in a 16-bit model too, and so its own main weight: for few numbers, such as decay rates."""
 
     def names_to_select(self) -> list[str]:
         """The logical tensors that train.trainable must select together or not at all, sorted, each once."""
@@ -273,8 +276,10 @@ def held_by_all(piece: Piece, axis: Axis, *, partial: bool) -> Piece:
 def parameter(spec: ParamSpec, shape: Sequence[int], *, dtype: torch.dtype, device: torch.device | str) -> nn.Parameter:
     """Make an uninitialized parameter of the local `shape` and attach `spec` to it.
 
-    `shape` may have more rows than the pieces of `spec`: padding rows.
+    `shape` may have more rows than the pieces of `spec`: padding rows. `dtype` is the model's (`ParamSpec.precise`).
     """
+    if spec.precise:
+        dtype = torch.promote_types(dtype, torch.float32)
     param = nn.Parameter(torch.empty(tuple(shape), dtype=dtype, device=device))
     param.spec = spec  # type: ignore[attr-defined]
     return param

@@ -70,8 +70,15 @@ def initial_values(piece: Piece, init: Init, seed: int, *, rows: slice | None = 
     for dim in range(2, values.dim()):
         values = values.narrow(dim, piece.held.offset[dim], piece.held.size[dim])
     values = values.contiguous()
+    # Others than normal numbers are drawn from 0 to 1.
+    if init.kind == "log_uniform":
+        return values.mul_(init.value - 1).add_(1).log_()
+    if init.kind == "time_step":
+        least = math.log(1e-3)
+        step = values.mul_(math.log(init.value) - least).add_(least).exp_()
+        return step.expm1_().log_()  # the inverse of softplus
     if init.kind == "uniform":
-        values.mul_(2).sub_(1)  # drawn from 0 to 1
+        values.mul_(2).sub_(1)
     return values.mul_(init.value)
 
 

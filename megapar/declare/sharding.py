@@ -96,6 +96,7 @@ class Sharding:
         decay: bool,
         update: Literal["element", "matrix"] = "element",
         quantized: bool = False,
+        precise: bool = False,
     ) -> nn.Parameter:
         """Make an uninitialized parameter of the local `shape`: `pieces`, one after the other, then padding rows."""
         spec = ParamSpec(
@@ -106,6 +107,7 @@ class Sharding:
             update=update,
             optimizer=self.optimizer,
             quantized=quantized,
+            precise=precise,
         )
         return self.parameter_of(spec, shape)
 

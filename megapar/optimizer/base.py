@@ -26,7 +26,7 @@ class Optimizer(OptimizerDeclaration, ABC):
     """Updates this rank's shards of the parameters of one `Update`.
 
     A subclass declares its state in `STATE` (`OptimizerDeclaration`), and updates a part of a shard in `update`. Main
-    weights are fp32. For an fp32 model they are the parameters themselves. For a bf16 or fp16 model they are kept here,
+    weights are fp32. Of fp32 parameters they are the parameters themselves. Of bf16 or fp16 ones they are kept here,
     and rounded into the parameters after each step. Or the parameters are their upper halves, and a state named
     REMAINDER the lower ones.
     """
@@ -48,8 +48,8 @@ class Optimizer(OptimizerDeclaration, ABC):
         self.updates = updates
         self.ctx = ctx
         self.seed = seed
-        self.states = self.states_of(config)
-        self.dtype = weights.flat.dtype
+        self.dtype = weights.layout.dtype_of(updates)
+        self.states = self.states_for(config, self.dtype)
         self._averages = config.ema > 0
         self.options: Any = self.OPTIONS(**{field.name: getattr(config, field.name) for field in fields(self.OPTIONS)})
         self.impl: Implementation = impl
@@ -64,7 +64,7 @@ class Optimizer(OptimizerDeclaration, ABC):
             for start, stop in self._cut(shard)
         ]
         on_host = [visit for visit in self.visits if visit.shard.on_host]
-        self.host_updates = HostUpdates(on_host, self._update_on_host, weights.flat.dtype, weights.flat.device)
+        self.host_updates = HostUpdates(on_host, self._update_on_host, self.dtype, weights.flat.device)
 
     def join_in_plan(self, grid: Grid, layout_of_rank: Callable[[int], FlatLayout]) -> None:
         """Find what the ranks of a run tell each other in the first update. For plans, where no other rank exists.

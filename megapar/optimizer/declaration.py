@@ -75,9 +75,15 @@ class OptimizerDeclaration:
         return cls.STATE
 
     @classmethod
+    def states_for(cls, config: OptimizerConfig, dtype: torch.dtype) -> Sequence[StateTensor]:
+        """Return `states_of` for parameters of this dtype. fp32 ones lack nothing, so they have no REMAINDER."""
+        wide = dtype == torch.float32
+        return [tensor for tensor in cls.states_of(config) if not (wide and tensor.name == REMAINDER)]
+
+    @classmethod
     def planned_nbytes(cls, shards: Iterable[Range], dtype: torch.dtype, config: OptimizerConfig) -> dict[bool, int]:
         """Return the `Optimizer.nbytes` of an optimizer of `shards`, by whether they are in host memory."""
-        states = cls.states_of(config)
+        states = cls.states_for(config, dtype)
         state = sum(tensor.dtype.itemsize for tensor in states) + (torch.float32.itemsize if config.ema else 0)
         parts = [part for bounds in shards for part in split_by_place(bounds, cls.host_share(config))]
         found = {False: 0, True: 0}

@@ -19,7 +19,9 @@ Need = tuple[str, int, int | None]
 def optimizer_bytes(config: Config, layout: FlatLayout) -> int:
     """Bytes of host memory taken by the optimizers of a rank."""
     found = [
-        table.find(updates.optimizer).planned_nbytes(layout.shards_of(updates), layout.dtype, config.optimizer)
+        table.find(updates.optimizer).planned_nbytes(
+            layout.shards_of(updates), layout.dtype_of(updates), config.optimizer
+        )
         for updates in layout.updates()
     ]
     return sum(nbytes[True] for nbytes in found)

@@ -43,7 +43,7 @@ class Buffers:
         state = {True: 0, False: 0}  # by whether it is in host memory
         for updates in layout.updates():
             optimizer = table.find(updates.optimizer)
-            found = optimizer.planned_nbytes(layout.shards_of(updates), layout.dtype, options)
+            found = optimizer.planned_nbytes(layout.shards_of(updates), layout.dtype_of(updates), options)
             state = {on_host: state[on_host] + nbytes for on_host, nbytes in found.items()}
         params = {id(param): param for module in modules for param in module.parameters()}
         units: list[list[int]] = []

@@ -143,7 +143,7 @@ class Hardware:
         """Seconds to read or write so many bytes in all."""
         return moved_bytes / (self.memory_gb_per_second * self.memory_share * 1e9)
 
-    def host_update_seconds(self, elements: float, weight_bytes: int) -> float:
+    def host_update_seconds(self, elements: float, weight_bytes: float) -> float:
         """Seconds to update so many elements in host memory. Gradients and weights travel meanwhile."""
         # AdamW reads and writes main weight and moments, and reads the gradient that has just been written.
         updated = (12 + 12 + 4 + 4 + weight_bytes) / self.host.gb_per_second

@@ -18,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from megapar.activations.host_inputs import NotedInputs, kept_by
 from megapar.data_parallel.accumulate import MainGradView, attach
-from megapar.data_parallel.layout import gathered_itemsize
+from megapar.data_parallel.dtypes import gathered_itemsize
 from megapar.declare.batch import MicroBatch, PipelineStage
 from megapar.declare.params import Piece, spec_of
 from megapar.linear.converted_weight import ConvertedWeight
@@ -242,6 +242,11 @@ class Recording:
         return _by_axis(self._stage, nn.Parameter.numel)
 
     @cached_property
+    def weight_bytes(self) -> Mapping[str, int]:
+        """Return the bytes of the part's `elements` as weights, by the same axis."""
+        return _by_axis(self._stage, lambda param: param.numel() * param.dtype.itemsize)
+
+    @cached_property
     def gathered_bytes(self) -> Mapping[str, int]:
         """Return the bytes that ZeRO-3 gathers of the part's `elements`, by the same axis: of weights, or of codes."""
         return _by_axis(self._stage, lambda param: param.numel() * gathered_itemsize(spec_of(param), param.dtype))
@@ -265,11 +270,6 @@ class Recording:
             for param in self._stage.parameters()
             if param.requires_grad and any(piece.name.startswith("embedding.") for piece in spec_of(param).pieces)
         )
-
-    @cached_property
-    def itemsize(self) -> int:
-        """Bytes of a weight. 0 if it has none."""
-        return max((param.dtype.itemsize for param in self._stage.parameters()), default=0)
 
     # Passes
 

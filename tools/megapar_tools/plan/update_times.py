@@ -55,9 +55,9 @@ class UpdateTimer:
         """Return the times of the update on the pipeline rank `rank` with these stages."""
         times = UpdateTimes()
         parts = [part for stage in stages for part in stage]
-        itemsize = max((part.part.itemsize for part in parts), default=2)
         options = self._config.optimizer
         for axis, number in self._elements(parts).items():
+            itemsize = _itemsize(parts, axis)
             shard = float(number)
             if options.zero_stage:
                 shard /= self._groups.num_shards(axis)
@@ -127,6 +127,13 @@ class UpdateTimer:
 
     def _buckets(self, elements: int) -> int:
         return max(round(elements * 4 / (self._config.optimizer.bucket_mb * 2**20)), 1)
+
+
+def _itemsize(parts: Sequence[PartTimes], axis: str) -> float:
+    """The mean bytes of a weight among the trained ones of an axis."""
+    elements = sum(part.part.elements.get(axis, 0) * part.number for part in parts)
+    nbytes = sum(part.part.weight_bytes.get(axis, 0) * part.number for part in parts)
+    return nbytes / max(elements, 1)
 
 
 class _MatrixUpdates:
