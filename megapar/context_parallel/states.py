@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megapar_kernels.delta_rule import NOTHING
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -26,6 +27,14 @@ def begins_sb(batch: MicroBatch) -> Tensor:
     if batch.starts is None:
         return (batch.positions_s == 0)[:, None].expand(-1, batch.size)
     return batch.document_positions_bs().t() == 0
+
+
+def decays_in_documents(g: Tensor, batch: MicroBatch) -> Tensor:
+    """Return the logarithms of decays [s, b, ...] with `NOTHING` at the first token of each document."""
+    if batch.starts is None:
+        return g
+    begins = begins_sb(batch)
+    return g.masked_fill(begins.view(*begins.shape, *(1 for _ in g.shape[2:])), NOTHING)
 
 
 def runs_of(x_s: Tensor, cp: Axis) -> tuple[Tensor, ...]:
@@ -56,6 +65,24 @@ def incoming_states(
         state = apply(run_map, state) + everyones[place, width:].view_as(states[0])
     runs = len(states)
     return torch.stack([incoming[runs * cp.rank + run] for run in range(runs)])
+
+
+def rows_before(x_sbc: Tensor, count: int, cp: Axis) -> Tensor:
+    """Return the `count` positions in front of each of this rank's runs: [runs, count, b, c]. Zeros precede a sample.
+
+    A collective over `cp`, in forward and in backward. Runs may be shorter than `count`: rows of several runs in front
+    of a run are then among them.
+    """
+    runs = runs_of(x_sbc, cp)
+    if cp.size == 1:
+        return x_sbc.new_zeros(1, count, *x_sbc.shape[1:])
+    kept = min(count, len(runs[0]))
+    ends = torch.stack([run[len(run) - kept :] for run in runs])
+    everyones = _Gathered.apply(ends, cp)
+    in_order = everyones[[2 * rank + half for rank, half in holders(cp.size)]].flatten(0, 1)
+    padded = torch.cat([in_order.new_zeros(count, *in_order.shape[1:]), in_order])
+    places = (cp.rank, 2 * cp.size - 1 - cp.rank)  # of this rank's runs in the sample
+    return torch.stack([padded[place * kept : place * kept + count] for place in places])
 
 
 class _Gathered(torch.autograd.Function):

@@ -115,10 +115,21 @@ class Ulysses(nn.Module):
 
     def _to_positions(self, y_sbc: Tensor) -> Tensor:
         """[s, b, n * e] of all heads, from the attention [cp * s, b, n / cp * e] of this rank's heads."""
-        cp = self.cp
-        y_nbsd = rearrange(y_sbc, "s b (n d) -> n b s d", n=self.heads)
-        parts = to_parts(y_nbsd, cp.size)  # [cp, n, b, s, d]: the positions of each rank
-        rows = [self.heads] * cp.size
-        # Rank by rank, so all heads arrive in ascending order.
-        arrived = exchange_rows(parts.flatten(0, 1), rows, rows, cp)
-        return rearrange(arrived, "n b s d -> s b (n d)")
+        return to_positions(y_sbc.unflatten(-1, (self.heads, -1)), self.cp).flatten(2)
+
+
+def to_heads(x_sbnd: Tensor, cp: Axis) -> Tensor:
+    """Return x [cp * s, b, n / cp, d] of all positions and this rank's heads, from x [s, b, n, d]. cp divides n."""
+    x_nbsd = rearrange(x_sbnd, "s b n d -> n b s d")
+    rows = [len(x_nbsd) // cp.size] * cp.size
+    arrived = exchange_rows(x_nbsd, rows, rows, cp).unflatten(0, (cp.size, -1))  # [cp, heads, b, s, d]
+    return rearrange(to_whole(arrived), "n b s d -> s b n d")
+
+
+def to_positions(y_sbnd: Tensor, cp: Axis) -> Tensor:
+    """Return y [s, b, n, d] of this rank's positions and all heads, from y [cp * s, b, n / cp, d]. cp divides n."""
+    parts = to_parts(rearrange(y_sbnd, "s b n d -> n b s d"), cp.size)  # [cp, n, b, s, d]: the positions of each rank
+    rows = [parts.shape[1]] * cp.size
+    # Rank by rank, so all heads arrive in ascending order.
+    arrived = exchange_rows(parts.flatten(0, 1), rows, rows, cp)
+    return rearrange(arrived, "n b s d -> s b n d")
