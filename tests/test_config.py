@@ -421,9 +421,14 @@ def test_each_option_of_the_model_is_classified():
         *("moe.num_experts", "moe.moe_intermediate_size", "moe.mlp_only_layers", "moe.balance"),
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe.first_k_dense_replace"),
         *("moe.shared_expert_intermediate_size", "moe.shared_expert_gate"),
+        *("conv_width", "conv_bias", "use_attention_gate", "use_sandwich_norm"),
+        *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias"),
+        *("mamba_proj_bias", "attn_layer_indices", "hybrid_override_pattern", "moe_latent_size", "projectors_bias"),
+        *("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "linear_key_head_dim"),
+        *("linear_value_head_dim", "linear_head_dim", "linear_conv_kernel_dim", "mamba_rms_norm"),
     }
     assert {path.removeprefix("model.") for path in training} == {
-        *("max_position_embeddings", "hidden_dropout", "attention_dropout", "initializer_range"),
+        *("max_position_embeddings", "hidden_dropout", "attention_dropout", "initializer_range", "mrope_section"),
         *("moe.router_aux_loss_coef", "moe.router_bias_update_rate", "moe.router_z_loss_coef"),
     }
 
@@ -788,7 +793,7 @@ memory_every local_dir local_every mtbf_hours
 log: every view tensorboard wandb mlflow prometheus_port straggler_every fp8_every
     alert_command profile observers peak_tflops
 guard: check_replicas_every on_spike
-kernels: backend loss_chunk compile products
+kernels: backend loss_chunk compile products linear_attention
 launch: nproc device timeout_seconds time_limit threads cpu_exchange max_restarts min_dp preflight gradient_ctas numa
 adapter: rank alpha targets rslora dropout dora init_from
 top: run_dir dry_run gpu

@@ -26,7 +26,7 @@ SCALE, CAP, WINDOW, ROTATED, TEMPERATURE = 0.5, 0.8, 5, 6, Temperature(0.7, 3)
 
 
 class RulesStage(LlamaStage):
-    """Scores as in gpt-oss and Gemma 2, a gate as in Qwen3-Next, norms as in OLMo, HunYuan and StableLM."""
+    """Scores as in gpt-oss and Gemma 2, gates as in Qwen3-Next and LFM3, norms as in OLMo, HunYuan and StableLM."""
 
     local_window = 0
 
@@ -41,6 +41,7 @@ class RulesStage(LlamaStage):
             replace(kind, output_gate=True, qk_norm=True, qk_norm_after_rotary=True, rotary=partial),
             replace(kind, qk_norm=True, qk_norm_over="each_head", qk_norm_rule=layer_norm, attention_scale=SCALE),
         ]
+        kinds[3] = replace(kinds[3], head_gate=True)
         return kinds[number % 4]
 
 
@@ -125,6 +126,8 @@ def mixed_plainly(
     y = attended(q, k, v, seen, sinks, scale, cap)
     if number == 2:
         y = y * linear(tensors, f"{name}.gate", x).sigmoid()
+    if number == 3:
+        y = y * linear(tensors, f"{name}.gate", x).sigmoid().repeat_interleave(d, -1)
     return linear(tensors, f"{name}.o", y)
 
 

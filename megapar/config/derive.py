@@ -36,7 +36,7 @@ def derive(config: Config, world_size: int, rules: ModelRules, stages: VirtualSt
         tp_overlap_chunks=1 if parallel.tp == 1 and not parallel.tp_overlap_chunks else parallel.tp_overlap_chunks,
         ep_overlap_chunks=1 if parallel.ep == 1 and not parallel.ep_overlap_chunks else parallel.ep_overlap_chunks,
     )
-    if isinstance(model, MixtureModel):
+    if isinstance(model, MixtureModel) and model.experts is not None:
         width = model.moe.moe_intermediate_size or model.intermediate_size
         model = replace(model, moe=replace(model.moe, moe_intermediate_size=width))
         parallel = replace(parallel, etp=parallel.etp or parallel.tp)

@@ -142,5 +142,14 @@ class MixtureModel(ModelConfig):
     """Mixture of experts."""
 
     @property
-    def experts(self) -> MoEConfig:
+    def experts(self) -> MoEConfig | None:
         return self.moe
+
+
+@dataclass(frozen=True)
+class MaybeMixtureModel(MixtureModel):
+    """The options of a family whose models may have experts: those with model.moe.num_experts above 0."""
+
+    @property
+    def experts(self) -> MoEConfig | None:
+        return self.moe if self.moe.num_experts else None

@@ -1,9 +1,9 @@
-"""The experts of a rank: gated MLPs of one size, each for its own rows.
+"""The experts of a rank: MLPs of one size, gated or not, each for its own rows.
 
 These are the weights of the experts of layer N. Sizes are h hidden and f the width of an expert. Experts are dealt over
 ep by number, and each expert is cut over etp as a dense MLP is cut over tp:
 
-    layers.N.mlp.experts.E.{gate,up}.weight     [f, h]      cut by output
+    layers.N.mlp.experts.E.{gate,up}.weight     [f, h]      cut by output (gate is optional)
     layers.N.mlp.experts.E.down.weight          [h, f]      cut by input
     layers.N.mlp.experts.E.{gate,up}.bias       [f]         cut (optional)
     layers.N.mlp.experts.E.down.bias            [h]         on every etp rank (optional)
@@ -55,9 +55,10 @@ class Experts(nn.Module):
     nor another tensor of rows is kept for the gradient of the weights.
 
     `name` is the name of the logical tensors up to the number of the expert, such as layers.3.mlp.experts. `activation`
-    maps [rows, gate then up] and weights [rows, 1] to [rows, f/etp] (`megapar_kernels.activations`). With `bias`
-    all matrices have biases. `token_share` is an expert's share of the tokens if the load is even, for `ParamSpec`.
-    `adapted` are the matrices with an adapter by `lora`.
+    maps [rows, gate then up] and weights [rows, 1] to [rows, f/etp] (`megapar_kernels.activations`). `inner` are the
+    matrices in front of the activation: gate and up, or up alone. With `bias` all matrices have biases. `token_share`
+    is an expert's share of the tokens if the load is even, for `ParamSpec`. `adapted` are the matrices with an adapter
+    by `lora`.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Experts(nn.Module):
         products: MatrixProducts = TORCH_PRODUCTS,
         products_of_down: MatrixProducts | None = None,
         bias: bool = False,
+        inner: tuple[str, ...] = ("gate", "up"),
         lora: LoraRule | None = None,
         adapted: Sequence[str] = (),
     ):
@@ -93,11 +95,12 @@ class Experts(nn.Module):
         self.local_width = stop - start
         parameters = ExpertParameters(name, num_experts, self.expert_numbers, width, sharding, token_share)
         quantized = products.in_blocks
-        self.gate_up = parameters.make(("gate", "up"), (width, hidden_size), 0, init, quantized=quantized)
+        self.inner = inner
+        self.gate_up = parameters.make(inner, (width, hidden_size), 0, init, quantized=quantized)
         self.down = parameters.make(("down",), (hidden_size, width), 1, output_init, quantized=quantized)
         self.gate_up_bias = self.down_bias = None
         if bias:
-            self.gate_up_bias = parameters.make(("gate", "up"), (width,), 0, ZEROS)
+            self.gate_up_bias = parameters.make(inner, (width,), 0, ZEROS)
             self.down_bias = parameters.make(("down",), (hidden_size,), None, ZEROS)
         self.lora_a, self.lora_b = nn.ParameterDict(), nn.ParameterDict()
         self.scale = 0.0
@@ -122,9 +125,10 @@ class Experts(nn.Module):
         this rank's parts of the sum.
         """
         width = self.local_width
-        gate_up = self._product(rows, self.gate_up, 2 * width, groups, experts)
-        gate_up = self._adapted("gate", gate_up, rows, slice(0, width), groups, experts)
-        gate_up = self._adapted("up", gate_up, rows, slice(width, 2 * width), groups, experts)
+        gate_up = self._product(rows, self.gate_up, len(self.inner) * width, groups, experts)
+        for number, matrix in enumerate(self.inner):
+            columns = slice(number * width, (number + 1) * width)
+            gate_up = self._adapted(matrix, gate_up, rows, columns, groups, experts)
         gate_up = self._biased(gate_up, self.gate_up_bias, None, self.gate_up, groups, experts, adds=True)
         inner = converted(recompute.remade(self.activation, gate_up, weights), self.products_of_down)
         y = self._product(inner, self.down, self.hidden_size, groups, experts, self.products_of_down)

@@ -1,7 +1,7 @@
 """Grouped-query attention (Ainslie et al., arXiv 2305.13245), split over tp by query heads.
 
 Shapes: s positions of this context-parallel rank, b micro-batch, h hidden, n this rank's heads, d width of a head,
-c this rank's columns of q, k and v together: (query heads + 2 key/value heads) d, and of the gate: query heads * d.
+c this rank's columns of q, k and v together: (query heads + 2 key/value heads) d, and of the gate: query heads (* d).
 """
 
 import math
@@ -91,8 +91,7 @@ class Attention(nn.Module):
         self.q_heads = heads.q_stop - heads.q_start
         self.kv_heads = heads.kv_stop - heads.kv_start
         width = model.num_attention_heads * d
-        q_columns = Columns.even(f"{name}.q", width, tp, (d,))
-        columns = [q_columns]
+        columns = [Columns.even(f"{name}.q", width, tp, (d,))]
         for letter in ("k", "v"):
             columns.append(
                 Columns(
@@ -107,10 +106,9 @@ class Attention(nn.Module):
                     unit=heads.kv_unit * d,
                 )
             )
-        projected = columns
-        if kind.output_gate:
-            projected = [*columns, replace(q_columns, name=f"{name}.gate")]
-        self.qkv = factory.column_parallel(model.hidden_size, projected, bias=kind.qkv_bias)
+        gates = [replace(columns[0], name=f"{name}.gate")] * kind.output_gate
+        gates += [Columns.even(f"{name}.gate", model.num_attention_heads, tp)] * kind.head_gate
+        self.qkv = factory.column_parallel(model.hidden_size, [*columns, *gates], bias=kind.qkv_bias)
         self.out = factory.row_parallel(f"{name}.o", width, model.hidden_size, bias=kind.out_bias)
         rule = ScoreRule(kind.attention_scale, kind.score_cap)
         self.attend = factory.core_attention(heads.kv_heads, d, d, kind.window, rule)
@@ -134,9 +132,8 @@ class Attention(nn.Module):
 
     def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
         """The attention between the projections: [s, b, c] to [s, b, n * d]. Selective recomputation repeats it."""
-        gate_sbc = None
-        if self.kind.output_gate:
-            width = self.q_heads * self.head_dim
+        gate_sbc, width = None, self.q_heads * (self.head_dim if self.kind.output_gate else self.kind.head_gate)
+        if width:
             qkv_sbc, gate_sbc = qkv_sbc.split([qkv_sbc.shape[-1] - width, width], dim=-1)
         q, k, v = self._split(qkv_sbc, context)
         if self.kind.temperature is not None:
@@ -154,7 +151,8 @@ class Attention(nn.Module):
         y: Tensor = self.attend(q, k, v, context.batch, dropout, self.sinks, context.not_measured(self.largest))
         if gate_sbc is None:
             return y
-        return y * gate_sbc.sigmoid()
+        gate_sbnd = gate_sbc.sigmoid().unflatten(-1, (self.q_heads, -1))  # with one number a head, d is 1
+        return (y.unflatten(-1, (self.q_heads, -1)) * gate_sbnd).flatten(-2)
 
     def _split(self, qkv_sbc: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v [s, b, n, d] of the fused projection, with the norms and the rotation of q and k."""

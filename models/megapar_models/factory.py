@@ -84,9 +84,9 @@ class Factory:
     """The matrices seen so far that an adapter may be added to."""
     measures_logits: bool = False
     """Whether attention notes its largest logits (optimizer.qk_clip)."""
+    checked: set[tuple[Any, ...]] = field(default_factory=set, compare=False)  # by `first_use`
     number_format: MatrixProducts | None = None
     """The products of kernels.products, for the matrices that they serve."""
-
     fp8: Fp8Matrices | None = None
     """Which matrices of layers are multiplied in FP8, if any are (train.fp8)."""
 
@@ -155,13 +155,14 @@ class Factory:
         activation: Callable[[Tensor, Tensor], Tensor],
         token_share: Fraction,
         bias: bool = False,
+        inner: tuple[str, ...] = ("gate", "up"),
     ) -> Experts:
         """Make the experts of a layer. Raises ValueError if `beside` names a matrix of theirs: their rows are grouped.
 
         Raises ConfigError for an adapter of some of the experts, with dropout, or with magnitudes.
         """
-        adapted = _adapted_experts(self, name, num_experts)
-        products, of_down = _products_of_experts(self, name, hidden_size, width)
+        adapted = _adapted_experts(self, name, num_experts, (*inner, "down"))
+        products, of_down = _products_of_experts(self, name, hidden_size, width, inner)
         return Experts(
             *(name, num_experts, hidden_size, width, self.sharding),
             activation=activation,
@@ -171,6 +172,7 @@ class Factory:
             products=products,
             products_of_down=of_down,
             bias=bias,
+            inner=inner,
             lora=self._lora_rule() if adapted else None,
             adapted=adapted,
         )
@@ -196,10 +198,8 @@ class Factory:
     ) -> CoreAttention:
         """softmax(q k^T / sqrt(key_width)) v, or by `rule`. `kv_heads` has the local k/v head of each query head."""
         sharding = self.sharding
-        widths = (key_width, value_width)
-        return CoreAttention(
-            sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, *widths, window=window, rule=rule
-        )
+        of = (sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, key_width, value_width)
+        return CoreAttention(*of, window=window, rule=rule)
 
     def largest_logits(
         self, layer: int, total: int, heads: range, groups: int, scaled: Sequence[ScaledRows]
@@ -210,9 +210,11 @@ class Factory:
         return LargestLogits(layer, total, heads, groups, scaled, self.sharding.device)
 
 
-def _products_of_experts(factory: Factory, name: str, hidden_size: int, width: int) -> tuple[MatrixProducts, ...]:
-    """Return how gate with up, and down, of the experts `name` are multiplied: in one number format."""
-    gate_up, down = [f"{name}.gate", f"{name}.up"], [f"{name}.down"]
+def _products_of_experts(
+    factory: Factory, name: str, hidden_size: int, width: int, inner: Sequence[str]
+) -> tuple[MatrixProducts, ...]:
+    """Return how the `inner` matrices, and down, of the experts `name` are multiplied: in one number format."""
+    gate_up, down = [f"{name}.{matrix}" for matrix in inner], [f"{name}.down"]
     units = {"width": cut_unit(width, factory.sharding.etp.size), "hidden size": hidden_size}
     if factory.fp8 is not None and factory.fp8.take([*gate_up, *down], units):
         return factory.fp8.products_for(gate_up), factory.fp8.products_for(down)
@@ -235,10 +237,10 @@ def _beside(factory: Factory, matrix: Matrix) -> nn.Module | None:
     return None
 
 
-def _adapted_experts(factory: Factory, name: str, num_experts: int) -> list[str]:
-    """Return which of gate, up and down have adapters, in all experts of a layer. Raises as `Factory.experts` does."""
+def _adapted_experts(factory: Factory, name: str, num_experts: int, matrices: Sequence[str]) -> list[str]:
+    """Return which of the matrices have adapters, in all experts of a layer. Raises as `Factory.experts` does."""
     adapted = []
-    for matrix in ("gate", "up", "down"):
+    for matrix in matrices:
         # Ranks have other experts, so all of a layer have an adapter or none.
         if len(of_experts := {factory.is_adapted(f"{name}.{number}.{matrix}") for number in range(num_experts)}) > 1:
             text = f"matches {matrix} of some experts of {name}: name all of them or none"

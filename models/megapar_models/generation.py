@@ -102,6 +102,8 @@ def _caches(stage: Stage, first_b: Tensor, capacity: int) -> Iterator[None]:
 def why_no_cache(stage: Stage, prompts: Sequence[Ids], tokens: int) -> str:
     """Say why no cache can be kept while `tokens` are added; "" if one can."""
     for number, layer in stage.layers.items():
+        if getattr(layer, "attention", layer) is None:
+            continue  # its MLP reads a token alone
         if not any(hasattr(module, "with_cache") for module in layer.modules()):
             return f"the mixer of layer {number} has no cache"
     shortest, longest = min(map(len, prompts)), max(map(len, prompts)) + tokens

@@ -30,6 +30,7 @@ from megapar.activations import recompute
 from megapar.config.model_options import ModelConfig
 from megapar.declare.largest_logits import ScaledRows
 from megapar.declare.params import ZEROS, shared_piece
+from megapar.declare.sharding import Sharding
 from megapar.tensor_parallel.layers import Columns, local_linear, shared_vector
 from megapar.tensor_parallel.lora import reads_codes
 from megapar.tensor_parallel.regions import copy_to_tp, gather_sequence
@@ -44,7 +45,8 @@ class Latent(MixerRule):
     """The rule of multi-head latent attention: its widths, and the norm of its latents.
 
     `q_rank` and `kv_rank` are the widths of the latents of queries and of keys with values. With `q_rank` 0 queries
-    have no latent. Queries and keys of a head have `nope_width` dimensions, then `rope_width` rotated ones.
+    have no latent. Queries and keys of a head have `nope_width` dimensions, then `rope_width` that a rotation turns,
+    which all heads share of keys. `LayerKind.rotary` None turns none.
     """
 
     q_rank: int
@@ -64,12 +66,12 @@ class Latent(MixerRule):
 class LatentAttention(nn.Module):
     """Causal self-attention of layer `number`. `rule` has its widths, and `model` its heads.
 
-    `kind.qkv_bias` adds biases to the projections to latents, and `kind.out_bias` one to the output.
+    `kind.qkv_bias` adds biases to the projections to latents, and `kind.out_bias` one to the output. `kind.head_gate`
+    multiplies the output of each head.
     """
 
     def __init__(self, rule: Latent, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
-        assert kind.rotary is not None, "the keys of latent attention are rotated in part"
         self.kind = kind
         self.rule = rule
         self.rotary = kind.rotary
@@ -95,6 +97,9 @@ class LatentAttention(nn.Module):
         of_head = (rule.nope_width, rule.value_width)  # a key and a value are matrices of their own
         kv_columns = Columns.even(f"{name}.kv_b", total * sum(of_head), tp, of_head)
         self.kv_b = factory.column_parallel(rule.kv_rank, [kv_columns])
+        self.gate = None
+        if kind.head_gate:
+            self.gate = WholeLinear(f"{name}.gate", model.hidden_size, total, factory, bias=False)
         self.out = factory.row_parallel(f"{name}.o", total * rule.value_width, model.hidden_size, bias=kind.out_bias)
         # The rotated part of keys is that of all heads, so it stays. That of queries takes the whole factor.
         scaled = [
@@ -102,6 +107,7 @@ class LatentAttention(nn.Module):
             ScaledRows(f"{name}.kv_b.weight", ((rule.nope_width, "half"), (rule.value_width, "none"))),
         ]
         local = range(tp.rank * self.heads, (tp.rank + 1) * self.heads)
+        self.own_heads = slice(local.start, local.stop)
         self.largest = factory.largest_logits(number, total, local, total, scaled)
         scores = ScoreRule(kind.attention_scale)
         self.attend = factory.core_attention(range(self.heads), q_width, rule.value_width, kind.window, scores)
@@ -116,11 +122,11 @@ class LatentAttention(nn.Module):
         latent_sbr, k_rope_sbr = self.kv_a(x_sbh, context).split([self.rule.kv_rank, self.rule.rope_width], dim=-1)
         kv_sbc = self.kv_b(self.kv_a_norm(latent_sbr), context.tokens)
         # All heads read the rotated part, so each rank computes a part of its gradient.
-        if self.sharding.splits_sequence:
-            k_rope_sbr = gather_sequence(k_rope_sbr, self.sharding.tp)
-        else:
-            k_rope_sbr = copy_to_tp(k_rope_sbr, self.sharding.tp)
+        k_rope_sbr = of_all_positions(k_rope_sbr, self.sharding)
         y_sbc = recompute.run(context.recomputes_attention, self._core, q_sbc, kv_sbc, k_rope_sbr, context)
+        if self.gate is not None:
+            gate_sbn = of_all_positions(self.gate(x_sbh, context), self.sharding)[..., self.own_heads].sigmoid()
+            y_sbc = (y_sbc.unflatten(-1, (self.heads, -1)) * gate_sbn[..., None]).flatten(2)
         return self.out(y_sbc, context.tokens)
 
     def _core(self, q_sbc: Tensor, kv_sbc: Tensor, k_rope_sbr: Tensor, context: ForwardContext) -> Tensor:
@@ -140,6 +146,8 @@ class LatentAttention(nn.Module):
 
     def _rotated(self, x_sbnr: Tensor, context: ForwardContext) -> Tensor:
         """x [s, b, n, r] rotated by its positions."""
+        if self.rotary is None:
+            return x_sbnr
         tables = context.rotary[self.rotary]
         length, samples = x_sbnr.shape[:2]
         if len(tables[0]) == length:
@@ -147,6 +155,13 @@ class LatentAttention(nn.Module):
         # The tables have a row for each position of each sample: as if it were one sample of s b positions.
         flat = rotate(x_sbnr.flatten(0, 1)[:, None], *tables, impl=self.impl)
         return flat.squeeze(1).unflatten(0, (length, samples))
+
+
+def of_all_positions(x_sbo: Tensor, sharding: Sharding) -> Tensor:
+    """Return the output of a `WholeLinear` at all positions, [s, b, o], for work on this rank's heads."""
+    if sharding.splits_sequence:
+        return gather_sequence(x_sbo, sharding.tp)
+    return copy_to_tp(x_sbo, sharding.tp)
 
 
 class WholeLinear(nn.Module):

@@ -21,8 +21,10 @@ MIXERS: Mapping[str, type] = {"attention": Attention}
 MLPS: Mapping[str, type] = {"dense": DenseMLP, "plain": PlainMLP, "mixture": MixtureOfExperts}
 
 
-def make_mixer(number: int, kind: LayerKind, model: ModelConfig, factory: Factory) -> nn.Module:
+def make_mixer(number: int, kind: LayerKind, model: ModelConfig, factory: Factory) -> nn.Module | None:
     """Make the mixer of layer `number` that `kind.mixer` says. Raises ConfigError if there is no such class."""
+    if kind.mixer == "none":
+        return None
     if not isinstance(kind.mixer, str):
         return kind.mixer.make(number, kind, model, factory)
     mixer: nn.Module = named(f"the mixer of layer {number}", kind.mixer, MIXERS, type)(number, kind, model, factory)
@@ -36,27 +38,27 @@ class Layer(nn.Module):
     is added to the residual stream. The mixer is called attention whatever it is.
 
     Parallel branches (`LayerKind.parallel`) both read x, as in GPT-J and PaLM (arXiv 2204.02311):
-    x + attention(norm(x)) + mlp(norm(x)).
+    x + attention(norm(x)) + mlp(norm(x)). A layer without a mixer or without an MLP ("none") is the other branch alone.
     """
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
-        name = f"layers.{number}"
         self.parallel = kind.parallel
         self.multiplier = kind.residual_multiplier
 
-        def norm(module: str, placement: str) -> Norm:
-            if kind.norms not in (placement, "both"):
+        def norm(module: str, placement: str, branch: object) -> Norm:
+            if kind.norms not in (placement, "both") or branch == "none":
                 return NoNorm()
-            return factory.norm(f"{name}.{module}", model.hidden_size, kind.norm)
+            return factory.norm(f"layers.{number}.{module}", model.hidden_size, kind.norm)
 
-        mlp = named(f"the MLP of layer {number}", kind.mlp, MLPS, type)
-        self.attention_norm = norm("attention_norm", "before")
+        self.attention_norm = norm("attention_norm", "before", kind.mixer)
         self.attention = make_mixer(number, kind, model, factory)
-        self.attention_output_norm = norm("attention_output_norm", "after")
-        self.mlp_norm = NoNorm() if kind.parallel == "one_norm" else norm("mlp_norm", "before")
-        self.mlp: nn.Module = mlp(number, kind, model, factory)
-        self.mlp_output_norm = norm("mlp_output_norm", "after")
+        self.attention_output_norm = norm("attention_output_norm", "after", kind.mixer)
+        self.mlp_norm = NoNorm() if kind.parallel == "one_norm" else norm("mlp_norm", "before", kind.mlp)
+        self.mlp: nn.Module | None = None
+        if kind.mlp != "none":
+            self.mlp = named(f"the MLP of layer {number}", kind.mlp, MLPS, type)(number, kind, model, factory)
+        self.mlp_output_norm = norm("mlp_output_norm", "after", kind.mlp)
         if type(self).forward is Layer.forward:
             both = (self.attention, self.mlp) if kind.parallel == "one_norm" else (self.attention,)
             pack_norm(self.attention_norm, *both)
@@ -64,10 +66,7 @@ class Layer(nn.Module):
 
     @property
     def leaves_branch(self) -> bool:
-        """Whether the layer takes a branch to add, and may leave its last branch to the layer behind.
-
-        A subclass with a forward pass of its own does neither, unless it says so.
-        """
+        """Whether the layer takes a branch to add, and may leave its last one to the next. A subclass must say so."""
         return type(self).forward is Layer.forward
 
     def forward(
@@ -77,16 +76,22 @@ class Layer(nn.Module):
 
         Without `adds` return the two summands h and mlp(norm(h)). The norm of the next layer adds them in its kernel.
         """
-        normed_sbh, x_sbh = add_and_norm(self.attention_norm, x_sbh, branch_sbh)
-        attention_sbh = self._scaled(self.attention_output_norm(self.attention(normed_sbh, context)))
+        if self.attention is not None:
+            normed_sbh, x_sbh = add_and_norm(self.attention_norm, x_sbh, branch_sbh)
+            branch_sbh = self._scaled(self.attention_output_norm(self.attention(normed_sbh, context)))
+            if self.mlp is None:
+                return x_sbh + branch_sbh if adds else (x_sbh, branch_sbh)
+            if self.parallel == "no":
+                del normed_sbh  # its memory is free during the MLP
+        assert self.mlp is not None, "a layer has one of them"
         if self.parallel == "no":
-            del normed_sbh  # its memory is free during the MLP
-            normed_sbh, h_sbh = add_and_norm(self.mlp_norm, x_sbh, attention_sbh)
+            normed_sbh, h_sbh = add_and_norm(self.mlp_norm, x_sbh, branch_sbh)
         else:
             if self.parallel == "two_norms":
                 normed_sbh, _ = add_and_norm(self.mlp_norm, x_sbh)
-            h_sbh = x_sbh + attention_sbh
-        del attention_sbh
+            assert branch_sbh is not None, "parallel branches are two"
+            h_sbh = x_sbh + branch_sbh
+        del branch_sbh
         mlp_sbh = self._scaled(self.mlp_output_norm(self.mlp(normed_sbh, context)))
         return h_sbh + mlp_sbh if adds else (h_sbh, mlp_sbh)
 

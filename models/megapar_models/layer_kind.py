@@ -1,6 +1,7 @@
 """What the layers of a model are made of, and its two ends. A family says both (`Stage.layer_kind`, `Stage.ends`)."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megapar.config.model_options import ModelConfig, MoEConfig
+from megapar.config.options import Config
 from megapar.declare.batch import MicroBatch
 from megapar.expert_parallel.route import RouterRule
 from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, LogitRule
@@ -50,6 +52,10 @@ class MixerRule(ABC):
         `flops_per_token(seq_length)` (`megapar_models.counts`).
         """
 
+    def problems(self, config: Config) -> Iterator[str]:
+        """Yield a line for each problem that the mixer has with the options, such as heads that tp does not divide."""
+        yield from ()
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
@@ -57,11 +63,13 @@ class LayerKind:
 
     mixer: "str | MixerRule" = "attention"
     """What mixes tokens: attention of heads, a rule with fields of its own, or MODULE:NAME of a class of your own.
+    "none": the layer is its MLP alone.
 
     Such a class is made as CLASS(number, kind, model, factory). Rules and classes declare what `MixerRule` has.
     """
     mlp: str = "dense"
-    """What works on each token: a name in `megapar_models.layer.MLPS`, or MODULE:NAME of a class of your own."""
+    """What works on each token: a name in `megapar_models.layer.MLPS`, or MODULE:NAME of a class of your own. "none":
+    the layer is its mixer alone."""
     norm: NormRule
     norms: Literal["before", "after", "both"] = "before"
     """Norms of a branch's input, of its output before it is added to the residual stream, or of both."""
@@ -97,6 +105,8 @@ class LayerKind:
     """The softmax of each head has a further score, a weight of its own without a value (gpt-oss)."""
     output_gate: bool = False
     """The output of each head is multiplied by sigmoid of a projection of the token, as wide as the queries."""
+    head_gate: bool = False
+    """The output of each head is multiplied by sigmoid of a projection of the token to one number a head (LFM3)."""
     temperature: Temperature | None = None
     """A factor of queries by position."""
     attention_dropout: float = 0.0
@@ -118,6 +128,14 @@ class LayerKind:
     """The dtype of the router's product."""
     expert_bias: bool = False
     """Biases of all matrices of the experts."""
+    plain_experts: bool = False
+    """Whether experts and shared expert have no gate, as mlp "plain"."""
+    expert_latent: int = 0
+    """The width that experts read and write, between two projections of their own. 0: that of the model."""
+
+    def __post_init__(self) -> None:
+        if "none" in (self.mixer, self.mlp) and (self.mixer == self.mlp or self.parallel != "no"):
+            raise ValueError("LayerKind.mixer, mlp: a layer has one of them, and parallel branches are two")
 
 
 @dataclass(frozen=True, kw_only=True)

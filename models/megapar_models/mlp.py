@@ -119,16 +119,31 @@ class DenseMLP(GatedMLP):
         super().__init__(name, model.hidden_size, model.intermediate_size, activation, factory, bias=kind.mlp_bias)
 
 
-class PlainMLP(nn.Module):
-    """down(act(up x)), of width model.intermediate_size. tp cuts up by its outputs and down by its inputs.
+def plain_activation(kind: LayerKind, model: ModelConfig, impl: Implementation) -> Callable[..., Tensor]:
+    """The activation of experts without gate: maps [..., f] to the same shape.
 
-    `LayerKind.activation` is a key of PLAIN, or xielu.
+    A second argument has weights [..., 1], which multiply the result. Raises ConfigError for a name that PLAIN does not
+    have.
+    """
+    name = kind.activation or model.hidden_act
+    if name not in PLAIN:
+        raise _unknown(name, "plain", [*PLAIN])
+    return partial(_weighted, partial(PLAIN[name], impl=impl))
+
+
+def _weighted(activation: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor | None = None) -> Tensor:
+    y = activation(x)
+    return y if weights is None else (y * weights).to(y.dtype)
+
+
+class UngatedMLP(nn.Module):
+    """down(act(up x)), of any width. tp cuts up by its outputs and down by its inputs.
+
+    `name` is the prefix of the weights' names. `LayerKind.activation` is a key of PLAIN, or xielu.
     """
 
-    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+    def __init__(self, name: str, width: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
-        name = f"layers.{number}.mlp"
-        width = model.intermediate_size
         self.activation = kind.activation or model.hidden_act
         self.impl = factory.kernels.activation
         self.xielu = XIELU(f"{name}.activation", factory) if self.activation == "xielu" else None
@@ -150,6 +165,13 @@ class PlainMLP(nn.Module):
             return recompute.remade(partial(activation, impl=self.impl), self.up(x_sbh, tokens))
         # The kernel adds the bias itself, which saves a pass over the activations.
         return recompute.remade(partial(bias_gelu, impl=self.impl), self.up.product(x_sbh, tokens), self.up.bias)
+
+
+class PlainMLP(UngatedMLP):
+    """The MLP without gate of layer `number`, of width model.intermediate_size."""
+
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+        super().__init__(f"layers.{number}.mlp", model.intermediate_size, kind, model, factory)
 
 
 class XIELU(nn.Module):

@@ -8,7 +8,6 @@ Shapes: s sequence (s/tp under sequence parallelism), b micro-batch, h hidden, t
 of a token.
 """
 
-from collections.abc import Callable
 from fractions import Fraction
 
 import torch.nn.functional as F
@@ -16,17 +15,18 @@ from torch import Tensor, nn
 
 from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.declare.batch import add_loss
-from megapar.declare.params import cut, shared_piece
+from megapar.declare.params import Init, cut, shared_piece
 from megapar.declare.sharding import Sharding
 from megapar.expert_parallel.balance import BalanceRule, Router, Routing
 from megapar.expert_parallel.dispatch import Dispatch, combine, compute, plan_dispatch, send
 from megapar.expert_parallel.route import RouterRule
 from megapar.expert_parallel.row_counts import place_of_expert
+from megapar.tensor_parallel.layers import local_linear
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext, rows_of_rank
 from megapar_models.layer_kind import LayerKind
-from megapar_models.mlp import GatedMLP, gated_activation
+from megapar_models.mlp import GatedMLP, UngatedMLP, gated_activation, plain_activation
 
 ROUTER_LOSS = "router"
 """Name of the sum of the experts' balance losses (`megapar.expert_parallel.balance`), over all layers."""
@@ -80,32 +80,39 @@ class MixtureOfExperts(nn.Module):
             logit_bias=kind.router_bias,
             in_model_dtype=kind.router_dtype == "model",
         )
+        self.latent_in = self.latent_out = None
+        width, latent = model.hidden_size, kind.expert_latent
+        if latent:
+            self.latent_in = OwnTokensLinear(f"{name}.latent_in", width, latent, factory.init, factory)
+            self.latent_out = OwnTokensLinear(f"{name}.latent_out", latent, width, factory.output_init, factory)
+        activation = plain_activation if kind.plain_experts else gated_activation
         self.experts = factory.experts(
             f"{name}.experts",
             self.num_experts,
-            model.hidden_size,
+            latent or width,
             moe.moe_intermediate_size,
-            activation=gated_activation(kind, model, factory.kernels.activation_of_experts),
+            activation=activation(kind, model, factory.kernels.activation_of_experts),
             token_share=Fraction(moe.num_experts_per_tok, self.num_experts),
             bias=kind.expert_bias,
+            inner=("up",) if kind.plain_experts else ("gate", "up"),
         )
-        self.shared = None
-        if moe.shared_expert_intermediate_size:
-            activation = gated_activation(kind, model, factory.kernels.activation)
-            self.shared = SharedExpert(name, model, moe, activation, factory)
+        self.shared = SharedExpert(name, kind, model, moe, factory) if moe.shared_expert_intermediate_size else None
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape."""
         own_sbh = _tokens_of_rank(self._copied(x_sbh), self.sharding)
         routing, dispatch = self._route(own_sbh, context)
         experts = self.experts
-        arriving = send(own_sbh.flatten(0, 1), routing.weights, dispatch, self.impl, experts.products)
+        rows_sbl = own_sbh if self.latent_in is None else self.latent_in(own_sbh)
+        arriving = send(rows_sbl.flatten(0, 1), routing.weights, dispatch, self.impl, experts.products)
         # The shared expert runs while the rows travel.
         shared_sbh = None
         if self.shared is not None:
             shared_sbh = self.shared(x_sbh, context)
         returning = compute(experts, arriving, dispatch, self.impl)
-        y_sbh = combine(returning, dispatch, self.impl, experts.products_of_down).view(own_sbh.shape)
+        y_sbh = combine(returning, dispatch, self.impl, experts.products_of_down).view(rows_sbl.shape)
+        if self.latent_out is not None:
+            y_sbh = self.latent_out(y_sbh)
         if self.training and self.router.balance.has_loss:
             y_sbh = self._with_losses(y_sbh, routing, context)
         y_sbh = _tokens_of_all(y_sbh, x_sbh.shape[0], self.sharding)
@@ -175,20 +182,35 @@ def _tokens_of_all(y_sbh: Tensor, length: int, sharding: Sharding) -> Tensor:
     return reduce_from_tp(F.pad(y_sbh, (0, 0, 0, 0, start, length - stop)), tp)
 
 
+class OwnTokensLinear(nn.Module):
+    """y = x W^T with the whole matrix [out, in] on every tp rank, for the tokens that this rank routes.
+
+    So each rank has a part of the gradient.
+    """
+
+    def __init__(self, name: str, in_features: int, out_features: int, init: Init, factory: Factory):
+        super().__init__()
+        shape = (out_features, in_features)
+        piece = shared_piece(f"{name}.weight", shape, factory.sharding.tp, partial=True)
+        self.products = factory.products_of(name)
+        self.weight = factory.sharding.parameter((piece,), shape, init, decay=True, update="matrix")
+
+    def forward(self, x_sbi: Tensor) -> Tensor:
+        return local_linear(x_sbi, self.weight, None, self.products)
+
+
 class SharedExpert(nn.Module):
     """An MLP for every token, by option multiplied by sigmoid(gate x), one number for each token (Qwen2-MoE)."""
 
-    def __init__(
-        self,
-        name: str,
-        model: ModelConfig,
-        moe: MoEConfig,
-        activation: Callable[[Tensor], Tensor],
-        factory: Factory,
-    ):
+    def __init__(self, name: str, kind: LayerKind, model: ModelConfig, moe: MoEConfig, factory: Factory):
         super().__init__()
         width = moe.shared_expert_intermediate_size
-        self.mlp = GatedMLP(f"{name}.shared", model.hidden_size, width, activation, factory)
+        self.mlp: nn.Module
+        if kind.plain_experts:
+            self.mlp = UngatedMLP(f"{name}.shared", width, kind, model, factory)
+        else:
+            activation = gated_activation(kind, model, factory.kernels.activation)
+            self.mlp = GatedMLP(f"{name}.shared", model.hidden_size, width, activation, factory)
         self.gate = None
         if moe.shared_expert_gate:
             sharding = factory.sharding

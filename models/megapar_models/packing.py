@@ -17,7 +17,7 @@ def takes_packed(layer: nn.Module) -> bool:
     return layer.products.takes_packed
 
 
-def pack_norm(norm: Norm, *readers: nn.Module) -> None:
+def pack_norm(norm: Norm, *readers: nn.Module | None) -> None:
     """Let a norm write FP8 codes, if the mixer or MLP that reads its result takes them, or both."""
     layers = [getattr(reader, getattr(reader, "READER", ""), None) for reader in readers]
     if isinstance(norm, RMSNorm) and all(layer is not None and takes_packed(layer) for layer in layers):

@@ -19,9 +19,10 @@ from megapar.declare.batch import MicroBatch
 class RopeScaling:
     """Hugging Face's `rope_scaling`; the default scales nothing."""
 
-    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope"] = "default"
+    rope_type: Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"] = "default"
     """default: no scaling. linear: positions are divided by factor. llama3, yarn: wavelengths are stretched by factor
-    if they are long, and kept if they are short. longrope: each wavelength has a factor of its own."""
+    if they are long, and kept if they are short. longrope: each wavelength has a factor of its own. proportional: the
+    shortest wavelengths alone turn, with frequencies divided by factor."""
     factor: float = 1.0
     """How many times longer than original_max_position_embeddings contexts may be. Not used with rope_type default."""
     low_freq_factor: float = 1.0
@@ -51,6 +52,12 @@ class RopeScaling:
     2402.13753)."""
     long_factor: tuple[float, ...] = ()
     """longrope: the factor of each wavelength in longer samples, also of documents in them that are short."""
+    partial_rotary_factor: float = 1.0
+    """proportional: the part of a head's pairs of dimensions that turns, above 0 and at most 1."""
+
+    def turning_pairs(self, width: int) -> int:
+        """Return how many of the pairs of `width` dimensions turn with rope_type proportional."""
+        return int(self.partial_rotary_factor * width // 2)
 
 
 @dataclass(frozen=True)
@@ -86,7 +93,8 @@ class Rotary:
     """The angles of a layer. Layers with equal ones share a table.
 
     `theta` is the base, and `width` the width d of the rotated part of a head, its first dimensions.
-    `scaling` changes the frequencies as Hugging Face's rope types `linear`, `llama3`, `yarn` and `longrope` do.
+    `scaling` changes the frequencies as Hugging Face's rope types `linear`, `llama3`, `yarn`, `longrope` and
+    `proportional` do.
 
     Positions run over all documents of a sample. Rotary attention depends on distances alone, and a token attends only
     to its own document, so they need not begin again. With `inside_documents` they do: fp32 angles of small positions
@@ -131,6 +139,9 @@ class Rotary:
             return frequency, 1.0
         if scaling.rope_type == "linear":
             return frequency / scaling.factor, 1.0
+        if scaling.rope_type == "proportional":
+            turning = torch.arange(len(frequency), device=device) < scaling.turning_pairs(self.width)
+            return frequency * turning / scaling.factor, 1.0
         if scaling.rope_type == "yarn":
             keep_weight = self._yarn_keep_weight(device)
             stretched = 1.0 / (scaling.factor * radians)

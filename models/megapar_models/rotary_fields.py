@@ -22,10 +22,12 @@ _REQUIRED: Mapping[str, tuple[str, ...]] = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": ("factor", "original_max_position_embeddings"),
     "longrope": ("short_factor", "long_factor", "original_max_position_embeddings"),
+    "proportional": (),
 }
 _OPTIONAL: Mapping[str, tuple[str, ...]] = {
     "yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate"),
     "longrope": ("factor", "attention_factor"),
+    "proportional": ("partial_rotary_factor", "factor"),
 }
 
 
@@ -86,6 +88,8 @@ class PartialRope(Rope):
         raw, beside = split_rope(raw, "partial_rotary_factor")
         factor = beside.get("partial_rotary_factor", raw.get("partial_rotary_factor", self.factor))
         values, problems = read_rope(raw, self.theta)
+        if not problems and values["rope_scaling"].rope_type == "proportional":
+            problems = ["rope_type='proportional' is not supported; it turns other pairs than the first dimensions"]
         return {**values, "partial_rotary_factor": factor}, problems
 
     def write(self, model: Any, fields: dict[str, Any]) -> None:
@@ -166,6 +170,9 @@ def scaling_problems(config: Config, model: RotaryModel) -> Iterator[str]:
         yield problem(config, name, f"must be at least {shortest}")
     if scaling.rope_type == "yarn":
         yield from _yarn_problems(config, scaling)
+    if scaling.rope_type == "proportional" and not 0 < scaling.turning_pairs(model.head_dim) <= model.head_dim // 2:
+        text = f"turns {scaling.turning_pairs(model.head_dim)} of a head's {model.head_dim // 2} pairs; 1.0 turns all"
+        yield problem(config, "model.rope_scaling.partial_rotary_factor", text)
     if scaling.rope_type == "longrope":
         pairs = model.rotary_width // 2
         for name in ("short_factor", "long_factor"):

@@ -111,6 +111,8 @@ SHARED = of(
     shared_expert_intermediate_size=24,
     shared_expert_gate=True,
 )
+# Attention, and delta nets of both kinds, with experts.
+HYBRID = replace(of(SHARED, num_experts=5), num_hidden_layers=3, family="tests.support.hybrids:MIXTURE_FAMILY")
 # As DeepSeek-V3 routes: sigmoids, groups, a bias and no loss.
 SIGMOID = of(
     MIXTRAL,
@@ -386,6 +388,7 @@ MODELS = {
     STRADDLING: "straddling",
     MIXTRAL: "mixtral",
     SHARED: "shared",
+    HYBRID: "hybrid",
     SIGMOID: "sigmoid",
     ONE: "one",
     DENSE_BETWEEN: "dense_between",
