@@ -25,8 +25,8 @@ BEGIN = "<!-- what follows is written by python -m tests.families_page -->"
 # What another value than the default means. A new field needs its words here.
 IN_WORDS: dict[type, dict[str, str]] = {
     LayerKind: {
-        "mixer": "a mixer other than attention with keys and values of heads, such as multi-head latent attention",
-        "mlp": "an MLP without a gate, or with experts",
+        "mixer": "a mixer other than attention with keys and values of heads, such as Mamba-2, or none",
+        "mlp": "an MLP without a gate, with experts, or none",
         "norms": "norms behind a branch, or on both sides of a branch",
         "parallel": "attention and MLP read the same residual stream",
         "residual_multiplier": "a factor of both branches",
@@ -42,6 +42,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "score_cap": "capped scores",
         "sinks": "a sink in the softmax of each head",
         "output_gate": "a gate on attention's output",
+        "head_gate": "a number that gates the output of each head",
         "temperature": "a factor of queries by position",
         "attention_dropout": "dropout of attention's probabilities",
         "activation": "an activation of the layer's own",
@@ -52,6 +53,8 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "router_bias": "a trained bias of the router",
         "router_dtype": "a router's product in the dtype of the model",
         "expert_bias": "biases of the experts",
+        "plain_experts": "experts without a gate",
+        "expert_latent": "experts in a latent width",
     },
     Ends: {
         "embedding_multiplier": "a factor of embeddings",

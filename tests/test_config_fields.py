@@ -58,6 +58,27 @@ PHI_4_MINI = {
     **{"sliding_window": 262144, "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_cache": True},
     "vocab_size": 200064,
 }
+QWEN3_5_0_8B = {
+    **{"model_type": "qwen3_5", "architectures": ["Qwen3_5ForConditionalGeneration"], "image_token_id": 248056},
+    **{"video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054},
+    **{"tie_word_embeddings": True, "vision_config": {"depth": 12, "model_type": "qwen3_5"}},
+    "text_config": {
+        **{"attention_bias": False, "attention_dropout": 0.0, "attn_output_gate": True, "dtype": "bfloat16"},
+        **{"eos_token_id": 248044, "full_attention_interval": 4, "head_dim": 256, "hidden_act": "silu"},
+        **{"hidden_size": 1024, "initializer_range": 0.02, "intermediate_size": 3584},
+        **{"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 6, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 16},
+        **{"linear_value_head_dim": 128, "mamba_ssm_dtype": "float32", "max_position_embeddings": 262144},
+        **{"mlp_only_layers": [], "model_type": "qwen3_5_text", "mtp_num_hidden_layers": 1},
+        **{"mtp_use_dedicated_embeddings": False, "num_attention_heads": 8, "num_hidden_layers": 24},
+        **{"num_key_value_heads": 2, "partial_rotary_factor": 0.25, "rms_norm_eps": 1e-06, "use_cache": True},
+        **{"tie_word_embeddings": True, "vocab_size": 248320},
+        "rope_parameters": {
+            **{"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25},
+            **{"rope_theta": 10000000, "rope_type": "default"},
+        },
+    },
+}
 
 
 def preset(name: str) -> Any:
@@ -65,7 +86,11 @@ def preset(name: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "file"), [("command-r7b", COMMAND_R7B), ("gemma-2-9b", GEMMA_2_9B), ("phi-4-mini", PHI_4_MINI)]
+    ("name", "file"),
+    [
+        *(("command-r7b", COMMAND_R7B), ("gemma-2-9b", GEMMA_2_9B), ("phi-4-mini", PHI_4_MINI)),
+        ("qwen3.5-0.8b", QWEN3_5_0_8B),
+    ],
 )
 def test_a_published_file_with_fields_that_nobody_reads_is_its_preset(name: str, file: dict[str, Any]) -> None:
     """Fault config-json-fidelity."""
@@ -96,6 +121,7 @@ UNREAD: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("cohere2", {"rotary_pct": 1.0}, {"rotary_pct": 0.5}),
     ("cohere2", {"position_embedding_type": "rope_gptj"}, {"position_embedding_type": "rope"}),
     ("cohere2", {"use_embedding_sharing": True}, {"use_embedding_sharing": False}),
+    ("qwen3_5_text", {"output_gate_type": "swish", "mtp_num_hidden_layers": 1}, {"output_gate_type": "sigmoid"}),
     ("stablelm", {"use_norm_bias": False, "rotary_scaling_factor": 1.0}, {"rotary_scaling_factor": 2.0}),
 ]
 

@@ -267,3 +267,23 @@ def test_mxfp4_is_that_of_transformers(tmp_path: Path) -> None:
     assert torch.equal(weights.read("h.gate_up_proj"), theirs)
     one = torch.tensor([[[0x21] + 15 * [0]]], dtype=torch.uint8)  # the low bits come first
     assert mxfp4(one, torch.full((1, 1), 128, dtype=torch.uint8))[:2, 0].tolist() == [1.0, 2.0]
+
+
+def test_axes_of_size_1_around_a_vector() -> None:
+    """As Kimi Linear has the logarithms of decays."""
+    stored = {"h.3.A_log": torch.randn(1, 1, 6, 1)}
+    names = {"layers.*.attention.A_log": "h.*.A_log"}
+    made = recipes({"layers.3.attention.A_log": (6,)}, names, {"h.*.A_log": Packing(axes=(2, 1))})
+    ours = there_and_back(stored, made)
+    assert torch.equal(ours["layers.3.attention.A_log"], stored["h.3.A_log"].flatten())
+
+
+def test_rotary_pairs_of_one_layer() -> None:
+    """As Ling 3.0 has them: queries of its other layers are not rotated."""
+    stored = {f"h.{number}.q.weight": torch.randn(2 * D, H) for number in (0, 1)}
+    shapes = {f"layers.{number}.attention.q.weight": (2 * D, H) for number in (0, 1)}
+    names = {"layers.*.attention.q": "h.*.q"}
+    ours = there_and_back(stored, recipes(shapes, names, pairs={"layers.1.attention.q": Pairs(D, 0, D)}))
+    assert torch.equal(ours["layers.0.attention.q.weight"], stored["h.0.q.weight"])
+    turned = [0, 2, 1, 3, 4, 6, 5, 7]
+    assert torch.equal(ours["layers.1.attention.q.weight"], stored["h.1.q.weight"][turned])

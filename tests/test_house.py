@@ -106,7 +106,7 @@ KNOW_MACHINE = {"megapar/system/device.py", "megapar/system/environment.py", "ke
 
 # Never required: imported where somebody asks for them. (apex on PyPI is another package: see kernels' apex.py.)
 OPTIONAL = (
-    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "transformers", "deepspeed"),
+    *("apex", "amp_C", "fused_weight_gradient_mlp_cuda", "liger_kernel", "fla", "transformers", "deepspeed"),
     *("tokenizers", "tiktoken", "zstandard", "pyarrow", "datasets", "lm_eval", "megatron", "mkdocs", "yaml"),
     *("wandb", "mlflow", "huggingface_hub"),
 )

@@ -54,7 +54,7 @@ def test_it_computes_what_transformers_does(name: str, tmp_path: Path) -> None:
     model.check_logits_and_gradients()
     model.check_packed()
     model.check_fields(TYPES[name].changes, TYPES[name].refused)
-    model.check_way_back(TYPES[name].written_as)
+    model.check_way_back(TYPES[name].written_as, TYPES[name].saved_as)
 
 
 @pytest.mark.parametrize("name", rows_but(["gpt2", "deepseek_v3"]))
@@ -69,7 +69,7 @@ def test_bf16_is_that_of_transformers(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", rows_but(["llama"]))
 def test_every_field_is_read_or_refused(name: str, tmp_path: Path) -> None:
-    published(TYPES[name], tmp_path).check_every_field(TYPES[name].unread)
+    published(TYPES[name], tmp_path).check_every_field(TYPES[name].unread, TYPES[name].unlike)
 
 
 @pytest.mark.parametrize("name", rows_but(FIRST))

@@ -66,20 +66,20 @@ def test_biases_without_a_field_are_seen_in_the_tensors(tmp_path: Path) -> None:
 def test_it_says_what_is_missing_and_what_nobody_knows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source = saved(tmp_path / "theirs", "falcon_h1")
+    source = saved(tmp_path / "theirs", "jamba")
     raw = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**raw, "clever_factor": 2.0}))
     _, out, _ = run(monkeypatch, capsys, source, "--write", tmp_path / "drafts")
     assert "no family has it" in out
     missing = out.partition("no rule here computes:\n")[2].partition("fields that are not known here:\n")
-    assert "mamba_d_state=8: a state-space mixer" in missing[0]
-    assert "tensors model.layers.*.mamba.A_log/D/dt_bias: no module of ours" in missing[0]
+    assert "mamba_dt_rank=6: a state-space mixer" in missing[0]
+    assert "tensors model.layers.*.mamba.A_log/D: no module of ours" in missing[0]
     assert "clever_factor=2.0" in missing[2]
     assert "nearest: model_type " in missing[2]
     assert "lines say TODO" in out
-    draft = (tmp_path / "drafts/falcon_h1.py").read_text()
+    draft = (tmp_path / "drafts/jamba.py").read_text()
     assert "# TODO unknown field: clever_factor=2.0" in draft
-    assert "# TODO no rule of ours: mamba_d_state=8: a state-space mixer" in draft
+    assert "# TODO no rule of ours: mamba_dt_rank=6: a state-space mixer" in draft
 
 
 def test_the_nearest_family_is_the_one_with_the_fewest_differences(tmp_path: Path) -> None:
@@ -94,8 +94,8 @@ def test_the_nearest_family_is_the_one_with_the_fewest_differences(tmp_path: Pat
 
 
 def test_a_type_whose_reading_ends_early_is_not_the_nearest() -> None:
-    """OPT's ffn_dim is missing in a file of LFM2, so its other fields are not compared: one difference is too few."""
-    raw = transformers.AutoConfig.for_model("lfm2").to_dict()
+    """OPT's ffn_dim is missing in a file of AFMoE, so its other fields are not compared: one difference is too few."""
+    raw = transformers.AutoConfig.for_model("afmoe").to_dict()
     found = {near.model_type: near.fields for near in new_family.candidates(raw, {})}
     assert found["opt"] == ["ffn_dim is missing"]
     assert len(found["qwen3"]) > 1
@@ -182,7 +182,7 @@ VALUES = ("x", [], {}, -1, 0, None, 1.5, True, [1], {"a": 1}, ["a"])
 
 
 @pytest.mark.parametrize(("values", "fewest"), slow_but([0], [(VALUES[::2], 25), (VALUES, 50)]), ids=["few", "all"])
-@pytest.mark.parametrize("model_type", slow_but([0], ["stablelm", "cohere2", "deepseek_v3", "gpt2", "falcon_h1"]))
+@pytest.mark.parametrize("model_type", slow_but([0], ["stablelm", "cohere2", "deepseek_v3", "gpt2", "jamba"]))
 def test_any_value_of_a_field_gives_a_report_or_lines(
     model_type: str, values: tuple[Any, ...], fewest: int, tmp_path: Path
 ) -> None:

@@ -306,6 +306,7 @@ def test_what_megapar_lacks_is_answered_under_any_name(flag, said):
         ("--batch_size", "did you mean train.micro_batch_size or train.global_batch_size?"),
         ("--every", "did you mean log.every or checkpoint.every?"),
         ("--train.sed", "did you mean train.seed?"),
+        ("--linear-num-key-heads", "did you mean model.linear_num_key_heads?"),
     ],
 )
 def test_a_near_name_is_suggested(flag, said):
@@ -317,7 +318,7 @@ def test_a_near_name_is_suggested(flag, said):
     "flag",
     [
         # One word more is another name: each of these once got, or would get, an option that means something else.
-        *("--fim-spm-rate", "--full-validation", "--qk-l2-norm", "--linear-num-key-heads"),
+        *("--fim-spm-rate", "--full-validation", "--qk-l2-norm"),
         *("--muon-num-ns-steps", "--lion-beta1", "--grpo-kl-beta", "--pipeline.seed_layers", "--dataloader-fast-load"),
         # DeepSpeed and Hugging Face mean different things by it.
         "--trainer.activation_checkpointing",

@@ -19,19 +19,12 @@ import tyro
 from megapar_models.convert import adapters, averages, dcp, megatron, megatron_core, upcycle
 from megapar_models.convert.by_name import HF_CONFIG, TOKENIZER_FILES, open_description, open_weights
 from megapar_models.convert.chat_files import GENERATION, write_chat_files
-from megapar_models.convert.config_json import (
-    canonical_name,
-    from_hugging_face,
-    is_multimodal,
-    left_out,
-    names_of,
-    to_hugging_face,
-    warnings_of,
-)
+from megapar_models.convert.config_json import from_hugging_face, names_of, warnings_of
 from megapar_models.convert.copied_files import copy_files, files_inside
-from megapar_models.convert.exported import buffer_shapes, hf_infos, hf_recipes, in_fp32, native_shapes
-from megapar_models.convert.huggingface import HFWeights, hugging_face_tensor, native_tensor, write_model
-from megapar_models.convert.multimodal import PREFIXES
+from megapar_models.convert.export_config import hf_config, unlike, with_dtype
+from megapar_models.convert.exported import buffer_shapes, dtypes_of, found_in_fp32, hf_infos, hf_recipes, native_shapes
+from megapar_models.convert.huggingface import hugging_face_tensor, native_tensor, write_model
+from megapar_models.convert.other_parts import listed, open_text, source_of_parts
 from megapar_models.convert.parity import (
     check_transformers,
     megatron_reference,
@@ -47,17 +40,17 @@ from megapar_models.convert.tokenizer_files import compare_with_transformers, re
 from megapar_models.convert.typed_fields import NAMES, read_object
 from megapar_models.counts import WholeModel
 from megapar_models.registry import validate, weight_options
+from torch import Tensor
 
 from megapar.base.errors import CheckpointError, ConfigError, DataError
 from megapar.checkpoint.format import BUFFER, MANIFEST, read_manifest
 from megapar.checkpoint.load import differences
 from megapar.checkpoint.origin import origin_of
-from megapar.config.compatible import decided_by
 from megapar.config.data_spec import DataSource
 from megapar.config.files import part_toml
 from megapar.config.messages import first_few
 from megapar.config.model_options import ModelConfig
-from megapar.config.options import Config, DataConfig, TrainConfig, flatten
+from megapar.config.options import Config, DataConfig, TrainConfig
 from megapar.config.plugins import package_of
 from megapar.data.prepared import CHAT, START, read_sidecar
 from megapar.data.tokenizer import Tokenizer, fetch_tokenizer, load_tokenizer, tokenizer_file
@@ -109,8 +102,9 @@ class NativeToHf:
     family: str = ""
     """The family of the model, if it is MODULE:NAME of your own: no module is imported because a file names it."""
     like: Annotated[str | Path | None, tyro.conf.arg(metavar="FOLDER|ORG/MODEL[@REVISION]")] = None
-    """Folder with the config.json and tokenizer files to take, of the same model; by default SRC, if it has them. Or a
-    model at Hugging Face, of which these files are downloaded."""
+    """Folder with the config.json and tokenizer files to take, of the same model; by default SRC, if it has them. If it
+    has weights of more than the language model, such as a tower of images, they are put back. Or a model at Hugging
+    Face, of which these files are downloaded, without weights."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     """The dtype of the weights; auto is that of the training."""
     tokenizer: str = ""
@@ -195,17 +189,14 @@ def hf_to_native(options: HfToNative) -> None:
     config = whole_config(from_hugging_face(raw, options.family, options.accept_fields))
     for line in warnings_of(raw, options.family):
         print(f"warning: {line}", file=sys.stderr)
-    names = names_of(config.model)
     buffers = buffer_shapes(config.model)
     shapes = native_shapes(config.model) | buffers
     wanted = hf_recipes(config.model)
-    ignored = left_out(raw, options.family)
-    prefixes = PREFIXES if is_multimodal(raw) else {}
-    weights = HFWeights(src, lambda name: canonical_name(name, names, ignored, prefixes), names.stacked)
-    weights.check(wanted, names.tied if config.model.tie_word_embeddings else {})
-    if ignored:
-        print(f"left out: tensors whose names begin with {', '.join(ignored)}", file=sys.stderr)
-    dtype = weights.dtype(in_fp32(wanted, config.model))
+    weights = open_text(src, raw, config.model)
+    weights.check(wanted, names_of(config.model).tied if config.model.tie_word_embeddings else {})
+    for line in listed(src, raw, config.model):
+        print(line, file=sys.stderr)
+    dtype, found_fp32 = dtypes_of(weights, wanted, config.model)
     config = replace(
         config,
         train=replace(config.train, precision=PRECISION[dtype]),
@@ -223,12 +214,14 @@ def hf_to_native(options: HfToNative) -> None:
                 shard_bytes=options.shard_bytes,
                 buffers=buffers,
                 accepted=options.accept_fields,
+                found_fp32=found_fp32,
                 origin=source.origin,
             )
         copy_files(copied, folder)
         write_options(folder, config, src)
         if options.verify:
-            write_json(folder / PARITY, verify(folder, transformers_reference(src), dtype, options.family))
+            compared = verify(folder, transformers_reference(src), dtype, options.family, found_fp32)
+            write_json(folder / PARITY, compared)
     if source.snapshot is not None:
         print(f"{source.snapshot.pinned}: read")
     print(f"train from {options.dst} with --config {options.dst / CONFIG} --checkpoint.init_from {options.dst}")
@@ -257,15 +250,22 @@ def native_to_hf(options: NativeToHf) -> None:
     if wrong:
         raise CheckpointError(f"{options.src}: tensors are not those of its model: {first_few(wrong, separator='; ')}")
     dtype = model_dtype(config.train.precision) if options.dtype == "auto" else getattr(torch, options.dtype)
-    raw["torch_dtype"] = str(dtype).removeprefix("torch.")
     wanted = hf_recipes(config.model)
-    infos = hf_infos(config.model, dtype)
-    with new_folder(options.dst, sum(info.nbytes for info in infos.values())) as folder:
-        with progress(len(infos)) as advance:
+    parts = source_of_parts(options.like, config.model, wanted)
+    found_fp32 = parts.found_fp32 if parts else found_in_fp32((options.src, origin))
+    infos = hf_infos(config.model, dtype, found_fp32)
+    plan = parts.plan(infos) if parts else infos
+    raw = with_dtype(parts.raw if parts else {**raw, "torch_dtype": ""}, dtype)
+
+    def make(name: str) -> Tensor:
+        return hugging_face_tensor(options.src, manifest, wanted[name], infos[name].dtype)
+
+    with new_folder(options.dst, sum(info.nbytes for info in plan.values())) as folder:
+        with progress(len(plan)) as advance:
             write_model(
                 folder,
-                infos,
-                lambda name: advance(hugging_face_tensor(options.src, manifest, wanted[name], infos[name].dtype)),
+                plan,
+                lambda name: advance(parts.tensor(name, make) if parts else make(name)),
                 shard_bytes=options.shard_bytes,
             )
         write_json(folder / HF_CONFIG, raw)
@@ -275,9 +275,10 @@ def native_to_hf(options: NativeToHf) -> None:
             print(line, file=sys.stderr)
         logits: dict[str, Any] = {"prompts": []}
         if options.verify:
-            logits = verify(options.src, transformers_reference(folder), dtype, options.family)
+            logits = verify(options.src, transformers_reference(folder), dtype, options.family, found_fp32)
         write_json(folder / PARITY, {**logits, **compared})
-    print(f"{options.dst}: {raw['model_type']}, {raw['torch_dtype']}, step {manifest.step} of {options.src}")
+    words = f"{raw['model_type']}, {str(dtype).removeprefix('torch.')}"
+    print(f"{options.dst}: {words}, step {manifest.step} of {options.src}")
 
 
 def megatron_to_native(options: MegatronToNative) -> None:
@@ -375,8 +376,9 @@ def described_by(config: Config, options: NativeToHf) -> Path | None:
     for folder in (Path(options.like) if options.like else None, options.src):
         if folder is not None and (options.like or (folder / HF_CONFIG).is_file()):
             theirs = described_model(folder / HF_CONFIG, config.model)
-            if computed(theirs) != computed(config.model):
-                raise ConfigError(f"{folder / HF_CONFIG}: describes another model than the checkpoint's: {theirs}")
+            if wrong := list(unlike(theirs, config.model)):
+                text = f"describes another model than the checkpoint's: {first_few(wrong, separator='; ')}"
+                raise ConfigError(f"{folder / HF_CONFIG}: {text}")
             return folder
     began = (Path(config.checkpoint.init_from), (tokenizer_file(config.data.tokenizer) or Path()).parent)
     return next((folder for folder in began if _describes(folder / HF_CONFIG, config.model)), None)
@@ -390,7 +392,7 @@ def _describes(path: Path, model: ModelConfig) -> bool:
         theirs = described_model(path, model)
     except ConfigError:
         return False
-    return computed(theirs) == computed(model)
+    return not list(unlike(theirs, model))
 
 
 def described_model(path: Path, model: ModelConfig) -> ModelConfig:
@@ -406,34 +408,6 @@ def accepted_fields(folder: Path) -> list[str]:
         return []
     names = read_manifest(folder).trainer.get(ACCEPTED, [])
     return names if NAMES.fits(names) else []
-
-
-def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """The config.json of the folder `origin`, or a new one with the end token of the training's tokenizer."""
-    if origin is not None:
-        raw = read_object(origin / HF_CONFIG)
-    # Of a multimodal model the language model alone is written, so its file is made anew.
-    if origin is not None and not is_multimodal(raw):
-        raw.pop("dtype", None)  # transformers 5's name of torch_dtype
-        raw.pop("quantization_config", None)  # what is written is not quantized
-        return raw
-    eod = None
-    # A wrong end token would make generation stop early or never, so without a known tokenizer there is none.
-    if tokenizer is not None and tokenizer.eod < config.model.vocab_size:
-        eod = tokenizer.eod
-    return {**to_hugging_face(config.model), "bos_token_id": None, "eos_token_id": eod}
-
-
-def computed(model: ModelConfig) -> dict[str, Any]:
-    """The options of the model without those used only in training, by dotted path."""
-    # A file's number of positions is no matter of training: other programs read it.
-    used_in_training = decided_by("training", model) - {"model.max_position_embeddings"}
-    options = flatten(model, "model.")
-    options = {path: value for path, value in options.items() if path not in used_in_training}
-    # A bias is part of the model. The losses that balance experts are not.
-    if model.experts is not None:
-        options["model.moe.balance"] = model.experts.has_selection_bias
-    return options
 
 
 # Files

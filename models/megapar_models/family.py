@@ -73,6 +73,11 @@ class ModelType:
     Its head is `score`, [labels, h], without a bias and on the last token. With one label it is that of
     model.head=score.
     """
+    judged_with: Raw = field(default_factory=dict)
+    """Fields that transformers is given other values of before a conversion is compared with it.
+
+    They are those by which it computes something else than the model's reference.
+    """
 
 
 def _no_pairs(_: Any) -> dict[str, Pairs]:
@@ -112,7 +117,7 @@ class HuggingFace:
     `layouts` says the groups. A key may also be one of our tensors, and its value the whole name of theirs.
     """
     modules_of: Callable[[Any], Mapping[str, str]] = _no_modules
-    """Modules that have other names in the files of some models: those of `modules` for the options of a model."""
+    """Modules with other names in files of some models, by their options. A key with a layer's number goes before *."""
     tied: Mapping[str, str]
     """Redundant tensors in files of tied models, each with its original. The two must be equal."""
     stacked: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -123,6 +128,8 @@ class HuggingFace:
     """
     in_fp32: Collection[str] = ()
     """Tensors of ours that have fp32 in files of any dtype, beside the biases that select experts."""
+    maybe_fp32: Collection[str] = ()
+    """Tensors of ours that have fp32 in some files of another dtype. An export has them as the import found them."""
     constants: Mapping[str, float] = field(default_factory=dict)
     """Their tensors of a single number that is not trained, each with the number. * is the layer's number."""
     renamed: Mapping[str, str] = field(default_factory=dict)

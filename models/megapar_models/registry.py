@@ -23,7 +23,7 @@ from megapar.pipeline.schedules import virtual_stages
 from megapar_models.doors import described
 from megapar_models.family import Family
 from megapar_models.layer import MIXERS
-from megapar_models.layer_kind import LayerKind
+from megapar_models.layer_kind import LayerKind, MixerRule
 from megapar_models.moe import router_rule
 from megapar_models.objectives import CROSS_ENTROPY, Objective
 from megapar_models.preferences import PREFERENCES
@@ -63,6 +63,8 @@ NAMES = (
     "gpt_neox",
     "gpt_bigcode",
     "falcon",
+    *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
+    *("lfm2", "lfm2_moe", "lfm3", "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
 )
 """The families of this package. Each is a file in `families`, with its `Family` under the name in capitals."""
 
@@ -198,12 +200,15 @@ def _mixer_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
                 "core_attention, or by megapar.context_parallel.states); use cp 1"
             )
             yield problem(config, "parallel.cp model.family", text)
+    for mixer in dict.fromkeys(kind.mixer for kind in kinds):
+        if isinstance(mixer, MixerRule):
+            yield from mixer.problems(config)
 
 
 def _mixers(kinds: Set[LayerKind]) -> dict[str, object]:
     """Return the rules and the classes of mixers other than MIXERS, by name. Raises ConfigError for a wrong name."""
     found: dict[str, object] = {}
-    for mixer in {kind.mixer for kind in kinds} - set(MIXERS):
+    for mixer in {kind.mixer for kind in kinds} - {*MIXERS, "none"}:
         if isinstance(mixer, str):
             found[mixer] = named("LayerKind.mixer", mixer, MIXERS, type)
         else:

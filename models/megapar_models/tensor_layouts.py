@@ -14,12 +14,14 @@ class Packing:
     `groups` names the option of the model with the number of groups, such as num_key_value_heads: each group has its
     rows of the first of ours, then its rows of the second, and so on. "rows": each group has one row of each. "": all
     rows are one group. `transposed`: the tensor is [in, out], of an expert too. `by_group`: the tensor is [groups, rows
-    of a group], such as a norm's weights by heads.
+    of a group], such as a norm's weights by heads. `axes` are the numbers of axes of size 1 in front of theirs and
+    behind.
     """
 
     groups: str = ""
     transposed: bool = False
     by_group: bool = False
+    axes: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -50,4 +52,4 @@ class Pairs:
 
 
 PairsOf = Callable[[Any], Mapping[str, Pairs]]
-"""The rotary pairs of our modules for the options of a model."""
+"""The rotary pairs of our modules for the options of a model. A name has * for each number, or the numbers."""

@@ -4,6 +4,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -71,8 +72,11 @@ def tensors(folder: Path) -> dict[str, Tensor]:
     return {name: t for file in sorted(folder.glob("*.safetensors")) for name, t in load_file(file).items()}
 
 
-def assert_same_tensors(found: Path, expected: Path) -> None:
+def assert_same_tensors(found: Path, expected: Path, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
+    """The folders have the same tensors bit by bit. `renamed` has parts of names expected, with those found."""
     ours, theirs = tensors(found), tensors(expected)
+    for other, here in renamed.items():
+        theirs = {name.replace(other, here): tensor for name, tensor in theirs.items()}
     assert set(ours) == set(theirs)
     for name, tensor in theirs.items():
         assert ours[name].dtype == tensor.dtype, name

@@ -25,14 +25,18 @@ class ModelTypeCase:
     """Fields with values that say more than automatic ones. Each changes the logits, or is a bad row."""
     refused: Raw = field(default_factory=dict)
     """Fields with a value that is refused by name."""
+    unlike: tuple[str, ...] = ()
+    """Fields by which transformers computes something else than the model's reference, and we do not."""
     refuses: Mapping[str, str] = field(default_factory=dict)
     """Names of `FORMS` that the model cannot be trained in, each with words of the line that says so."""
+    saved_as: Mapping[str, str] = field(default_factory=dict)
+    """Parts of names of tensors that transformers saves, each with its counterpart in files that we write."""
     written_as: str = ""
     """The model_type of the config.json that we write, if it is another name of the same model."""
 
     @property
     def has_experts(self) -> bool:
-        return any("experts" in name for name in self.fields)
+        return any("experts" in name and value for name, value in self.fields.items())
 
     def forms(self) -> list[str]:
         """The names of `FORMS` that mean something for the model, refused or not."""
@@ -120,11 +124,32 @@ LATENT: dict[str, Any] = {
     **{"num_key_value_heads": 4, "n_routed_experts": 8, "rope_parameters": LATENT_ROPE},
     **{"kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7},
 }
+NAMED_OTHERWISE = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "max_position_embeddings")
 DEEPSEEK_V3 = {
     **LATENT,
     **{"q_lora_rank": 18, "first_k_dense_replace": 1, "n_group": 4, "topk_group": 2, "attention_bias": True},
     "num_mtp_layers": 0,
 }
+# Keys of 16 numbers: the square of a shorter one is near the eps of its norm.
+DELTA: dict[str, Any] = {
+    **{name: value for name, value in LATENT.items() if name not in ("rope_parameters", *NAMED_OTHERWISE)},
+    **{"num_hidden_layers": 5, "num_experts": 9, "num_experts_per_token": 4, "num_shared_experts": 2},
+    **{"model_max_length": 64, "rms_norm_eps": 1e-2},
+}
+KIMI_LINEAR = {
+    **DELTA,
+    **{"linear_head_dim": 16, "linear_num_heads": 6, "linear_conv_kernel_dim": 3, "attention_bias": True},
+    "layer_types": ["linear_attention", "full_attention", *["linear_attention"] * 2, "full_attention"],
+}
+BAILING = {
+    **DELTA,
+    **{"head_dim": 16, "layer_group_size": 2, "short_conv_kernel_size": 3, "kda_lower_bound": -3.0},
+    **{"num_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_mtp_layers": 0},
+    "rope_parameters": PLAIN,
+}
+# transformers prefers what it wrote under other names.
+BAILING_UNREAD = ("first_k_dense_replace", "head_dim", "layer_group_size", "num_nextn_predict_layers", "rope_theta")
+BAILING_UNREAD += ("short_conv_kernel_size",)
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8, "rope_theta": 300.0}
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 100.0}
@@ -152,6 +177,54 @@ WITHOUT_WIDTHS = {name: value for name, value in NEOX.items() if name not in ("i
 FALCON = {
     **WITHOUT_WIDTHS,
     **{"layer_norm_epsilon": 1e-3, "ffn_hidden_size": 76, "rope_parameters": PLAIN},
+}
+
+LINEAR_TURNS = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
+DELTA: dict[str, Any] = {
+    **{**SIZES, "head_dim": 16, "rms_norm_eps": 1e-3, "tie_word_embeddings": False, "attention_bias": True},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 16},
+    **{"linear_value_head_dim": 10, "linear_conv_kernel_dim": 3},
+}
+PARTIAL = {**PLAIN, "partial_rotary_factor": 0.5}
+MROPE = {**PARTIAL, "mrope_section": [2, 1, 1], "mrope_interleaved": True}
+DELTA_CHANGES: tuple[Raw, ...] = (EPS, {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}})
+NO_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": None}}
+OLMO_HYBRID_NORMS = {
+    "attention_layer_norm": "input_layernorm",
+    "feedforward_layer_norm": "post_attention_layernorm",
+}
+GATED_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 3, "moe_intermediate_size": 20}
+GATED_EXPERTS |= {"shared_expert_intermediate_size": 28}
+CONVOLVED = ["conv", "full_attention", "conv", "conv"]
+LFM2 = {**HEADS, "norm_eps": 1e-3}
+LFM2_CHANGES: tuple[Raw, ...] = ({"norm_eps": 1e-1}, OTHER_ROPE, {"rope_parameters": YARN})
+LFM2_MOE = {
+    **{**LFM2, "intermediate_size": 44, "moe_intermediate_size": 20, "num_experts": 7, "num_experts_per_tok": 3},
+    **{"layer_types": CONVOLVED, "num_dense_layers": 1},
+}
+LFM3_ROPE = {
+    "full_attention": {"rope_type": "proportional", "rope_theta": 500.0, "partial_rotary_factor": 0.6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+}
+
+# A limit that cuts some time steps.
+MAMBA: dict[str, Any] = {
+    **{"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 7, "mamba_d_conv": 3},
+    **{"mamba_expand": 2, "mamba_chunk_size": 16, "time_step_limit": [0.0, 1.4]},
+}
+
+NEMOTRON_H: dict[str, Any] = {
+    **{name: value for name, value in SIZES.items() if name != "num_hidden_layers"},
+    **{"head_dim": 10, "layer_norm_epsilon": 1e-3, "mamba_num_heads": 6, "mamba_head_dim": 9, "n_groups": 2},
+    **{"ssm_state_size": 7, "conv_kernel": 3, "chunk_size": 16},
+    # transformers lets no time step be below the first, which is no part of the model, and does not read the limit.
+    **{"time_step_min": 1e-30, "time_step_limit": [0.0, 1e9]},
+}
+
+FALCON_H1: dict[str, Any] = {
+    **{"embedding_multiplier": 2.5, "lm_head_multiplier": 0.7, "key_multiplier": 1.3, "attention_in_multiplier": 1.2},
+    **{"attention_out_multiplier": 0.8, "ssm_in_multiplier": 1.4, "ssm_out_multiplier": 0.6},
+    **{"ssm_multipliers": [0.9, 1.2, 0.8, 1.1, 0.7], "mlp_multipliers": [1.3, 0.8]},
 }
 
 GROUPS = ({"n_group": 2, "topk_group": 1}, {"routed_scaling_factor": 1.5})
@@ -711,6 +784,58 @@ TYPES: dict[str, ModelTypeCase] = {
         written_as="deepseek_v3",
         unread=("qk_head_dim",),
     ),
+    "kimi_linear": ModelTypeCase(
+        model_type="kimi_linear",
+        fields=KIMI_LINEAR,
+        layout={"tp": 2, "cp": 2, "cp_attention": "ring", "packed": True},
+        changes=(
+            *({"num_experts_per_token": 2}, {"moe_renormalize": False}, {"routed_scaling_factor": 1.5}),
+            *({"rms_norm_eps": 1e-1}, {"num_expert_group": 3, "topk_group": 2}),
+        ),
+        refused={
+            **{**NO_DROPOUT, "num_key_value_heads": 2, "hidden_act": "gelu", "mla_use_nope": False},
+            **{"moe_router_activation_func": "softmax", "rope_scaling": YARN, "tie_word_embeddings": True},
+            **{"linear_attn_config": {"full_attn_layers": [1], "kda_layers": [2, 3]}, "n_group": 3},
+        },
+        saved_as={f".block_sparse_moe.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")},
+    ),
+    "kimi_linear, latents of queries": ModelTypeCase(
+        model_type="kimi_linear",
+        fields={
+            **{name: value for name, value in KIMI_LINEAR.items() if name not in ("layer_types", "linear_head_dim")},
+            **{"q_lora_rank": 18, "attention_bias": False, "first_k_dense_replace": 2},
+            "linear_attn_config": {"full_attn_layers": [3], "kda_layers": [1, 2, 4, 5], "head_dim": 17},
+        },
+        layout={"pp": 2, "ep": 2, "dp": 2},
+        unread=("first_k_dense_replace", "linear_head_dim"),
+        saved_as={f".block_sparse_moe.{name}_proj.": f".mlp.{name}_proj." for name in ("gate", "up", "down")},
+    ),
+    "bailing_hybrid": ModelTypeCase(
+        model_type="bailing_hybrid",
+        fields=BAILING,
+        layout={"tp": 2, "sequence_parallel": True, "pp": 2},
+        unread=BAILING_UNREAD,
+        changes=(
+            *({"num_experts_per_token": 2}, {"moe_renormalize": False}, {"routed_scaling_factor": 1.5}),
+            *({"rms_norm_eps": 1e-1}, {"topk_group": 2}, {"kda_lower_bound": -1.0}, {"kda_safe_gate": False}),
+            *({"rope_parameters": YARN}, {"rope_parameters": LATENT_ROPE}),
+        ),
+        refused={
+            **{**NO_DROPOUT, "num_key_value_heads": 2, "hidden_act": "gelu", "kda_lower_bound": 0.5},
+            **{"no_kda_lora": False, "q_lora_rank": 8, "tie_word_embeddings": True, "rotary_dim": 4},
+            **{"expert_swiglu_limit_list": [0, 4], "moe_shared_expert_intermediate_size": 40, "n_group": 3},
+        },
+    ),
+    "bailing_hybrid, decays without a bound": ModelTypeCase(
+        model_type="bailing_hybrid",
+        fields={
+            **{**BAILING, "kda_safe_gate": False, "attention_bias": True, "linear_num_heads": 6},
+            **{"n_group": 1, "topk_group": 1, "num_experts_per_token": 6},
+            "layer_types": KIMI_LINEAR["layer_types"],
+        },
+        layout={"cp": 2, "cp_attention": "ulysses", "zero_stage": 3},
+        unread=(*BAILING_UNREAD, "kda_lower_bound"),
+    ),
     "glm4_moe": ModelTypeCase(
         model_type="glm4_moe",
         fields={
@@ -776,5 +901,238 @@ TYPES: dict[str, ModelTypeCase] = {
             **{"moe_num_shared_experts": 0, "moe_layer_start_index": 2, "tie_word_embeddings": False},
         },
         layout={"pp": 2, "tp": 2},
+    ),
+    # Gated delta nets
+    "qwen3_next": ModelTypeCase(
+        model_type="qwen3_next",
+        fields={**DELTA, **GATED_EXPERTS, "rope_parameters": PARTIAL},
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        unread=("intermediate_size",),  # all layers have experts
+        changes=(*DELTA_CHANGES, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}),
+        refused={**NO_DROPOUT, "hidden_act": "relu2", "layer_types": TURNS, "linear_num_value_heads": 0},
+    ),
+    "qwen3_next, plain layers": ModelTypeCase(
+        model_type="qwen3_next",
+        fields={
+            **{**DELTA, **GATED_EXPERTS, "attention_bias": False, "tie_word_embeddings": True, "norm_topk_prob": False},
+            **{"layer_types": LINEAR_TURNS, "mlp_only_layers": [0, 2], "linear_num_value_heads": 2},
+        },
+        layout={"cp": 2, "cp_attention": "ulysses", "ep": 2},
+    ),
+    "qwen3_5_text": ModelTypeCase(
+        model_type="qwen3_5_text",
+        fields={**DELTA, "rope_parameters": MROPE},
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=DELTA_CHANGES,
+        refused={**NO_DROPOUT, "hidden_act": "relu2", "attn_output_gate": False, "layer_types": ["full_attention"]},
+    ),
+    "qwen3_5_text, other layers": ModelTypeCase(
+        model_type="qwen3_5_text",
+        fields={
+            **{**DELTA, "attention_bias": False, "tie_word_embeddings": True, "layer_types": LINEAR_TURNS},
+            **{"linear_num_key_heads": 3, "linear_num_value_heads": 6, "num_key_value_heads": 1},
+        },
+        layout={"cp": 2, "cp_attention": "ring", "packed": True},
+    ),
+    "qwen3_5_moe_text": ModelTypeCase(
+        model_type="qwen3_5_moe_text",
+        fields={
+            **{name: value for name, value in DELTA.items() if name != "intermediate_size"},
+            **{**GATED_EXPERTS, "rope_parameters": MROPE},
+        },
+        layout={"tp": 2, "pp": 2, "dp": 2, "ep": 2},
+        changes=(*DELTA_CHANGES, {"num_experts_per_tok": 2}),
+        refused={**NO_DROPOUT, "norm_topk_prob": False},
+    ),
+    "olmo_hybrid": ModelTypeCase(
+        model_type="olmo_hybrid",
+        # transformers divides the convolution's rows evenly when it saves a file, so q, k and v are equally wide. With
+        # an eps of 1e-3 both programs are 1.4e-6 from fp64.
+        fields={
+            **{
+                **RMS,
+                "rms_norm_eps": 5e-2,
+                "attention_bias": True,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+            },
+            **{"linear_key_head_dim": 16, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 3},
+            **{"rope_parameters": PLAIN, "eos_token_id": 0},
+        },
+        layout={"tp": 2, "sequence_parallel": True},
+        saved_as=OLMO_HYBRID_NORMS,
+        changes=({"rms_norm_eps": 0.2}, {"rope_parameters": YARN}, {"linear_allow_neg_eigval": False}, NO_ROPE),
+        refused={**NO_DROPOUT, "layer_types": ["linear_attention"] * 4, "hidden_act": "relu2"},
+    ),
+    "olmo_hybrid, no positions": ModelTypeCase(
+        model_type="olmo_hybrid",
+        fields={
+            **{**SIZES, **NO_ROPE, "rms_norm_eps": 5e-2, "linear_allow_neg_eigval": False, "eos_token_id": 0},
+            **{"linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 16},
+            **{"linear_value_head_dim": 16, "layer_types": LINEAR_TURNS},
+        },
+        layout={"cp": 2, "cp_attention": "ring", "packed": True},
+        saved_as=OLMO_HYBRID_NORMS,
+    ),
+    # Layers of short convolutions
+    "lfm2": ModelTypeCase(
+        model_type="lfm2",
+        fields={**LFM2, "block_multiple_of": 7, "layer_types": CONVOLVED},
+        layout={"tp": 2, "sequence_parallel": True, "pp": 2},
+        changes=LFM2_CHANGES,
+        refused={"conv_L_cache": 0, "layer_types": MIXED, "conv_dim": 24, "use_pos_enc": False},
+    ),
+    "lfm2, biases": ModelTypeCase(
+        model_type="lfm2",
+        fields={
+            **{**LFM2, "block_auto_adjust_ff_dim": False, "conv_bias": True, "conv_L_cache": 5},
+            **{"full_attn_idxs": [2], "tie_word_embeddings": False},
+        },
+        layout={"cp": 2, "cp_attention": "ring", "tp": 2},
+        unread=("full_attn_idxs", "block_ffn_dim_multiplier", "block_multiple_of"),
+    ),
+    "lfm2_moe": ModelTypeCase(
+        model_type="lfm2_moe",
+        fields={**LFM2_MOE, "routed_scaling_factor": 2.5},
+        layout={"tp": 2, "ep": 2, "etp": 1, "dp": 2},
+        changes=(
+            *(*LFM2_CHANGES, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}),
+            {"routed_scaling_factor": 1.5},
+        ),
+        refused={"layer_types": None, "conv_L_cache": 0},
+    ),
+    "lfm2_moe, no selection bias": ModelTypeCase(
+        model_type="lfm2_moe",
+        fields={**LFM2_MOE, "use_expert_bias": False, "conv_bias": True, "num_dense_layers": 0},
+        layout={"pp": 2, "cp": 2, "cp_attention": "ulysses"},
+        unread=("intermediate_size",),
+    ),
+    "lfm3": ModelTypeCase(
+        model_type="lfm3",
+        fields={
+            **{**LFM2, "rope_parameters": LFM3_ROPE, "sliding_window": 5},
+            # With weights of 0.1 the gradients of norms of queries are so small that they are rounding.
+            **{"layer_types": ["conv", "sliding_attention", "full_attention", "conv"], "initializer_range": 0.3},
+        },
+        layout={"tp": 2, "sequence_parallel": True, "cp": 2, "cp_attention": "ulysses"},
+        changes=(
+            *({"norm_eps": 1e-1}, {"sliding_window": 3}),
+            {"layer_types": ["conv", "full_attention", "sliding_attention", "conv"]},
+            {"rope_parameters": {**LFM3_ROPE, "full_attention": {**PLAIN, "rope_type": "proportional", "factor": 3.0}}},
+        ),
+        refused={**NO_DROPOUT, "layer_types": MIXED[:3], "rope_theta": 100.0, "sliding_window": None},
+        refuses=WINDOWS,
+    ),
+    "lfm3, biases": ModelTypeCase(
+        model_type="lfm3",
+        fields={
+            **{**LFM2, "num_hidden_layers": 5, "sliding_window": 5, "conv_L_cache": 4, "conv_bias": True},
+            **{"attention_bias": True, "use_sandwich_norm": False, "use_attention_gate": False},
+            **{"tie_word_embeddings": False},
+        },
+        layout={"pp": 2, "cp": 2, "cp_attention": "ulysses"},
+        changes=(
+            {
+                "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
+                "rope_parameters": {"full_attention": PLAIN},
+            },
+        ),
+        refused={"rope_parameters": {"full_attention": PLAIN}},
+        refuses=WINDOWS,
+    ),
+    # Mamba-2
+    "bamba": ModelTypeCase(
+        model_type="bamba",
+        fields={**{**SIZES, **MAMBA, "rms_norm_eps": 1e-3, "attn_layer_indices": [1]}, "attention_bias": True},
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=(EPS, {"time_step_limit": [0.5, 1.0]}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}),
+        refused={**NO_DROPOUT, "mamba_expand": 3, "hidden_act": "gelu"},
+    ),
+    "granitemoehybrid": ModelTypeCase(
+        model_type="granitemoehybrid",
+        fields={
+            **{**SIZES, **MAMBA, **FACTORS, **EXPERTS, "rms_norm_eps": 1e-3, "shared_intermediate_size": 28},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        },
+        layout={"tp": 2, "ep": 2, "etp": 1},
+        changes=(EPS, {"time_step_limit": [0.5, 1.0]}, {"position_embedding_type": "rope"}, {"num_experts_per_tok": 2}),
+        refused={**NO_DROPOUT, "mamba_expand": 3, "hidden_act": "gelu", "attention_multiplier": 0.0},
+    ),
+    "granitemoehybrid, no experts": ModelTypeCase(
+        model_type="granitemoehybrid",
+        fields={
+            **{**SIZES, **MAMBA, **FACTORS, "rms_norm_eps": 1e-3, "shared_intermediate_size": 76},
+            **{
+                "num_local_experts": 0,
+                "position_embedding_type": "rope",
+                "mamba_n_groups": 3,
+                "mamba_conv_bias": False,
+            },
+            **{"layer_types": ["full_attention", "linear_attention"] * 2, "mamba_proj_bias": True},
+        },
+        layout={"pp": 2, "tp": 2},
+        unread=("intermediate_size", "num_experts_per_tok"),
+    ),
+    "nemotron_h": ModelTypeCase(
+        model_type="nemotron_h",
+        fields={
+            **{**NEMOTRON_H, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+            **{"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "n_group": 2},
+            **{"moe_shared_expert_intermediate_size": 28, "topk_group": 1, "routed_scaling_factor": 2.5},
+            "moe_latent_size": 24,
+        },
+        layout={"tp": 2, "ep": 2, "etp": 1},
+        unread=("hidden_dropout", "intermediate_size"),
+        unlike=("time_step_min",),
+        changes=({"routed_scaling_factor": 1.5}, {"norm_topk_prob": False}, {"n_group": 1}, {"mlp_hidden_act": "silu"}),
+        refused={"attention_dropout": 0.1, "attention_bias": True, "mlp_bias": True, "mamba_hidden_act": "gelu"},
+    ),
+    "nemotron_h, no experts": ModelTypeCase(
+        model_type="nemotron_h",
+        fields={
+            **{**NEMOTRON_H, "layers_block_type": ["mlp", "linear_attention", "full_attention", "mlp"]},
+            **{"use_bias": True, "n_groups": 3},
+        },
+        layout={"pp": 2, "tp": 2},
+        unread=(
+            *("hidden_dropout", "n_group", "topk_group", "num_experts_per_tok", "moe_intermediate_size"),
+            *("norm_topk_prob", "routed_scaling_factor", "n_routed_experts", "moe_shared_expert_intermediate_size"),
+        ),
+        unlike=("time_step_min",),
+    ),
+    "falcon_h1": ModelTypeCase(
+        model_type="falcon_h1",
+        fields={
+            **{**HEADS, **MAMBA, **FALCON_H1, "rms_norm_eps": 1e-3, "mamba_d_ssm": 54, "mamba_d_head": 9},
+            **{"attention_bias": True, "mlp_bias": True, "projectors_bias": True, "mamba_proj_bias": True},
+            **{"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+        },
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=(
+            *(EPS, {"time_step_limit": [0.5, 1.0]}, {"mamba_norm_before_gate": True}, OTHER_ROPE),
+            *({name: 0.9} for name in FALCON_H1 if not name.endswith("multipliers")),
+            *({"ssm_multipliers": [1.0, 0.8, 0.9, 1.1, 0.7]}, {"mlp_multipliers": [0.9, 1.1]}),
+        ),
+        refused={**NO_DROPOUT, "mamba_d_ssm": 60, "hidden_act": "gelu"},
+        unread=("mamba_expand",),
+    ),
+    "falcon_h1, no norm": ModelTypeCase(
+        model_type="falcon_h1",
+        fields={**{**HEADS, **MAMBA, "rms_norm_eps": 1e-3, "mamba_d_ssm": None, "tie_word_embeddings": True}},
+        layout={"cp": 2, "cp_attention": "ulysses"},
+        unread=("mamba_norm_before_gate",),
+    ),
+    "mamba2": ModelTypeCase(
+        model_type="mamba2",
+        fields={
+            **{"hidden_size": 48, "num_hidden_layers": 4, "vocab_size": VOCABULARY, "initializer_range": 0.1},
+            **{"num_heads": 6, "head_dim": 16, "n_groups": 2, "state_size": 7, "conv_kernel": 3, "chunk_size": 16},
+            **{"layer_norm_epsilon": 1e-3, "pad_token_id": None, "residual_in_fp32": False, "use_bias": True},
+            "time_step_limit": [0.0, 1.0],
+        },
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=({"layer_norm_epsilon": 1e-1}, {"time_step_limit": [0.5, 1.0]}),
+        refused={"hidden_act": "gelu", "expand": 3},
+        unread=("residual_in_fp32",),
     ),
 }

@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -107,16 +108,17 @@ class Published:
             alone = [self.theirs(tokens).logits for tokens in tokens_bs.split(DOCUMENTS, 1)]
         assert_equal_logits(self.stage, replace(packed, starts=starts), torch.cat(alone, 1))
 
-    def check_way_back(self, written_as: str = "") -> None:
+    def check_way_back(self, written_as: str = "", saved_as: Mapping[str, str] = MappingProxyType({})) -> None:
         """Tensors come back bit by bit, with the config.json of the import and with our own.
 
         transformers reads our config.json as the same model, and so do we. It has the same model_type, or `written_as`.
+        Parts of names are as in `saved_as`.
         """
         native_to_hf(NativeToHf(self.folder / "ours", self.folder / "copied", verify=False))
-        assert_same_tensors(self.folder / "copied", self.folder / "theirs")
+        assert_same_tensors(self.folder / "copied", self.folder / "theirs", saved_as)
         (self.folder / "ours/config.json").unlink()
         native_to_hf(NativeToHf(self.folder / "ours", self.folder / "again", verify=False))
-        assert_same_tensors(self.folder / "again", self.folder / "theirs")
+        assert_same_tensors(self.folder / "again", self.folder / "theirs", saved_as)
         raw = json.loads((self.folder / "again/config.json").read_text())
         assert raw["model_type"] == (written_as or self.raw["model_type"])
         assert model_of(raw) == self.stage.model
@@ -137,8 +139,8 @@ class Published:
         stage, state = state_of(config, self.stage)
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in self.theirs.named_parameters():
-            # Matrices and embeddings decay; norms, biases and sinks do not, also where a stack of them has two axes.
-            groups[param.ndim > 1 and not re.search("norm|bias", name)].append(param)
+            # Matrices and embeddings decay; norms, biases, sinks and A_log do not, also with two axes or more.
+            groups[param.ndim > 1 and not re.search("norm|bias|A_log", name)].append(param)
         rates = [{"params": params, "weight_decay": ADAMW.weight_decay * decays} for decays, params in groups.items()]
         before = {name: param.detach().clone() for name, param in self.theirs.named_parameters()}
         theirs = torch.optim.AdamW(rates, lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps)
@@ -173,9 +175,11 @@ class Published:
         with torch.no_grad():
             found_bsv = torch.cat([logits_of(stage, batch) for batch in batches])
             theirs_bsv = torch.cat([rounded(batch.tokens_bs).logits for batch in batches])
+            # Some of its models make fp32 of rounded logits.
+            assert torch.equal(theirs_bsv.bfloat16(), theirs_bsv)
             rounded.float()
             exact_bsv = torch.cat([rounded(batch.tokens_bs).logits for batch in batches])
-        assert found_bsv.dtype == theirs_bsv.dtype == torch.bfloat16
+        assert found_bsv.dtype == torch.bfloat16
         ours_bs, noise_bs = ((logits_bsv - exact_bsv).norm(dim=-1) for logits_bsv in (found_bsv, theirs_bsv))
         assert ours_bs.median() <= 1.1 * noise_bs.median(), f"{ours_bs.median() / noise_bs.median()} of their error"
         assert ours_bs.norm() <= 1.5 * noise_bs.norm(), f"{ours_bs.norm() / noise_bs.norm()} of their error"
@@ -188,14 +192,15 @@ class Published:
         for change in changes:
             assert self._outcome({**self.raw, **change}, 1e-6) == "changed", f"{change} has no effect in transformers"
 
-    def check_every_field(self, unread: Sequence[str]) -> None:
+    def check_every_field(self, unread: Sequence[str], unlike: Sequence[str] = ()) -> None:
         """Each field with other values is refused in words, or gives the logits of transformers.
 
-        Fields that never change them are `unread`, of training, or listed as without effect.
+        Fields that never change them are `unread`, of training, or listed as without effect. Those that are `unlike`
+        change logits of transformers alone.
         """
         same = set()
         seen: set[str] = set()
-        for field in sorted(self.raw.keys() - OF_FILES):
+        for field in sorted(self.raw.keys() - OF_FILES - {*unlike}):
             outcomes = set()
             for value in others(self.raw[field]):
                 raw = {**self.raw, field: value}
@@ -210,7 +215,7 @@ class Published:
                 same.add(field)
         assert {"refused", "changed"} <= seen
         listed = {*OF_TRAINING, *WITHOUT_EFFECT, *names_of(self.stage.model).without_effect}
-        listed |= {"max_position_embeddings"}  # a bound that no sample here reaches
+        listed |= {"max_position_embeddings", "model_max_length"}  # a bound that no sample here reaches
         assert not {*unread} ^ (same - listed), (unread, same - listed)
 
     def _outcome(self, raw: Mapping[str, Any], tolerance: float) -> str:
@@ -247,9 +252,12 @@ def random_model(kind: str, fields: Mapping[str, Any]) -> Any:
     model = transformers_model(kind, fields)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for tensor in tensors_of(model).values():
+        for name, tensor in tensors_of(model).items():
             noise = torch.randn(tensor.shape, generator=generator) * 0.1
             tensor.copy_(noise + tensor if tensor.ndim == 1 else noise)
+            if name.endswith("A_log"):
+                # States that last. With decays up to e^-16 a token, transformers' sums of them lose half their digits.
+                tensor.copy_(noise - 2)
     return model
 
 
@@ -274,7 +282,8 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 def tensors_of(theirs: torch.nn.Module) -> dict[str, Tensor]:
     """The parameters of their model, and the biases by which its routers choose."""
-    routers = {name: x for name, x in theirs.named_buffers() if name.endswith("e_score_correction_bias")}
+    ends = ("e_score_correction_bias", ".expert_bias")
+    routers = {name: x for name, x in theirs.named_buffers() if name.endswith(ends)}
     return {**dict(theirs.named_parameters()), **routers}
 
 

@@ -17,7 +17,7 @@ from megapar.base.errors import CheckpointError, ConfigError
 from megapar.declare import context
 from tests.support import close
 from tests.support.drafts import outcome_of_draft, sketch_of
-from tests.support.published import VOCABULARY, assert_equal_logits, random_batch, transformers_model
+from tests.support.published import VOCABULARY, assert_equal_logits, random_batch, random_model
 from tests.support.rules import gradients
 from tools.convert_checkpoint import HfToNative, hf_to_native
 
@@ -67,7 +67,8 @@ SIZES: Mapping[str, Any] = {
 _LATENT = {"head_dim": SIZES["qk_rope_head_dim"], "num_key_value_heads": SIZES["num_attention_heads"]}
 OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "longcat_flash"), _LATENT),
-    **dict.fromkeys(("minicpm3", "kimi_linear"), _LATENT),
+    "minicpm3": _LATENT,
+    "kimi_linear": {**_LATENT, "linear_head_dim": 16, "linear_num_heads": 6, "rms_norm_eps": 1e-2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "helium": {"head_dim": 12},
     "gpt_neox": {"num_attention_heads": 3},  # a quarter of a head are pairs
@@ -75,8 +76,11 @@ OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     "stablelm": {"num_attention_heads": 3, "num_key_value_heads": 1},
     "deepseek_v2": {**_LATENT, "num_experts_per_tok": 2},
     "dots1": {"n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 6, "head_dim": 16},
+    # Below it transformers lets no time step be smaller than this, which is no part of the model.
+    "nemotron_h": {"time_step_min": 1e-30},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8}, "ffn_config": {"ffn_hidden_size": 20}},
 }
 
@@ -92,13 +96,7 @@ def small_fields(model_type: str) -> dict[str, Any]:
 
 def save_noisy(folder: Path, model_type: str, fields: Mapping[str, Any] | None = None) -> Any:
     """Save a small model of transformers with noise on every tensor; returns it. Routers choose by noise too."""
-    model = transformers_model(model_type, {**small_fields(model_type), **(fields or {})})
-    generator = torch.Generator().manual_seed(0)
-    choosing = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-    with torch.no_grad():
-        for tensor in (*model.parameters(), *choosing):
-            noise = torch.randn(tensor.shape, generator=generator) * 0.1
-            tensor.copy_(noise + tensor if tensor.ndim == 1 else noise)
+    model = random_model(model_type, {**small_fields(model_type), **(fields or {})})
     model.save_pretrained(folder)
     return model
 

@@ -40,7 +40,7 @@ from megapar_models.convert.peft_config import (
     words_in_stacks,
 )
 from megapar_models.convert.progress import progress
-from megapar_models.convert.recipes import starred
+from megapar_models.convert.recipes import pairs_of, starred
 from megapar_models.convert.safetensors_folder import header_of
 from megapar_models.convert.saved import saved_config, text_record
 from megapar_models.convert.stacked_experts import EXPERT_MODULES, Stack, of_expert, stacks
@@ -200,7 +200,7 @@ def native_to_peft(options: NativeToPeft) -> None:
             if kind == "lora_magnitude" and options.base:
                 with Reader(options.base, base) as reader:
                     values += row_norms(reader.tensor(f"{MAIN}.{matrix}.weight"))
-            rotary = pairs.get(starred(matrix)[0])
+            rotary = pairs_of(f"{matrix}.weight", pairs)
             # The rows of B are those of the matrix, and the magnitudes too.
             return advance(rotary.theirs(values) if rotary is not None and kind != "lora_a" else values)
 
@@ -292,7 +292,7 @@ class PeftTensors:
         if stack := self.stacked.get(self.ours[name]):
             _, number, word = matrix.rsplit(".", 2)
             return stack.cut(values, int(number), word)
-        rotary = self.pairs.get(starred(matrix)[0])
+        rotary = pairs_of(f"{matrix}.weight", self.pairs)
         values = rotary.ours(values) if rotary is not None and kind != "lora_a" else values
         if kind == "lora_magnitude":
             # If they differ by less than a factor of 2, the difference is exact.
@@ -454,8 +454,8 @@ def their_factors(model: ModelConfig, factors: Iterable[str], *, refuse: bool = 
     for name in factors:
         matrix, kind = split(name)
         pattern, numbers = starred(matrix)
-        theirs = modules.get(pattern, "")
-        shared = [other for other, module in modules.items() if module == theirs and other != pattern]
+        theirs = modules.get(matrix) or modules.get(pattern, "")
+        shared = [other for other, module in modules.items() if module == theirs and starred(other)[0] != pattern]
         layout = names.layouts.get(theirs)
         if shared or theirs.count("*") != len(numbers) or (layout is not None and layout.transposed):
             if refuse:
@@ -473,11 +473,12 @@ def their_factors(model: ModelConfig, factors: Iterable[str], *, refuse: bool = 
 def targets(model: ModelConfig, theirs: Mapping[str, str]) -> list[str]:
     """PEFT's target_modules: the last word of a module if all modules with it have an adapter, else its whole name."""
     adapted = {split(ours)[0]: module_of(name) for name, ours in theirs.items()}
-    modules = names_of(model).modules
+    names = names_of(model)
+    modules = {**names.modules, **names.modules_of(model)}
     every: dict[str, set[str]] = {}
     for name in WholeModel(model).tensors():
         matrix = name.removesuffix(".weight")
-        module = modules.get(starred(matrix)[0], "")
+        module = modules.get(matrix) or modules.get(starred(matrix)[0], "")
         every.setdefault(module.rpartition(".")[2], set()).add(matrix)
     found = set()
     for module in adapted.values():

@@ -6,6 +6,7 @@ from typing import Any
 from megapar_models.convert.typed_fields import (
     COUNT,
     FLAG,
+    LIST,
     NAMES,
     NUMBER,
     NUMBERS,
@@ -24,17 +25,24 @@ _COUNTED = whole_up_to(10_000)
 
 _TEXTS = (
     *("model_type", "hidden_act", "hidden_activation", "activation", "activation_function", "scoring_func"),
+    *("mlp_hidden_act", "normalization_function"),
     *("topk_method", "norm_type", "qk_norm_type", "position_embedding_type", "order_of_interleaved_layers"),
 )
 _COUNTS = (
     *("num_hidden_layers", "n_layer", "num_nextn_predict_layers", "num_mtp_layers"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts"),
+    "num_dense_layers",
     *("moe_num_shared_experts", "n_group", "topk_group", "num_experts_per_tok", "moe_k", "first_k_dense_replace"),
+    *("num_expert_group", "num_experts_per_token", "num_shared_experts"),
 )
 # Others are divided by these.
 _SIZES = (
     *("hidden_size", "n_embd", "vocab_size", "num_attention_heads", "n_head", "max_position_embeddings"),
     *("n_positions", "original_max_position_embeddings"),
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_conv_kernel_dim", "full_attention_interval"),
+    *("conv_L_cache", "block_multiple_of"),
+    *("model_max_length", "layer_group_size"),
 )
 _WHOLES = (
     *("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
@@ -44,6 +52,11 @@ _WHOLES = (
     *("decoder_sparse_step", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index", "no_rope_layer_interval", "layer_switch"),
     *("num_ln_in_parallel_attn",),
+    *("block_ff_dim", "block_dim", "conv_dim", "conv_dim_out", "num_heads"),
+    *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_num_heads"),
+    *("mamba_head_dim", "num_heads", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "attn_rotary_emb"),
+    *("moe_latent_size", "moe_shared_expert_intermediate_size"),
+    *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "short_conv_kernel_size"),
 )
 _NUMBERS = (
     *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "layerdrop"),
@@ -53,6 +66,11 @@ _NUMBERS = (
     *("logits_scaling", "moe_norm_min", "partial_rotary_factor", "query_pre_attn_scalar", "rope_local_base_freq"),
     *("rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor", "router_aux_loss_coef"),
     *("router_jitter_noise", "swiglu_alpha", "swiglu_limit"),
+    "block_ffn_dim_multiplier",
+    *("router_jitter_noise", "swiglu_alpha", "swiglu_limit", "mamba_expand", "expand"),
+    *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier"),
+    *("ssm_in_multiplier", "ssm_out_multiplier"),
+    *("kda_lower_bound", "output_dropout"),
 )
 _FLAGS = (
     *("add_cross_attention", "alibi", "attention_bias", "attention_out_bias", "bias", "do_layer_norm_before"),
@@ -60,7 +78,13 @@ _FLAGS = (
     *("new_decoder_architecture", "norm_topk_prob", "output_router_logits", "parallel_attn", "qk_layernorm"),
     *("qkv_bias", "rope_interleave", "scale_attn_by_inverse_layer_idx", "scale_attn_weights"),
     *("tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm"),
+    *("mamba_conv_bias", "mamba_proj_bias", "mamba_norm_before_gate", "mamba_rms_norm", "projectors_bias"),
+    *("use_conv_bias", "residual_in_fp32"),
     *("use_embedding_sharing", "use_qkv_bias", "use_rotary_pos_emb", "use_routing_bias", "use_sliding_window"),
+    *("linear_allow_neg_eigval", "attn_output_gate"),
+    *("block_auto_adjust_ff_dim", "block_use_swiglu", "conv_bias", "tie_embedding", "use_attention_gate"),
+    *("use_expert_bias", "use_pos_enc", "use_sandwich_norm"),
+    *("moe_renormalize", "kda_safe_gate"),
 )
 
 KINDS: Mapping[str, Kind] = {
@@ -72,8 +96,16 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(_FLAGS, FLAG),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "architectures"), NAMES),
     **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), NUMBERS),
+    "full_attn_idxs": NUMBERS,
+    "attn_layer_indices": NUMBERS,
+    "layers_block_type": NAMES,
+    "mamba_d_head": either(WHOLE, TEXT),
+    "hybrid_override_pattern": TEXT,
+    **dict.fromkeys(("time_step_limit", "mlp_multipliers", "ssm_multipliers"), LIST),
+    **dict.fromkeys(("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"), LIST),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config"), OBJECT),
     "dual_chunk_attention_config": OBJECT,
+    "linear_attn_config": OBJECT,
     "sliding_window_pattern": either(WHOLE, TEXT),
     "moe_layer_freq": either(WHOLE, NUMBERS),
 }
@@ -84,6 +116,8 @@ _OF_ROPE: Mapping[str, Kind] = {
     **dict.fromkeys(("original_max_position_embeddings", "max_position_embeddings"), COUNT),
     **dict.fromkeys((FULL, SLIDING), OBJECT),
     "llama_4_scaling_beta": NUMBER,
+    "mrope_section": NUMBERS,
+    "mrope_interleaved": FLAG,
 }
 
 

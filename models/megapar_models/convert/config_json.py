@@ -208,6 +208,14 @@ def _sequence_classes(names: HuggingFace | None) -> Iterable[str]:
     return () if names is None else names.sequence_classes.values()
 
 
+def judged_with(type_name: str) -> Mapping[str, Any]:
+    """`ModelType.judged_with` of a model_type; nothing for one of no family."""
+    for family in FAMILIES.values():
+        if family.hugging_face is not None and type_name in family.hugging_face.model_types:
+            return family.hugging_face.model_types[type_name].judged_with
+    return {}
+
+
 def warnings_of(raw: Mapping[str, Any], family: str = "") -> list[str]:
     """Lines about fields of a supported config.json without an option of ours and without effect on the result."""
     raw = understood(raw)

@@ -1,14 +1,17 @@
 """What an export of a model to Hugging Face holds, by its options alone: names, shapes, dtypes, and recipes."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
 
 import torch
 
-from megapar.checkpoint.format import Sizes
+from megapar.checkpoint.format import MANIFEST, Sizes, read_manifest
 from megapar.config.model_options import ModelConfig
 from megapar_models.convert.config_json import names_of
+from megapar_models.convert.huggingface import HFWeights
 from megapar_models.convert.recipes import Recipe, recipes, starred
-from megapar_models.convert.stream import TensorInfo
+from megapar_models.convert.stream import FOUND_FP32, TensorInfo
+from megapar_models.convert.typed_fields import NAMES
 from megapar_models.counts import WholeModel
 
 
@@ -36,16 +39,45 @@ def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
 
 def in_fp32(wanted: Mapping[str, Recipe], model: ModelConfig) -> set[str]:
     """Theirs that have fp32 in files of any dtype: the biases that select experts, and what the family names."""
-    buffers, patterns = buffer_shapes(model), names_of(model).in_fp32
-
-    def kept(name: str) -> bool:
-        return name in buffers or starred(name)[0] in patterns
-
-    return {name for name, recipe in wanted.items() if any(kept(part.name) for part in recipe.parts)}
+    return _holding(wanted, {*names_of(model).in_fp32, *(starred(name)[0] for name in buffer_shapes(model))})
 
 
-def hf_infos(model: ModelConfig, dtype: torch.dtype) -> dict[str, TensorInfo]:
-    """Shape and dtype of each tensor in files of `dtype`."""
+def _holding(wanted: Mapping[str, Recipe], patterns: Collection[str]) -> set[str]:
+    """Return names of theirs that hold one of ours with one of these names, with * for numbers."""
+    return {name for name, recipe in wanted.items() if any(starred(part.name)[0] in patterns for part in recipe.parts)}
+
+
+def hf_infos(model: ModelConfig, dtype: torch.dtype, found_fp32: Collection[str] = ()) -> dict[str, TensorInfo]:
+    """Shape and dtype of each tensor in files of `dtype`. `found_fp32` is that of the import (`dtypes_of`)."""
     wanted = hf_recipes(model)
     infos = {name: TensorInfo(recipe.shape, dtype) for name, recipe in wanted.items()}
-    return infos | {name: TensorInfo(wanted[name].shape, torch.float32) for name in in_fp32(wanted, model)}
+    fp32 = in_fp32(wanted, model) | {name for name in wanted if starred(name)[0] in found_fp32}
+    return infos | {name: TensorInfo(wanted[name].shape, torch.float32) for name in fp32}
+
+
+def dtypes_of(weights: HFWeights, wanted: Mapping[str, Recipe], model: ModelConfig) -> tuple[torch.dtype, list[str]]:
+    """Return the dtype of a file, and names of tensors, with * for numbers, that some files have in fp32, as this one.
+
+    `HuggingFace.maybe_fp32` says which tensors these are. An export has them in fp32 again.
+    """
+    some = _holding(wanted, names_of(model).maybe_fp32)
+    dtype = weights.dtype(in_fp32(wanted, model) | some)
+    return dtype, sorted({starred(name)[0] for name in some if weights.tensors[name].info.dtype == torch.float32})
+
+
+def ours_in_fp32(model: ModelConfig, found_fp32: Collection[str]) -> set[str]:
+    """Return our tensors in those of `found_fp32` (`dtypes_of`)."""
+    if not found_fp32:
+        return set()
+    found = (recipe for name, recipe in hf_recipes(model).items() if starred(name)[0] in found_fp32)
+    return {part.name for recipe in found for part in recipe.parts}
+
+
+def found_in_fp32(folders: Iterable[Path | None]) -> list[str]:
+    """Return the second result of `dtypes_of` that the first of these folders' checkpoints notes; [] if none does."""
+    for folder in folders:
+        if folder is not None and (folder / MANIFEST).is_file():
+            names = read_manifest(folder).trainer.get(FOUND_FP32, [])
+            if names and NAMES.fits(names):
+                return list(names)
+    return []

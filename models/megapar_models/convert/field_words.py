@@ -76,6 +76,8 @@ ROTARY_PART = ("partial_rotary_factor", "rotary_pct")
 # Numbers that may be null, each with the least. Families rely on it.
 COUNTS = {"sliding_window": 1, "sliding_window_pattern": 1, "max_window_layers": 0, "num_nextn_predict_layers": 0}
 WINDOWS = ("sliding_window", "layer_types", "use_sliding_window")
+# Kinds of layers that a draft does not write, each with a family that has them.
+LAYERS_BY_HAND: Mapping[str, str] = {"conv": "lfm2"}
 
 # Fields for rules that we have, and whose options a draft does not write: the words, and a family that has them.
 BY_HAND: Mapping[str, tuple[str, str]] = {
@@ -104,24 +106,44 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "rotary_dim": ("a number of rotated dimensions of a head", "glm"),
     "multi_query": ("one head of keys and values", "llama"),
     "activation": ("an activation", "starcoder2"),
+    **dict.fromkeys(("linear_num_key_heads", "linear_key_head_dim"), ("keys of a gated delta net", "qwen3_5")),
+    **dict.fromkeys(("linear_num_value_heads", "linear_value_head_dim"), ("values of a gated delta net", "qwen3_5")),
+    "linear_conv_kernel_dim": ("the short convolution of a gated delta net", "qwen3_5"),
+    "full_attention_interval": ("which layers have full attention", "qwen3_5"),
+    "attn_output_gate": ("a gate on attention's output", "qwen3_5"),
+    "linear_allow_neg_eigval": ("states of a gated delta net that turn their sign", "olmo_hybrid"),
+    **dict.fromkeys(("conv_L_cache", "conv_bias"), ("layers of short convolutions", "lfm2")),
+    **dict.fromkeys(("full_attn_idxs",), ("which layers have attention", "lfm2")),
+    **dict.fromkeys(("use_sandwich_norm", "use_attention_gate"), ("norms and gates of outputs", "lfm3")),
+    **dict.fromkeys(("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state"), ("Mamba-2", "bamba")),
+    **dict.fromkeys(("mamba_d_conv", "mamba_expand", "mamba_conv_bias", "mamba_proj_bias"), ("Mamba-2", "bamba")),
+    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "n_groups"), ("Mamba-2", "nemotron_h")),
+    "time_step_limit": ("the limit of Mamba-2's time steps", "bamba"),
+    "attn_layer_indices": ("which layers have attention", "bamba"),
+    "hybrid_override_pattern": ("a branch for each layer", "nemotron_h"),
+    "moe_latent_size": ("experts in a latent width", "nemotron_h"),
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), ("further factors", "falcon_h1")),
+    **dict.fromkeys(("key_multiplier", "mlp_multipliers", "lm_head_multiplier"), ("further factors", "falcon_h1")),
+    **dict.fromkeys(("linear_attn_config", "linear_head_dim", "linear_num_heads"), ("delta nets", "kimi_linear")),
+    "short_conv_kernel_size": ("short convolutions", "bailing_hybrid"),
+    **dict.fromkeys(("num_expert_group", "moe_renormalize"), ("how experts are chosen", "kimi_linear")),
+    **dict.fromkeys(("kda_safe_gate", "kda_lower_bound"), ("the decays of delta nets", "bailing_hybrid")),
+    "layer_group_size": ("which layers have latent attention", "bailing_hybrid"),
 }
 # Beginnings of fields for what no rule here computes.
 MISSING: Mapping[str, str] = {
     **dict.fromkeys(("mamba_", "ssm_", "state_size", "time_step_", "conv_", "dt_rank"), "a state-space mixer"),
-    **dict.fromkeys(("expand", "mixer_rms_eps", "use_mamba", "n_groups"), "a state-space mixer"),
+    **dict.fromkeys(("expand", "mixer_rms_eps", "use_mamba"), "a state-space mixer"),
     **dict.fromkeys(("linear_", "full_attn_", "short_conv"), "linear attention"),
-    **dict.fromkeys(("attn_layer_", "layers_block_type", "hybrid_"), "layers of two kinds of mixers"),
+    **dict.fromkeys(("attn_layer_", "layers_block_type"), "layers of two kinds of mixers"),
     **dict.fromkeys(("index_", "attention_chunk_size"), "attention to chosen keys"),
     **dict.fromkeys(("alibi", "position_buckets"), "positions by a bias of scores"),
     **dict.fromkeys(("num_kv_shared_layers", "attention_k_eq_v"), "keys and values of another layer"),
     **dict.fromkeys(("hidden_size_per_layer_input", "per_layer_config"), "sizes or embeddings by layer"),
     **dict.fromkeys(("clip_qkv", "attn_config", "ffn_config"), "options in an object, or a clip of queries and keys"),
-    **dict.fromkeys(("zero_expert_", "moe_latent_size"), "experts of other kinds"),
+    **dict.fromkeys(("zero_expert_",), "experts of other kinds"),
     **dict.fromkeys(("attn_temperature_tuning", "floor_scale", "attn_scale"), "Llama 4's temperature of scores"),
-    **dict.fromkeys(
-        ("attention_value_scale", "attention_in_multiplier", "attention_out_multiplier"), "further factors"
-    ),
-    **dict.fromkeys(("key_multiplier", "mlp_multipliers", "lm_head_multiplier"), "further factors"),
+    **dict.fromkeys(("attention_value_scale",), "further factors"),
     **dict.fromkeys(("mlp_alpha_factor", "mlp_beta_factor"), "further factors"),
     "use_bidirectional_attention": "attention to later tokens",
     "apply_residual_connection_post_layernorm": "a residual stream behind the norm",

@@ -20,6 +20,8 @@ MULTIMODAL = {
     # The multimodal model does not read the cap of logits.
     "gemma3": Multimodal("gemma3_text", {"final_logit_softcapping": None}),
     "mistral3": Multimodal("mistral"),
+    "qwen3_5": Multimodal("qwen3_5_text"),
+    "qwen3_5_moe": Multimodal("qwen3_5_moe_text"),
 }
 # Beginnings of the names of tensors: those of the language model with their counterparts in files of it alone, and
 # those of other parts.

@@ -3,7 +3,7 @@
 import importlib.metadata
 import importlib.util
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,8 +16,10 @@ from megapar.base.errors import CheckpointError, ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config
 from megapar.declare.batch import MicroBatch
+from megapar.declare.params import spec_of
 from megapar_models.convert import megatron, megatron_core
-from megapar_models.convert.config_json import is_of_sequences
+from megapar_models.convert.config_json import is_of_sequences, judged_with
+from megapar_models.convert.exported import ours_in_fp32
 from megapar_models.convert.saved import load_model
 from megapar_models.stage import Stage
 
@@ -55,6 +57,9 @@ def transformers_reference(folder: Path) -> Reference:
     # Left at None, transformers would ask at the terminal whether to run code of the folder.
     how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **how)
+    for name, value in judged_with(config.model_type).items():
+        setattr(config, name, value)
+    how["config"] = config
     if "/" in str(config._attn_implementation):  # a file that names a kernel of a hub is no reason to run one
         how["attn_implementation"] = "eager"
     if is_of_sequences(config.to_dict()):
@@ -82,12 +87,14 @@ def megatron_reference(source: megatron.MegatronCheckpoint, dtype: torch.dtype) 
     return Reference(megatron_core.version(), lambda tokens_s, first: model.logits(tokens_s)[first:], model.misread)
 
 
-def verify(native: Path, reference: Reference, dtype: torch.dtype, family: str = "") -> dict[str, Any]:
+def verify(
+    native: Path, reference: Reference, dtype: torch.dtype, family: str = "", found_fp32: Collection[str] = ()
+) -> dict[str, Any]:
     """Compare logits, print the differences and return them for parity.json. CheckpointError beyond the tolerance.
 
-    `family` is as in `saved_config`.
+    `family` is as in `saved_config`, and `found_fp32` that of `dtypes_of`.
     """
-    config, rows = parity(native, reference, dtype, family)
+    config, rows = parity(native, reference, dtype, family, found_fp32)
     table = Table("prompt", "tokens", "compared from", "largest logit", "largest difference", "relative")
     for row in rows:
         cells = [f"{value:.3g}" if isinstance(value, float) else str(value) for value in row.values()]
@@ -110,10 +117,10 @@ def verify(native: Path, reference: Reference, dtype: torch.dtype, family: str =
 
 @torch.no_grad()
 def parity(
-    native: Path, reference: Reference, dtype: torch.dtype, family: str = ""
+    native: Path, reference: Reference, dtype: torch.dtype, family: str = "", found_fp32: Collection[str] = ()
 ) -> tuple[Config, list[dict[str, Any]]]:
     """The options of `native`, and the largest difference of logits on each prompt, in fp32 from weights in `dtype`."""
-    config, stage = load_fp32(native, dtype, family)
+    config, stage = load_fp32(native, dtype, family, found_fp32)
     rows = []
     for name, tokens_s, first in prompts(config.model):
         ours_sv = native_logits(stage, tokens_s, first)[:, : config.model.vocab_size]
@@ -147,11 +154,15 @@ def prompts(model: ModelConfig) -> Iterator[tuple[str, Tensor, int]]:
 
 
 @torch.no_grad()
-def load_fp32(checkpoint: Path, dtype: torch.dtype, family: str = "") -> tuple[Config, Stage]:
-    """The whole model in one stage, in fp32 from weights rounded to `dtype`."""
+def load_fp32(
+    checkpoint: Path, dtype: torch.dtype, family: str = "", found_fp32: Collection[str] = ()
+) -> tuple[Config, Stage]:
+    """The whole model in one stage, in fp32 from weights rounded to `dtype`; those of `found_fp32` are not rounded."""
     config, stage = load_model(checkpoint, family, precision="fp32")
+    exact = ours_in_fp32(config.model, found_fp32)
     for param in stage.parameters():
-        param.copy_(param.to(dtype))
+        if not any(piece.name in exact for piece in spec_of(param).pieces):
+            param.copy_(param.to(dtype))
     return config, stage
 
 

@@ -37,6 +37,7 @@ class TensorPart(NamedTuple):
     by_group: bool
     pairs: Pairs | None
     start: int = 0
+    axes: tuple[int, int] = (0, 0)
 
     @property
     def box(self) -> Box:
@@ -51,6 +52,9 @@ class TensorPart(NamedTuple):
 
     def view(self, theirs: Tensor) -> Tensor:
         """The view [groups, rows of ours in a group, ...] of `theirs`, which is one expert's if they are stacked."""
+        before, behind = self.axes
+        for axis in (*(0,) * before, *(-1,) * behind):
+            theirs = theirs.select(axis, 0)
         matrix = theirs.t() if self.transposed else theirs
         by_group = matrix if self.by_group else matrix.unflatten(0, (self.groups, self.rows))
         return by_group[:, self.first : self.first + self.shape[0] // self.groups]
@@ -115,7 +119,8 @@ def recipes(
     """The recipe of each Hugging Face tensor by its name.
 
     `shapes` are the shapes of the model's logical tensors, in order. `modules` maps each of our modules to the Hugging
-    Face module, with `*` for the numbers of layer and expert, or one of our tensors to the whole name of theirs.
+    Face module, with `*` for the numbers of layer and expert, or one of our tensors to the whole name of theirs. One of
+    ours with the number of its layer goes before the one with `*`.
     Several of ours may have the same one. If theirs has no * for the expert, it is a stack of all experts. If it has a
     further *, ours is several of theirs, and the * is the number of the group. `layouts` are those of their modules or
     tensors, and `pairs` those of our modules. `sizes` has the options named by `Packing.groups`. Raises ConfigError if
@@ -125,13 +130,12 @@ def recipes(
     divided: dict[str, Recipe] = {}
     layout_of: dict[str, Packing] = {}
     for name, shape in shapes.items():
-        pattern, numbers = starred(name)
-        module, _, kind = pattern.rpartition(".")
-        theirs = modules.get(pattern) or f"{modules[module]}.{kind}"
+        numbers = starred(name)[1]
+        theirs = their_name(name, modules)
         layout = (layouts or {}).get(theirs) or (layouts or {}).get(theirs.rpartition(".")[0], Packing())
         target = _numbered(theirs, numbers)
         if len(numbers) < theirs.count("*"):
-            divided |= _divided(target, name, shape, getattr(sizes, layout.groups), (pairs or {}).get(module))
+            divided |= _divided(target, name, shape, getattr(sizes, layout.groups), pairs_of(name, pairs or {}))
             continue
         expert = ""
         if len(numbers) > theirs.count("*"):
@@ -176,20 +180,44 @@ def _recipe(
             raise ConfigError(f"{target}: rows {[tensor[1][0] for tensor in members]} do not divide by {groups} groups")
         first = 0
         for name, size, _ in members:
-            module = starred(name)[0].rpartition(".")[0]
             index = number if expert else None
-            form = (transposed, layout.by_group, pairs.get(module))
-            parts.append(TensorPart(name, size, first, rows // groups, groups, index, *form))
+            form = (transposed, layout.by_group, pairs_of(name, pairs))
+            parts.append(TensorPart(name, size, first, rows // groups, groups, index, *form, axes=layout.axes))
             first += size[0] // groups
         shape = (rows, *members[0][1][1:])
         if layout.by_group:
             shape = (groups, rows // groups, *members[0][1][1:])
         if transposed:
             shape = shape[::-1]
+        before, behind = layout.axes
+        shape = (*(1 for _ in range(before)), *shape, *(1 for _ in range(behind)))
         experts += bool(expert)
     if experts:
         shape = (experts, *shape)
     return Recipe(shape, tuple(parts))
+
+
+def their_name(name: str, modules: Mapping[str, str]) -> str:
+    """Return the name of theirs, with * for numbers, that holds our tensor. A name of one layer goes before all layers.
+
+    Raises KeyError if `modules` has none.
+    """
+    pattern = starred(name)[0]
+    module, _, kind = name.rpartition(".")
+    if found := modules.get(name) or modules.get(pattern):
+        return found
+    return f"{their_module(module, modules)}.{kind}"
+
+
+def their_module(module: str, modules: Mapping[str, str]) -> str:
+    """Return the module of theirs, with * for numbers, that holds our module. Raises KeyError if there is none."""
+    return modules.get(module) or modules[starred(module)[0]]
+
+
+def pairs_of(name: str, pairs: Mapping[str, Pairs]) -> Pairs | None:
+    """Return the rotary pairs of one of our tensors: those of its module in its layer, or of that module in all."""
+    module = name.rpartition(".")[0]
+    return pairs.get(module) or pairs.get(starred(module)[0])
 
 
 def starred(name: str) -> tuple[str, list[str]]:

@@ -24,6 +24,7 @@ from megapar_models.convert.field_words import (
     ENDS,
     GROUPED,
     KNOBS,
+    LAYERS_BY_HAND,
     MISSING,
     MLP,
     NEEDED,
@@ -38,6 +39,7 @@ from megapar_models.convert.field_words import (
     Knob,
 )
 from megapar_models.convert.recipes import starred
+from megapar_models.delta_fields import LINEAR
 from megapar_models.family import Raw, wrong_types
 from megapar_models.registry import FAMILIES
 from megapar_models.rotary_fields import PartialRope, stated_rope
@@ -204,7 +206,12 @@ def _read_rotary(found: Sketch) -> None:
 def _read_windows(found: Sketch) -> None:
     found.windows = bool(found.reads(("sliding_window", "layer_types")))
     types = found.raw.get("layer_types") or []
-    if others := sorted({*types} - {FULL, SLIDING}):
+    others = sorted({*types} - {FULL, SLIDING})
+    by_hand = {**LAYERS_BY_HAND, **({LINEAR: "qwen3_5"} if "linear_num_key_heads" in found.raw else {})}
+    for kind in [kind for kind in others if kind in by_hand]:
+        others.remove(kind)
+        found.decide.append(f"layer_types: layers of {kind}; family {by_hand[kind]} has them")
+    if others:
         found.missing.append(f"layer_types: layers of {', '.join(others)}")
     window = found.raw.get("sliding_window")
     if window is not None and found.raw.get("use_sliding_window", True) and (SLIDING in types or not types):
@@ -221,7 +228,9 @@ def _read_rest(found: Sketch) -> None:
     }
     for name in sorted(found.raw.keys() - read):
         value = found.raw[name]
-        missing = next((words for start, words in MISSING.items() if name.startswith(start)), None)
+        missing = None
+        if name not in BY_HAND:
+            missing = next((words for start, words in MISSING.items() if name.startswith(start)), None)
         if "drop" in name:
             found.dropouts.append(name)
         elif (missing or name in BY_HAND) and _is_neutral(name, value):

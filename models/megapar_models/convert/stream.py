@@ -35,6 +35,8 @@ from megapar_models.registry import weight_options
 
 ACCEPTED = "accepted_fields"
 """Of `Manifest.trainer`: the unknown fields of config.json that the user has taken for harmless."""
+FOUND_FP32 = "found_in_fp32"
+"""Of `Manifest.trainer`: names of Hugging Face's tensors that had fp32 beside others of 16 bits (`dtypes_of`)."""
 SHARD_BYTES = 5_000_000_000  # largest file of weights, unless a single tensor is larger
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
 
@@ -142,14 +144,16 @@ def write_weights(
     base: Mapping[str, Any] | None = None,
     texts: Mapping[str, Any] | None = None,
     accepted: Sequence[str] = (),
+    found_fp32: Sequence[str] = (),
     origin: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
     """Write a native checkpoint of step 0 to `folder`: fp32 main weights of a validated `config`, without moments.
 
     `make` returns the logical tensor of a name in `shapes`, fp32. Those in `buffers` are no parameters. `base` is that
     of adapters (`Manifest.base`), and `texts` the record of the training's texts (`saved.text_record`). `accepted` are
-    unknown fields of the config.json beside it (`ACCEPTED`). `origin` is that of the weights (`checkpoint.origin`).
-    With `trainer.weights_only` in the manifest it has no moments, so no run can be resumed from it.
+    unknown fields of the config.json beside it (`ACCEPTED`), and `found_fp32` is that of `FOUND_FP32`. `origin` is that
+    of the weights (`checkpoint.origin`). With `trainer.weights_only` in the manifest it has no moments, so no run can
+    be resumed from it.
     """
     plan = {}
     for name, shape in shapes.items():
@@ -177,6 +181,8 @@ def write_weights(
         trainer[BASE] = dict(base)
     if accepted:
         trainer[ACCEPTED] = sorted(accepted)
+    if found_fp32:
+        trainer[FOUND_FP32] = [*found_fp32]
     if origin:
         trainer[ORIGIN] = dict(origin)
     data: dict[str, Any] = {TEXTS: dict(texts)} if texts else {}

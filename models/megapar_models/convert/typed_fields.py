@@ -51,6 +51,7 @@ FLAG = Kind("true or false", lambda value: isinstance(value, bool))
 TEXT = Kind("a text", lambda value: isinstance(value, str))
 NAMES = Kind("a list of texts", _names)
 NUMBERS = Kind("a list of whole numbers", lambda value: isinstance(value, list) and all(map(_whole, value)))
+LIST = Kind("a list", lambda value: isinstance(value, list))
 OBJECT = Kind("an object of fields", _object)
 
 

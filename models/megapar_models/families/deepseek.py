@@ -10,7 +10,7 @@ At Hugging Face: deepseek_v3 (also R1 and Moonlight), kimi_k2 (the same under an
 glm4_moe_lite. FP8 weights are dequantized when they are read. Layers of multi-token prediction are left out.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
@@ -26,7 +26,7 @@ from megapar_models.layer_kind import LayerKind
 from megapar_models.moe import router_rule
 from megapar_models.moe_fields import Balanced, read_moe
 from megapar_models.norms import NormRule
-from megapar_models.rotary import yarn_mscale
+from megapar_models.rotary import RotaryModel, yarn_mscale
 from megapar_models.rotary_fields import Rope, stated_rope
 from megapar_models.tensor_layouts import Pairs
 
@@ -75,10 +75,6 @@ class DeepseekStage(MixtralStage[DeepseekModel]):
 
     @classmethod
     def layer_kind(cls, model: DeepseekModel, number: int) -> LayerKind:
-        rope = model.rope_scaling
-        scale = (model.qk_nope_head_dim + model.head_dim) ** -0.5
-        if rope.rope_type == "yarn" and rope.mscale_all_dim:
-            scale *= yarn_mscale(max(rope.factor, 1.0), rope.mscale_all_dim) ** 2
         latent = Latent(
             q_rank=model.q_lora_rank,
             kv_rank=model.kv_lora_rank,
@@ -90,11 +86,20 @@ class DeepseekStage(MixtralStage[DeepseekModel]):
         kind = replace(
             super().layer_kind(model, number),
             mixer=latent,
-            attention_scale=scale,
+            attention_scale=latent_scale(model),
             qkv_bias=model.attention_bias,
             out_bias=model.attention_bias,
         )
         return with_experts(kind, model.moe, number)
+
+
+def latent_scale(model: RotaryModel) -> float:
+    """Return the factor of scores of latent attention: yarn stretches it too."""
+    rope = model.rope_scaling
+    scale = model.key_width**-0.5
+    if rope.rope_type == "yarn" and rope.mscale_all_dim:
+        scale *= yarn_mscale(max(rope.factor, 1.0), rope.mscale_all_dim) ** 2
+    return float(scale)
 
 
 def with_experts(kind: LayerKind, moe: DeepseekExperts, number: int) -> LayerKind:
@@ -167,15 +172,40 @@ class _LiteExperts(SharedExperts):
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         values, problems = super().read(raw, model_type)
-        types = raw.get("mlp_layer_types") or ["dense"]
-        dense = types.count("dense")
-        if "dense" in types[dense:]:
-            return values, [*problems, "mlp_layer_types is not supported unless its dense layers are the first"]
-        return {"moe": replace(values["moe"], first_k_dense_replace=dense)}, problems
+        return with_listed_layers(values, raw.get("mlp_layer_types") or ["dense"], problems)
+
+
+def with_listed_layers(
+    values: dict[str, Any], types: Sequence[str], problems: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Return values of `SharedExperts` with the first layers dense that `types` lists as such, and problems."""
+    dense = types.count("dense")
+    if "dense" in types[dense:]:
+        return values, [*problems, "mlp_layer_types is not supported unless its dense layers are the first"]
+    return {"moe": replace(values["moe"], first_k_dense_replace=dense)}, problems
 
 
 @dataclass(frozen=True)
-class _Latents(Codec):
+class OwnKeys(Codec):
+    """The heads of latent attention: each has a key of its own."""
+
+    def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
+        """Yield a problem if heads share keys."""
+        if raw.get("num_key_value_heads") not in (None, raw["num_attention_heads"]):
+            text = "each head has a key of its own"
+            yield f"num_key_value_heads is not supported unless it is num_attention_heads: {text}"
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        fields |= {"num_key_value_heads": model.num_attention_heads}
+
+    def problems(self, config: Config, model: Any) -> Iterator[str]:
+        if model.num_key_value_heads != model.num_attention_heads:
+            text = "each head of latent attention has a key of its own; use 0"
+            yield problem(config, "model.num_key_value_heads", text)
+
+
+@dataclass(frozen=True)
+class _Latents(OwnKeys):
     """Latent attention, and which of the two models is written."""
 
     q_rank: int = 1536
@@ -186,9 +216,7 @@ class _Latents(Codec):
 
     def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
         """Yield what latent attention does not compute."""
-        if raw.get("num_key_value_heads") not in (None, raw["num_attention_heads"]):
-            text = "each head has a key of its own"
-            yield f"num_key_value_heads is not supported unless it is num_attention_heads: {text}"
+        yield from super().judge(raw, model_type)
         rope = stated_rope(raw)
         if rope.get("mscale_all_dim") and not rope.get("mscale"):
             yield "mscale_all_dim without mscale is not supported; DeepSeek's files have both"
@@ -205,16 +233,12 @@ class _Latents(Codec):
             yield "qk_head_dim is not supported unless it is qk_nope_head_dim + qk_rope_head_dim"
 
     def write(self, model: DeepseekModel, fields: dict[str, Any]) -> None:
-        fields |= {"q_lora_rank": model.q_lora_rank or None, "num_key_value_heads": model.num_attention_heads}
+        super().write(model, fields)
+        fields |= {"q_lora_rank": model.q_lora_rank or None}
         if fields["model_type"] == "deepseek_v2":
             fields["topk_method"] = "group_limited_greedy" if model.moe.n_group > 1 else "greedy"
         else:
             fields |= {"num_nextn_predict_layers": 0, **SIGMOID}
-
-    def problems(self, config: Config, model: DeepseekModel) -> Iterator[str]:
-        if model.num_key_value_heads != model.num_attention_heads:
-            text = "each head of latent attention has a key of its own; use 0"
-            yield problem(config, "model.num_key_value_heads", text)
 
 
 def _type_of(model: DeepseekModel) -> str:

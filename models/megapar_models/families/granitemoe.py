@@ -28,8 +28,10 @@ class GraniteMoeStage(GraniteStage[GraniteMoeModel]):
         return replace(super().layer_kind(model, number), mlp="mixture", mixture=model.moe)
 
 
-class _Experts(RoutedExperts):
-    def write(self, model: GraniteMoeModel, fields: dict[str, Any]) -> None:
+class GraniteExperts(RoutedExperts):
+    """The experts of Granite, in every layer."""
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
         shared = model.moe.shared_expert_intermediate_size
         fixed = {"norm_topk_prob": True, "shared_expert_gate": False, "shared_expert_intermediate_size": shared}
         refuse_unwritable(model, "granitemoe", fixed, ())
@@ -38,18 +40,20 @@ class _Experts(RoutedExperts):
         fields["intermediate_size"] = model.moe.moe_intermediate_size
 
 
-class _SharedWidth(Codec):
+class SharedWidth(Codec):
+    """The width of the expert for every token."""
+
     def write(self, model: GraniteMoeModel, fields: dict[str, Any]) -> None:
         fields["shared_intermediate_size"] = model.moe.shared_expert_intermediate_size
 
 
 # The softmax of the chosen experts' logits is that of all, divided by its sum over the chosen ones.
-_EXPERTS = _Experts(
+_EXPERTS = GraniteExperts(
     names={"num_local_experts": "num_experts", **same("num_experts_per_tok", "router_aux_loss_coef")},
     defaults={"num_local_experts": 8, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.001},
     always={"norm_topk_prob": True},
 )
-_SHARED = replace(
+SHARED_EXPERTS = replace(
     _EXPERTS,
     aliases={"shared_intermediate_size": "shared_expert_intermediate_size"},
     defaults={**_EXPERTS.defaults, "shared_intermediate_size": 0},
@@ -68,7 +72,7 @@ GRANITEMOE = Family(
         model_types={
             "granitemoe": ModelType("GraniteMoeForCausalLM", {}, _FIXED, (_EXPERTS, Multipliers())),
             "granitemoeshared": ModelType(
-                "GraniteMoeSharedForCausalLM", {}, _FIXED, (_SHARED, Multipliers(), _SharedWidth())
+                "GraniteMoeSharedForCausalLM", {}, _FIXED, (SHARED_EXPERTS, Multipliers(), SharedWidth())
             ),
         },
         type_of=lambda model: "granitemoeshared" if model.moe.shared_expert_intermediate_size else "granitemoe",

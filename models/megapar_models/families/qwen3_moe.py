@@ -63,7 +63,7 @@ class _Experts(RoutedExperts):
         moe, problems = read_moe(raw, names, self.defaults)
         if model_type == "qwen2_moe":
             moe["shared_expert_gate"] = True
-        dense, wrong = _dense_layers(raw)
+        dense, wrong = dense_layers(raw)
         return values | {"moe": Qwen3MoeExperts(mlp_only_layers=dense, **moe)}, [*problems, *wrong]
 
     def write(self, model: Qwen3MoeModel, fields: dict[str, Any]) -> None:
@@ -87,14 +87,19 @@ class _Experts(RoutedExperts):
         fields |= {"mlp_only_layers": list(moe.mlp_only_layers), "decoder_sparse_step": 1}
 
     def problems(self, config: Config, model: Qwen3MoeModel) -> Iterator[str]:
-        layers = model.num_hidden_layers
-        kept = tuple(layer for layer in model.moe.mlp_only_layers if layer < layers)
-        if kept != model.moe.mlp_only_layers:
-            text = f"layers are numbered from 0 to {layers - 1}; use {shown(kept)}"
-            yield problem(config, "model.moe.mlp_only_layers model.num_hidden_layers", text)
+        return numbering_problems(config, model)
 
 
-def _dense_layers(raw: Raw) -> tuple[tuple[int, ...], list[str]]:
+def numbering_problems(config: Config, model: Any) -> Iterator[str]:
+    """Yield a problem of model.moe.mlp_only_layers that are not there."""
+    layers = model.num_hidden_layers
+    kept = tuple(layer for layer in model.moe.mlp_only_layers if layer < layers)
+    if kept != model.moe.mlp_only_layers:
+        text = f"layers are numbered from 0 to {layers - 1}; use {shown(kept)}"
+        yield problem(config, "model.moe.mlp_only_layers model.num_hidden_layers", text)
+
+
+def dense_layers(raw: Raw) -> tuple[tuple[int, ...], list[str]]:
     """Return the layers without experts, and problems of the two fields about them.
 
     With decoder_sparse_step n every n-th layer has experts, except the layers in mlp_only_layers.
