@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -43,6 +44,8 @@ from tests.support.sweeps import slow_but
 SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))
 WINDOWS = replace(LLAMA, family="tests.test_width_layers:WINDOWS")
+DELTA = replace(LLAMA, family="tests.support.hybrids:HEADS_FAMILY", attention_bias=False)
+KIMI = replace(DELTA, family="tests.support.hybrids:CHANNELS_FAMILY")
 
 
 class Kept:
@@ -77,17 +80,18 @@ class KeptTensor:
 def held_bytes(state: TrainState, most_batches: int = SAMPLES) -> tuple[int, int, int, int]:
     """Weights, gradients, optimizer state and most activations of a real step of so many micro-batches at most on this
     rank."""
-    weights = state.weights.flat.untyped_storage()
-    places = {weights.data_ptr(): 0}
+    weights = [x.untyped_storage() for x in (state.weights.flat, state.weights.precise)]
+    places = {storage.data_ptr(): 0 for storage in weights}
     for item in state.optimizer.slices():
         for x in item.parts():
             places.setdefault(x.untyped_storage().data_ptr(), x.untyped_storage().nbytes())
     buffers = [buffer for stage in state.stages.values() for buffer in stage.buffers()]
-    kept = Kept([state.weights.flat, *buffers])
+    kept = Kept([state.weights.flat, state.weights.precise, *buffers])
     with torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held if isinstance(held, Tensor) else held.x):
         run_forwards_and_backwards(state.pipeline, state, most_batches)
     assert kept.now == 0, "all that was kept is released"
-    return weights.nbytes(), state.grads.flat.untyped_storage().nbytes(), sum(places.values()), kept.peak
+    held = sum(storage.nbytes() for storage in weights)
+    return held, state.grads.flat.untyped_storage().nbytes(), sum(places.values()), kept.peak
 
 
 def run_forwards_and_backwards(pipeline: PipelineRuntime, state: TrainState, most_batches: int) -> None:
@@ -110,7 +114,7 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
 @pytest.mark.parametrize(
     ("layout", "precision"),
     slow_but(
-        [1, 3, 6, 10, 13, 14],
+        [1, 3, 6, 10, 13, 14, 17],
         [
             (Layout(LLAMA, tp=2, pp=2, sequence_parallel=True), "fp32"),
             (Layout(ONE_KV_HEAD, pp=2, dp=2, vpp=2, schedule="interleaved"), "fp32"),
@@ -129,13 +133,19 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
             (Layout(LLAMA, tp=2, dp=2, moments="bf16", main_weights="remainder"), "bf16"),
             (Layout(LLAMA, pp=2, dp=2, zero_stage=0, moments="bf16"), "bf16"),
             (Layout(LLAMA, tp=2, pp=2, main_weights="remainder"), "bf16"),
+            (Layout(DELTA, cp=2, tp=2, sequence_parallel=True, micro_batch_size=2), "fp32"),
+            (Layout(DELTA, cp=2, dp=2, cp_attention="ulysses", recompute="selective"), "bf16"),
+            (Layout(KIMI, pp=2, cp=2, recompute="all_but_attention", micro_batch_size=3), "bf16"),
+            (Layout(KIMI, tp=2, pp=2), "fp32"),
+            (Layout(DELTA, pp=2, dp=2), "bf16"),
         ],
     ),
     ids=[
         *("tp2-pp2-sp", "pp2-dp2-vpp2", "tp2-dp2-selective", "pp4-gpipe-zero0", "dp4", "tp4"),
         *("tp2-pp2-sp-bf16", "dp2-tp2-selective-bf16", "pp4-bf16"),
         *("cp2-tp2-sp", "cp4-ring-bf16", "cp2-pp2-ulysses", "cp2-dp2-selective", "windows-pp2"),
-        *("tp2-dp2-6-bytes", "pp2-dp2-8-bytes", "tp2-pp2-10-bytes"),
+        *("tp2-dp2-6-bytes", "pp2-dp2-8-bytes", "tp2-pp2-10-bytes", "delta-cp2-tp2-sp"),
+        *("delta-cp2-ulysses-bf16", "channels-pp2-cp2-bf16", "channels-tp2-pp2", "delta-pp2-bf16"),
     ],
 )
 def test_predicted_bytes_are_those_of_real_ranks(layout: Layout, precision: str) -> None:
@@ -308,11 +318,15 @@ def test_every_preset_adds_up(path: Path) -> None:
     model = load(["--config", str(path)]).config.model
     # A dry run computes the shapes of each layer on each kind of rank; 13 layers do not divide by pp.
     layers = min(model.num_hidden_layers, 13)
-    by_layer = {
+    by_layer: dict[str, Any] = {
         field.name: value[:layers]
         for field in fields(model)
         if isinstance(value := getattr(model, field.name), tuple) and len(value) == model.num_hidden_layers
     }
+    if letters := getattr(model, "hybrid_override_pattern", ""):
+        by_layer["hybrid_override_pattern"] = letters[:layers]
+    if numbers := getattr(model, "attn_layer_indices", ()):
+        by_layer["attn_layer_indices"] = tuple(number for number in numbers if number < layers)
     model = replace(model, num_hidden_layers=layers, **by_layer)
     tp = next(tp for tp in (2, 5, 1) if model.num_attention_heads % tp == 0 and model.intermediate_size % tp == 0)
     pp = 4
@@ -342,14 +356,19 @@ def test_every_preset_adds_up(path: Path) -> None:
     assert held >= least
     # Fewer key heads than tensor ranks, and the projections to latents, are on each of them, too.
     if getattr(derived, "num_key_value_heads", tp) % tp == 0 and not getattr(derived, "kv_lora_rank", 0):
-        assert held <= least + vectors
+        # So are strengths, decays and time steps of layers with a state, and groups of Mamba-2, if there are fewer.
+        parts = (".beta.", ".decay.", ".dt.", ".mamba.B", ".mamba.C", ".conv_B", ".conv_C", ".latent_")
+        shared = [piece for name, piece in whole.tensors().items() if any(part in name for part in parts)]
+        assert held <= least + vectors + (tp - 1) * sum(math.prod(piece.shape) for piece in shared)
     for kind in kinds:
         check_memory(kind, dp)
 
 
 def check_memory(kind: RankReport, dp: int) -> None:
-    elements = kind.weights // 2
-    assert (kind.gradients, kind.optimizer) == (4 * elements, 12 * elements // dp)
+    elements = kind.gradients // 4
+    precise = kind.weights // 2 - elements  # fp32 weights, which are their own main weights
+    assert 0 <= precise < 1e-3 * elements + 100_000
+    assert kind.optimizer == (12 * elements - 4 * precise) // dp
     assert kind.parameters <= elements <= 1.02 * kind.parameters + 100_000
     assert kind.activations > 0
     assert kind.total == kind.weights + kind.gradients + kind.optimizer + kind.activations

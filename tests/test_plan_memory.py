@@ -63,6 +63,7 @@ WIDE_EXPERTS = tiny_models.small(
     moe=MoEConfig(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128),
 )
 FOUR_KINDS = replace(LLAMA, family="tests.test_width_layers:FOUR_KINDS", attention_bias=False, num_hidden_layers=9)
+DELTA = replace(LLAMA, family="tests.support.hybrids:HEADS_FAMILY", attention_bias=False)
 OTHERS = [
     DEEP,
     FOUR_KINDS,
@@ -75,6 +76,7 @@ OTHERS = [
             "test_width_layers:LORA",
             "test_width_optimizers:MOMENTUM",
             "test_context_parallel_training:OWN_LOSS",
+            "support.hybrids:HEADS_FAMILY",
         )
     ),
 ]
@@ -127,6 +129,8 @@ LAYOUTS = [
     Layout(WIDE, pp=2, dp=2, zero_stage=3, schedule="breadth", recompute="full", fp8="blocks"),
     Layout(WIDE, tp=2, zero_stage=3, dp=2, adapter=AdapterConfig(rank=4), fp8="blocks"),
     Layout(WIDE_EXPERTS, dp=2, ep=2, etp=1, zero_stage=2, fp8="blocks"),
+    Layout(DELTA, cp=2, pp=2, recompute="all_but_attention"),
+    Layout(DELTA, tp=2, zero_stage=3, dp=2, sequence_parallel=True),
     *(Layout(model, pp=2, dp=2, zero_stage=1 + number % 3) for number, model in enumerate(OTHERS[2:])),
 ]
 

@@ -15,7 +15,10 @@ from tests.support.grid import GPT, LENGTH, LLAMA, SAMPLES, Layout, make_state, 
 
 sys.path.append(str(Path(__file__).parent.parent / "tools"))
 from benchmarks.traffic import expected_traffic
+from megapar_tools.plan.parts import LayerPart
+from megapar_tools.plan.work import Started
 
+from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
 PLAIN = replace(  # biases and norms of heads send gradients that the formulas leave out
@@ -93,6 +96,29 @@ def test_bytes_of_context_parallel_steps_are_those_of_the_formulas(layout: Layou
         expected = expected_traffic(config, stage)
         assert {axis: sent.get(axis) for axis in known} == {axis: expected.get(axis) for axis in known}
         assert sent.keys() == expected.keys()
+
+
+@pytest.mark.parametrize("cp", slow_but([0], [2, 4]))
+@pytest.mark.parametrize("family", slow_but([1], ["HEADS_FAMILY", "CHANNELS_FAMILY"]))
+def test_bytes_of_passed_states_are_those_of_the_plan(family: str, cp: int) -> None:
+    """A run sends M [16, 16] and its state [16, 10] of each head, whatever the length, and three rows of inputs."""
+    model = replace(LLAMA, family=f"tests.support.hybrids:{family}", attention_bias=False)
+    layout = Layout(model, cp=cp, micro_batch_size=BATCH)
+    sent = run_ranks(cp, sent_in_a_step, with_partition(layout.config()))
+    config = layout.config()
+    planned, of_delta = 0, []
+    for number in range(model.num_hidden_layers):
+        work = PARTS.recording(config, PARTS.context(config, 0), LayerPart(number, recomputed=False))
+        started = [item for item in (*work.forward, *work.backward) if isinstance(item, Started) and item.axis == "cp"]
+        planned += sum(item.nbytes for item in started)
+        of_delta += [item.nbytes for item in started] if number % 2 else []
+    micro_batches_of_step = 2
+    expected = micro_batches_of_step * planned * (cp - 1) // cp
+    assert {of_rank["cp"] for of_rank in sent} == {expected}
+    states = 2 * cp * BATCH * 4 * 16 * (16 + 10) * 4
+    key_channels = 4 if family == "CHANNELS_FAMILY" else 2
+    inputs = 2 * cp * 3 * BATCH * (2 * key_channels * 16 + 4 * 10) * 4
+    assert sorted(of_delta) == sorted([states, states, inputs, inputs] * 2)
 
 
 @pytest.mark.parametrize(

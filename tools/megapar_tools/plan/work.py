@@ -271,6 +271,10 @@ def _operation(func: Any, args: Any, kwargs: Any, result: Any) -> Operation | No
         q, _, v = tensors[backward:][:3]
         flops = 2.0 * q.shape[0] * q.shape[1] * pairs * (q.shape[3] + v.shape[3])
         return AttentionWork(flops, q.shape[3], backward, _PRECISIONS[q.dtype], sum(map(_nbytes, tensors)), tiled=True)
+    if name == "linear_attention":
+        like, flops, width, backward = args
+        # As kernels of attention, whose backward is counted as 2.5 forwards. No GPU has timed ours.
+        return AttentionWork(flops / (2.5 if backward else 1.0), width, backward, _PRECISIONS[like.dtype], 0)
     if name == _WEIGHT_GRADIENTS:
         totals, grad, x = args
         groups, outputs_of, inputs_of = totals.shape

@@ -32,6 +32,17 @@ _HEADS = 8
 _HEAD_DIM = 10
 _PARTIAL_HEAD_DIM = 16  # of which a quarter is even too
 _WIDTH = 40
+# Sizes of layers with a state, by option: their heads with what groups of heads share, and widths.
+_STATE_HEADS = {
+    "linear_num_value_heads": "linear_num_key_heads",
+    "linear_num_heads": "",
+    "mamba_n_heads": "mamba_n_groups",
+}
+_STATE_EPS = 1e-2
+_STATE_WIDTHS = {
+    **{"linear_key_head_dim": 16, "linear_value_head_dim": 10, "linear_head_dim": 16},
+    **{"mamba_d_state": 16, "mamba_d_head": 10},
+}
 _EXPERTS = 7  # of which no two, three or four ranks hold equal numbers
 _GROUPS = 5
 _WINDOW = 7  # keys; a sample has at least `_LENGTH` tokens
@@ -153,8 +164,12 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
         initializer_range=0.1,
     )
     # Of options with a value for each layer, such as layer_types: those of the first layers.
-    small = replace(small, **_cut(model, layers))
+    lists = {name: value for name, value in vars(model).items() if isinstance(value, tuple)}
+    small = replace(
+        small, **{name: value[:layers] for name, value in lists.items() if len(value) == model.num_hidden_layers}
+    )
     small = _with_short_lengths(small, model, layers)
+    small = _with_small_states(small, heads_unit)
     if scaling := getattr(small, "rope_scaling", None):
         # Factors of wavelengths, one for each rotated pair of dimensions: the first ones.
         pairs = replace(small, head_dim=head_dim).rotary_width // 2  # type: ignore[attr-defined]
@@ -164,19 +179,45 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
     return small
 
 
+def _with_small_states(model: ModelConfig, heads_unit: int) -> ModelConfig:
+    """`model` with few heads of states, of which two share a key or a group if any do in the model."""
+    changes = {name: min(getattr(model, name), most) for name, most in _STATE_WIDTHS.items() if hasattr(model, name)}
+    for heads_name, groups_name in _STATE_HEADS.items():
+        if not hasattr(model, heads_name):
+            continue
+        heads = min(getattr(model, heads_name), _rounded(_HEADS // 2, math.lcm(2, heads_unit)))
+        changes[heads_name] = heads
+        if groups_name:
+            groups = getattr(model, groups_name)
+            changes[groups_name] = heads if groups == getattr(model, heads_name) else min(groups, heads // 2)
+    if changes:
+        # A first token reads (q k) v of a state. Where q k is near 0, the norm behind makes much of a rounding.
+        return replace(model, **changes, rms_norm_eps=max(model.rms_norm_eps, _STATE_EPS))
+    return model
+
+
 def _with_short_lengths(small: ModelConfig, model: ModelConfig, layers: int) -> ModelConfig:
     """`small` with windows and an original length below that of a sample, and layers with and without a window."""
     changes: dict[str, Any] = {}
     if window := getattr(model, "sliding_window", 0):
         changes["sliding_window"] = min(window, _WINDOW)
     if kinds := getattr(model, "layer_types", ()):
-        lacking = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]]
-        changes["layer_types"] = (*kinds[: layers - len(lacking)], *lacking)
+        changes["layer_types"] = _of_each_kind(kinds, layers)
+    if numbers := getattr(model, "attn_layer_indices", ()):
+        changes["attn_layer_indices"] = tuple(number for number in numbers if number < layers) or (layers - 1,)
+    if letters := getattr(model, "hybrid_override_pattern", ""):
+        changes["hybrid_override_pattern"] = "".join(_of_each_kind(letters, layers))
     scaling = getattr(model, "rope_scaling", None)
     if scaling and scaling.rope_type in ("llama3", "yarn", "longrope"):  # others have no original length
         original = min(scaling.original_max_position_embeddings, _ORIGINAL_LENGTH)
         changes["rope_scaling"] = replace(scaling, original_max_position_embeddings=original)
     return replace(small, **changes)
+
+
+def _of_each_kind(kinds: Sequence[str], layers: int) -> tuple[str, ...]:
+    """Return the kinds of the first layers, as many as `layers`, the last of which are of the kinds that lack."""
+    lacking = [kind for kind in dict.fromkeys(kinds) if kind not in kinds[:layers]]
+    return (*kinds[: layers - len(lacking)], *lacking)
 
 
 def _cut(options: object, length: int) -> dict[str, Any]:
