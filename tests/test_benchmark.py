@@ -28,6 +28,7 @@ from benchmarks import (
     handoff,
     harness,
     layouts,
+    linear_attention,
     optimizer_losses,
     optimizers,
     packing,
@@ -440,3 +441,23 @@ def test_modes_of_recompute_are_measured_beside_their_plan(tmp_path: Path, monke
     monkeypatch.setattr(recompute, "kept_bytes", lambda state, batch: (7, 0))
     with pytest.raises(BenchmarkError, match=r"bytes of device and host are \(7, 0\), and "):
         harness.run(recompute.measure, options)
+
+
+def test_the_delta_rule_is_timed_beside_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[judges]'")
+    monkeypatch.setattr(linear_attention, "HEADS", 2)
+    monkeypatch.setattr(linear_attention, "WIDTH", 8)
+    options = linear_attention.Options(lengths=(70,), ranks=(2,), lengths_over_ranks=(16,), rounds=2)
+    found = linear_attention.measure(options).numbers
+    assert [row["a decay for each"] for row in found["rules"]] == ["head", "channel"]
+    assert all(row["kept_bytes"] < row["their_kept_bytes"] for row in found["rules"])
+    # Two runs of each of two ranks: maps and states, forward and backward.
+    assert {row["sent_bytes"] for row in found["over_ranks"]} == {2 * 2 * 2 * 8 * (8 + 8) * 4}
+
+
+def test_a_rule_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[judges]'")
+    monkeypatch.setattr(linear_attention, "of_transformers", lambda decays: lambda *x: 1.01 * linear_attention.ours(*x))
+    options = linear_attention.Options(lengths=(16,), decays=("head",), rounds=2)
+    with pytest.raises(BenchmarkError, match="transformers: 1"):
+        linear_attention.in_one_process(options)

@@ -19,6 +19,7 @@ watching     what the flight log, metrics, sinks and hashes take of a step
 recompute    step time and kept bytes of each train.recompute
 losses       held-out losses of the quickstart by optimizer, for several seeds
 fp8_descent  losses of train.fp8 blocks beside bf16, with planted faults
+linear_attention   the delta rule beside transformers and flash-linear-attention, and over context-parallel ranks
 optimizers   Newton-Schulz by rank, and steps of Muon, QK-clip and optimizer.offload
 gpu          training models of billions of weights on one GPU
 fp8_probe    rates of FP8 products and of what quantizes on one GPU, and whether they pay
@@ -54,6 +55,7 @@ MODULES = {
     "recompute": "benchmarks.recompute",
     "losses": "benchmarks.optimizer_losses",
     "fp8_descent": "benchmarks.fp8_descent",
+    "linear_attention": "benchmarks.linear_attention",
     "optimizers": "benchmarks.optimizers",
     "gpu": "benchmarks.gpu",
     "fp8_probe": "benchmarks.fp8_probe",
