@@ -136,6 +136,7 @@ def with_small_model(config: Config, layouts: Sequence[Config]) -> list[Config]:
 def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int, int]) -> ModelConfig:
     """`model` with smaller sizes for these layouts. `units` come from `_units`."""
     heads_unit, width_unit = units
+    whole = model.num_hidden_layers
     heads = model.num_attention_heads
     kv_heads = model.num_key_value_heads or heads
     shared_by = heads // kv_heads
@@ -165,9 +166,8 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
     )
     # Of options with a value for each layer, such as layer_types: those of the first layers.
     lists = {name: value for name, value in vars(model).items() if isinstance(value, tuple)}
-    small = replace(
-        small, **{name: value[:layers] for name, value in lists.items() if len(value) == model.num_hidden_layers}
-    )
+    first: dict[str, Any] = {name: value[:layers] for name, value in lists.items() if len(value) == whole}
+    small = replace(small, **first)
     small = _with_short_lengths(small, model, layers)
     small = _with_small_states(small, heads_unit)
     if scaling := getattr(small, "rope_scaling", None):
