@@ -85,7 +85,10 @@ class MambaFields(Codec):
     names: Mapping[str, str] = field(default_factory=lambda: OF_BAMBA)
     """Their fields: of heads, head, groups, state, conv, conv_bias, bias and expand."""
     defaults: Raw
-    """transformers' values for absent fields, by the same keys. The width of a head follows if it is "auto"."""
+    """transformers' values for absent fields, by the same keys, and that of hidden_size if a file may lack hidden_size.
+
+    The width of a head follows if it is "auto".
+    """
     width: str = ""
     bound_to_model: bool = True
     """Whether heads are together as wide as `expand` says. If not, their widths are free."""
@@ -108,7 +111,7 @@ class MambaFields(Codec):
 
     def _whole(self, raw: Raw, expand: float) -> int:
         stated = raw.get(self.width, self.defaults.get("width")) if self.width else None
-        return int(expand * raw["hidden_size"]) if stated is None else stated
+        return int(expand * raw.get("hidden_size", self.defaults.get("hidden_size"))) if stated is None else stated
 
     def _said(self) -> str:
         return self.width or self.names["expand"]

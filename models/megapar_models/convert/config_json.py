@@ -6,6 +6,7 @@ refused by name if it would change the result and our models do not have it.
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import chain
 from types import MappingProxyType
 from typing import Any
 
@@ -129,9 +130,11 @@ def differences(file: Mapping[str, Any], family: str, model_type: str) -> list[s
     """What keeps a config.json from being one of this model_type of `family`; its own model_type is no matter."""
     names = find(family).hugging_face
     assert names is not None
-    file = {**file, "model_type": model_type}
+    # Families read fields of the right kinds alone.
+    wrong = {name: [*wrong_kinds({name: value})] for name, value in file.items()}
+    file = {**{name: value for name, value in file.items() if not wrong[name]}, "model_type": model_type}
     _, problems, unread = _examined(file, family, names)
-    return [*problems, *_lines(file, unread)]
+    return [*chain(*wrong.values()), *problems, *_lines(file, unread)]
 
 
 def _lines(file: Mapping[str, Any], unread: Iterable[str]) -> list[str]:

@@ -19,6 +19,7 @@ from megapar_models.stage import Stage
 
 # No position is beyond what the model sees: its state has no length.
 _LONGEST = 1 << 20
+_HIDDEN = 4096
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ _MAMBA = MambaFields(
     },
     defaults={
         **{"heads": 128, "head": 64, "groups": 8, "state": 128, "conv": 4, "conv_bias": True, "bias": False},
-        "expand": 2,
+        **{"expand": 2, "hidden_size": _HIDDEN},
     },
 )
 _FIXED = {"hidden_act": "silu"}
@@ -87,7 +88,7 @@ MAMBA2 = Family(
             "layer_norm_epsilon": "rms_norm_eps",
         },
         defaults={
-            **{"hidden_size": 4096, "num_hidden_layers": 64, "vocab_size": 32768, "layer_norm_epsilon": 1e-5},
+            **{"hidden_size": _HIDDEN, "num_hidden_layers": 64, "vocab_size": 32768, "layer_norm_epsilon": 1e-5},
             "initializer_range": 0.1,
         },
         activations=same("silu"),
