@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
-from megapar.config.model_options import MoEConfig
+from megapar.config.model_options import MixtureModel, MoEConfig
 from megapar.config.options import Config
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
 from megapar_models.families.qwen3_moe import QWEN3_MOE
@@ -43,8 +43,11 @@ class DeepseekExperts(MoEConfig):
 
 
 @dataclass(frozen=True)
-class DeepseekModel(MixtralModel):
-    """The options of DeepSeek-V2 and V3. model.head_dim is the width of the rotated part of a head."""
+class LatentModel(MixtureModel):
+    """The options of a model with latent attention and DeepSeek's experts.
+
+    model.head_dim is the width of the part of a key that all heads share, the rotated part if the model has positions.
+    """
 
     moe: DeepseekExperts = field(default_factory=DeepseekExperts)
     """Mixture of experts."""
@@ -53,21 +56,26 @@ class DeepseekModel(MixtralModel):
     kv_lora_rank: int = 512
     """Width of the latent of keys and values."""
     qk_nope_head_dim: int = 128
-    """Width of the part of a head's query and key that is not rotated."""
+    """Width of the part of a latent head's query and key that is its own and is not rotated."""
     v_head_dim: int = 128
-    """Width of a head's value."""
+    """Width of a latent head's value."""
     attention_bias: bool = False
-    """Biases on the projections to latents and on the output projection."""
+    """Biases on the projections to latents and on the output projection of latent attention."""
 
     @property
     def key_width(self) -> int:
-        """The width of a head's query and key, with both of their parts."""
+        """The width of a latent head's query and key, with both of their parts."""
         return self.qk_nope_head_dim + self.head_dim
 
     @property
     def value_width(self) -> int:
-        """The width of a head's value."""
+        """The width of a latent head's value."""
         return self.v_head_dim
+
+
+@dataclass(frozen=True)
+class DeepseekModel(LatentModel, MixtralModel):
+    """The options of DeepSeek-V2 and V3."""
 
 
 class DeepseekStage(MixtralStage[DeepseekModel]):
@@ -75,22 +83,26 @@ class DeepseekStage(MixtralStage[DeepseekModel]):
 
     @classmethod
     def layer_kind(cls, model: DeepseekModel, number: int) -> LayerKind:
-        latent = Latent(
-            q_rank=model.q_lora_rank,
-            kv_rank=model.kv_lora_rank,
-            nope_width=model.qk_nope_head_dim,
-            rope_width=model.head_dim,
-            value_width=model.v_head_dim,
-            norm=NormRule(LATENT_EPS),
-        )
         kind = replace(
             super().layer_kind(model, number),
-            mixer=latent,
+            mixer=latents(model),
             attention_scale=latent_scale(model),
             qkv_bias=model.attention_bias,
             out_bias=model.attention_bias,
         )
         return with_experts(kind, model.moe, number)
+
+
+def latents(model: LatentModel) -> Latent:
+    """Return the rule of latent attention."""
+    return Latent(
+        q_rank=model.q_lora_rank,
+        kv_rank=model.kv_lora_rank,
+        nope_width=model.qk_nope_head_dim,
+        rope_width=model.head_dim,
+        value_width=model.v_head_dim,
+        norm=NormRule(LATENT_EPS),
+    )
 
 
 def latent_scale(model: RotaryModel) -> float:

@@ -7,29 +7,27 @@ At Hugging Face: kimi_linear. Layers of multi-token prediction are left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from typing_extensions import TypeVar
 
 from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
-from megapar.config.model_options import MixtureModel
 from megapar.config.options import Config
 from megapar_models.codecs import Written
 from megapar_models.delta_fields import LINEAR, full_each, is_linear, types_of
 from megapar_models.delta_net import GatedDelta
 from megapar_models.families.deepseek import (
     DEEPSEEK,
-    LATENT_EPS,
-    DeepseekExperts,
+    LatentModel,
     OwnKeys,
     SharedExperts,
+    latents,
     with_experts,
     with_listed_layers,
 )
 from megapar_models.family import Family, ModelType, Raw, like, overlaid, same
-from megapar_models.latent_attention import Latent
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.stage import Stage
@@ -38,11 +36,9 @@ from megapar_models.windows import FULL
 
 
 @dataclass(frozen=True)
-class KimiLinearModel(MixtureModel):
-    """The options of Kimi Linear. model.head_dim is the width of the part of a key that all heads share."""
+class KimiLinearModel(LatentModel):
+    """The options of Kimi Linear."""
 
-    moe: DeepseekExperts = field(default_factory=DeepseekExperts)
-    """Mixture of experts."""
     layer_types: tuple[str, ...] = ()
     """linear_attention, a delta net, or full_attention, latent attention, for each layer; without any, each fourth
     layer has latent attention."""
@@ -52,26 +48,6 @@ class KimiLinearModel(MixtureModel):
     """Width of a head's key and value in a delta net."""
     linear_conv_kernel_dim: int = 4
     """Tokens that the short convolutions of a delta net read, each token itself among them."""
-    q_lora_rank: int = 0
-    """Width of the latent of queries; 0: queries are projected directly."""
-    kv_lora_rank: int = 512
-    """Width of the latent of keys and values."""
-    qk_nope_head_dim: int = 128
-    """Width of the part of a latent head's query and key that is its own."""
-    v_head_dim: int = 128
-    """Width of a latent head's value."""
-    attention_bias: bool = False
-    """Biases on the projections to latents and on the output projection of latent attention."""
-
-    @property
-    def key_width(self) -> int:
-        """The width of a latent head's query and key, with both of their parts."""
-        return self.qk_nope_head_dim + self.head_dim
-
-    @property
-    def value_width(self) -> int:
-        """The width of a latent head's value."""
-        return self.v_head_dim
 
 
 K = TypeVar("K", bound=KimiLinearModel, default=KimiLinearModel)
@@ -112,18 +88,6 @@ def delta_net(model: KimiLinearModel) -> GatedDelta:
         norm=NormRule(model.rms_norm_eps),
         gate="sigmoid",
         decays_channels=True,
-    )
-
-
-def latents(model: KimiLinearModel) -> Latent:
-    """Return the rule of latent attention."""
-    return Latent(
-        q_rank=model.q_lora_rank,
-        kv_rank=model.kv_lora_rank,
-        nope_width=model.qk_nope_head_dim,
-        rope_width=model.head_dim,
-        value_width=model.v_head_dim,
-        norm=NormRule(LATENT_EPS),
     )
 
 
