@@ -58,6 +58,7 @@ from megapar_kernels import (
     tiled_attention,
     token_rows,
 )
+from megapar_kernels.chunks import CHUNK
 from megapar_kernels.dispatch import next_power_of_2
 from megapar_kernels.quantize import packed_width
 from triton.backends.compiler import GPUTarget
@@ -206,7 +207,7 @@ def _delta_rule() -> Iterator[Shipped]:
     for d, e in ((64, 64), (128, 128), (256, 512)):
         for per_channel in (False, True):
             for name, kernel in kernels:
-                known = {"WIDTH": d, "V_WIDTH": e, "PER_CHANNEL": per_channel, "CHUNK": delta_fused.CHUNK}
+                known = {"WIDTH": d, "V_WIDTH": e, "PER_CHANNEL": per_channel, "CHUNK": CHUNK}
                 known |= {"COLUMNS": delta_fused.columns(d), "V_COLUMNS": delta_fused.columns(e)}
                 if name == "sums":
                     known["WIDTH"] = d if per_channel else 1

@@ -7,7 +7,8 @@ import pytest
 import torch
 from megapar_kernels import delta_fused, delta_kernels, first_use, fla
 from megapar_kernels.backend import FUSED, Kernels, select
-from megapar_kernels.delta_rule import CHUNK, NOTHING, delta_rule
+from megapar_kernels.chunks import CHUNK
+from megapar_kernels.delta_rule import NOTHING, delta_rule
 from torch import Tensor
 
 from megapar.base.errors import ConfigError

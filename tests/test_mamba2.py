@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_kernels.chunks import CHUNK
 from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from megapar_models.families.llama import LlamaStage
 from megapar_models.generation import Sampling, generate, next_logits, why_no_cache
@@ -17,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megapar.base.errors import ConfigError
 from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
-from megapar.context_parallel.state_space import CHUNK, StateSpace
+from megapar.context_parallel.state_space import StateSpace
 from megapar.declare import context
 from megapar.declare.batch import MicroBatch
 from tests.support import grid, tiny_models

@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from megapar_kernels import delta_backward_kernels as backward_kernels
 from megapar_kernels import delta_kernels as kernels
+from megapar_kernels.chunks import CHUNK
 from megapar_kernels.dispatch import Implementation, interpreting, launches, next_power_of_2, on_gpu, triton
 
-CHUNK = 64
 WIDEST = 256
 """The most channels of a query and a key. A value may have any number."""
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
@@ -37,7 +37,7 @@ def serves(impl: Implementation, q: Tensor, k: Tensor, v: Tensor, chunk: int) ->
 
 
 class _Sizes(NamedTuple):
-    """Of one call: the numbers that kernels take, and the tiles of channels."""
+    """The sizes of one delta rule, and the arguments, grids and memory of kernels that follow from them."""
 
     length: int
     samples: int

@@ -29,10 +29,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels import delta_fused, fla
-from megapar_kernels.delta_fused import CHUNK
+from megapar_kernels.chunks import CHUNK, in_chunks, joined, sum_before, sum_from_here
 from megapar_kernels.dispatch import Implementation, apply_function, given, main_grad_of
 
-__all__ = ["CHUNK", "NOTHING", "delta_rule", "log_decay"]
+__all__ = ["NOTHING", "delta_rule", "log_decay"]
 
 # exp(-800) is 0 in fp64 too, and sums of several of these still have twelve digits for the decays between.
 NOTHING = -800.0
@@ -101,14 +101,14 @@ class _DeltaRule(torch.autograd.Function):
         ctx.save_for_backward(q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, u, states)
         ctx.chunk = chunk
         ctx.has_state = state_bnde is not None
-        return _joined(o, len(q_sbnd)).to(v_sbne.dtype), states[:, :, -1].clone()
+        return joined(o, len(q_sbnd)).to(v_sbne.dtype), states[:, :, -1].clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_sbne: Tensor, dstate_bnde: Tensor) -> tuple[Tensor | None, ...]:
         q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, u, states = ctx.saved_tensors
         q, k, v, g, beta = _chunked(q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, ctx.chunk)
-        (do,) = _in_chunks(ctx.chunk, k.dtype, do_sbne)
+        (do,) = in_chunks(ctx.chunk, k.dtype, do_sbne)
         decays = _Decays(g)
         a, p = decays.products(k, k).tril_(-1), decays.products(q, k)
         lower = _lower(a, beta)
@@ -131,15 +131,15 @@ class _DeltaRule(torch.autograd.Function):
         dq_in = decays.from_start * (do @ before.mT)
         dk_in = decays.from_start * (de @ before.mT)
         dk_out = decays.to_end * (u @ after.mT)
-        dg += decays.sum_backward(_from_here(q * dq_in - k * dk_in) + _before_here(k * dk_out))
+        dg += decays.sum_backward(sum_from_here(q * dq_in - k * dk_in) + sum_before(k * dk_out))
         dg += decays.sum_backward(decays.whole * (before * after).sum(-1)[..., None, :])
         dq += dq_in
         dk += dk_out - dk_in
         length = len(q_sbnd)
         grads = [
-            _joined(x, length).to(like.dtype) for x, like in ((dq, q_sbnd), (dk, k_sbnd), (de, v_sbne), (dg, g_sbnw))
+            joined(x, length).to(like.dtype) for x, like in ((dq, q_sbnd), (dk, k_sbnd), (de, v_sbne), (dg, g_sbnw))
         ]
-        dbeta_sbn = _joined(dbeta, length).squeeze(-1).to(beta_sbn.dtype)
+        dbeta_sbn = joined(dbeta, length).squeeze(-1).to(beta_sbn.dtype)
         return (*grads, dbeta_sbn, dstates[:, :, 0] if ctx.has_state else None, None)
 
 
@@ -183,7 +183,7 @@ class _Decays:
         the token and a column in front of it: nothing cancels in it but the terms themselves.
         """
         if self._pairs is not None:
-            pairs = (dp * p + da * a).flip(-2).cumsum(-2).flip(-2)
+            pairs = sum_from_here(dp * p + da * a)
             dp, da = dp * self._pairs, da * self._pairs
             return dp @ k, da @ k + dp.mT @ q + da.mT @ k, pairs.tril_(-1).sum(-1, keepdim=True)
         diagonal = dp.diagonal(dim1=-2, dim2=-1)[..., None]
@@ -193,8 +193,8 @@ class _Decays:
             q_rows, k_rows, columns = _second(q, half) * later, _second(k, half) * later, _first(k, half) * earlier
             of_q, of_k = dp_block @ columns, da_block @ columns
             of_columns = dp_block.mT @ q_rows + da_block.mT @ k_rows
-            _second(dg, half).add_(_from_here(of_q * q_rows + of_k * k_rows))
-            _first(dg, half).add_(_before_here(of_columns * columns))
+            _second(dg, half).add_(sum_from_here(of_q * q_rows + of_k * k_rows))
+            _first(dg, half).add_(sum_before(of_columns * columns))
             _second(dq, half).addcmul_(of_q, later)
             _second(dk, half).addcmul_(of_k, later)
             _first(dk, half).addcmul_(of_columns, earlier)
@@ -232,16 +232,6 @@ def _blocks(x: Tensor, half: int) -> Tensor:
     return tiles.diagonal(dim1=-4, dim2=-2)[..., half:, :half, :].movedim(-1, -3)
 
 
-def _from_here(x: Tensor) -> Tensor:
-    """Return the sums of x [..., C, d] over a token and those behind it."""
-    return x.flip(-2).cumsum(-2).flip(-2)
-
-
-def _before_here(x: Tensor) -> Tensor:
-    """Return the sums of x [..., C, d] over the tokens in front of a token."""
-    return F.pad(x[..., :-1, :].cumsum(-2), (0, 0, 1, 0))
-
-
 def _lower(a: Tensor, beta: Tensor) -> Tensor:
     """Return the lower triangle Diag(beta) A. The solution takes its diagonal as 1."""
     return a * beta
@@ -258,25 +248,7 @@ def _chunked(
     q_sbnd: Tensor, k_sbnd: Tensor, v_sbne: Tensor, g_sbnw: Tensor, beta_sbn: Tensor, chunk: int
 ) -> list[Tensor]:
     dtype = torch.promote_types(k_sbnd.dtype, torch.float32)
-    return _in_chunks(chunk, dtype, q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn[..., None])
-
-
-def _in_chunks(chunk: int, dtype: torch.dtype, *inputs: Tensor) -> list[Tensor]:
-    """Return the inputs [s, b, n, d] as [b, n, c, C, d], contiguous, with zeros behind the last position."""
-    length, samples, heads = inputs[0].shape[:3]
-    chunks = -(-length // chunk)
-    found = []
-    for x in inputs:
-        whole = torch.empty(samples, heads, chunks * chunk, x.shape[-1], dtype=dtype, device=x.device)
-        whole[:, :, :length] = x.permute(1, 2, 0, 3)
-        whole[:, :, length:] = 0.0
-        found.append(whole.unflatten(2, (chunks, chunk)))
-    return found
-
-
-def _joined(x: Tensor, length: int) -> Tensor:
-    """Return [b, n, c, C, d] as [s, b, n, d]."""
-    return x.flatten(2, 3)[:, :, :length].permute(2, 0, 1, 3)
+    return in_chunks(chunk, dtype, q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn[..., None])
 
 
 def log_decay(a_sbnw: Tensor, a_log_n: Tensor, dt_bias_nw: Tensor, floor: float = 0.0) -> Tensor:

@@ -25,11 +25,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megapar_kernels.chunks import CHUNK, in_chunks, joined, sum_before, sum_from_here
 from megapar_kernels.dispatch import apply_function, given, main_grad_of
 
-__all__ = ["CHUNK", "Limit", "add_skip", "state_space", "time_steps"]
-
-CHUNK = 64
+__all__ = ["Limit", "add_skip", "state_space", "time_steps"]
 
 Limit = tuple[float, float]
 """The least and the largest time step."""
@@ -73,12 +72,12 @@ class _Chunks(NamedTuple):
     @classmethod
     def of(cls, x_sbnp: Tensor, dt_sbn: Tensor, g_sbn: Tensor, b_sbkd: Tensor, c_sbkd: Tensor, chunk: int) -> "_Chunks":
         dtype = torch.promote_types(x_sbnp.dtype, torch.float32)
-        groups = b_sbkd.shape[2]
-        x = _in_chunks(x_sbnp, groups, chunk, dtype)
-        dt = _in_chunks(dt_sbn[..., None], groups, chunk, dtype)
-        b, c = (_in_chunks(z, groups, chunk, dtype)[:, :, 0] for z in (b_sbkd, c_sbkd))
+        heads = b_sbkd.shape[2], -1
+        x, dt = (z.unflatten(1, heads) for z in in_chunks(chunk, dtype, x_sbnp, dt_sbn[..., None]))
+        b, c = in_chunks(chunk, dtype, b_sbkd, c_sbkd)
         # In fp64: differences of sums are the exponents, and a sum with a document's start has few digits in fp32.
-        sums = _in_chunks(g_sbn[..., None], groups, chunk, torch.float64).cumsum(-2)
+        (g,) = in_chunks(chunk, torch.float64, g_sbn[..., None])
+        sums = g.unflatten(1, heads).cumsum(-2)
         from_start, to_end = (z.to(dtype).exp() for z in (sums, sums[..., -1:, :] - sums))
         pairs = (sums - sums.mT).tril_().to(dtype).exp_().tril_()
         return cls(x, dt, b, c, from_start, to_end, pairs, (c @ b.mT)[:, :, None])
@@ -111,14 +110,15 @@ class _StateSpace(torch.autograd.Function):
         ctx.save_for_backward(x_sbnp, dt_sbn, g_sbn, b_sbkd, c_sbkd, states)
         ctx.chunk = chunk
         ctx.has_state = state_bndp is not None
-        return _joined(y, len(x_sbnp)), states[:, :, :, -1].flatten(1, 2).clone()
+        return joined(y.flatten(1, 2), len(x_sbnp)), states[:, :, :, -1].flatten(1, 2).clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy_sbnp: Tensor, dstate_bndp: Tensor) -> tuple[Tensor | None, ...]:
         x_sbnp, dt_sbn, g_sbn, b_sbkd, c_sbkd, states = ctx.saved_tensors
         z = _Chunks.of(x_sbnp, dt_sbn, g_sbn, b_sbkd, c_sbkd, ctx.chunk)
-        dy = _in_chunks(dy_sbnp, b_sbkd.shape[2], ctx.chunk, z.x.dtype)
+        (dy,) = in_chunks(ctx.chunk, z.x.dtype, dy_sbnp)
+        dy = dy.unflatten(1, z.x.shape[1:3])
         dy_in = dy * z.from_start
         dstates = torch.empty_like(states)
         dstates[:, :, :, -1] = dstate_bndp.unflatten(1, dstates.shape[1:3])
@@ -135,33 +135,19 @@ class _StateSpace(torch.autograd.Function):
         db = dscores.mT @ z.c + torch.einsum("bkrcjp,bkrcdp->bkcjd", u_out, after)
         du_out = torch.einsum("bkcjd,bkrcdp->bkrcjp", z.b, after)
         # Sums over the pairs and reads whose decays have g of a token among them: nothing cancels in them.
-        over = (dpairs * z.scores).flip(-2).cumsum(-2).flip(-2).tril_(-1).sum(-1, keepdim=True)
+        over = sum_from_here(dpairs * z.scores).tril_(-1).sum(-1, keepdim=True)
         read = torch.einsum("bkctd,bkrcdp->bkrctp", z.c, before)
-        over += (dy_in * read).sum(-1, keepdim=True).flip(-2).cumsum(-2).flip(-2)
-        over += F.pad((u_out * du_out).sum(-1, keepdim=True).cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
+        over += sum_from_here((dy_in * read).sum(-1, keepdim=True))
+        over += sum_before((u_out * du_out).sum(-1, keepdim=True))
         dg = over + z.whole * (before * after).sum((-2, -1), keepdim=True)
         du = (z.scores * z.pairs).mT @ dy + z.to_end * du_out
         length = len(x_sbnp)
-        dx = _joined(du * z.dt, length).to(x_sbnp.dtype)
-        ddt, dg = (_joined(w, length).squeeze(-1) for w in ((du * z.x).sum(-1, keepdim=True), dg))
-        db, dc = (_joined(w[:, :, None], length).to(b_sbkd.dtype) for w in (db, dc))
+        of_heads = du * z.dt, (du * z.x).sum(-1, keepdim=True), dg
+        dx, ddt, dg = (joined(w.flatten(1, 2), length) for w in of_heads)
+        db, dc = (joined(w, length).to(b_sbkd.dtype) for w in (db, dc))
         dstate = dstates[:, :, :, 0].flatten(1, 2) if ctx.has_state else None
-        return dx, ddt.to(dt_sbn.dtype), dg.to(g_sbn.dtype), db, dc, dstate, None
-
-
-def _in_chunks(x_sbnw: Tensor, groups: int, chunk: int, dtype: torch.dtype) -> Tensor:
-    """Return [s, b, n, w] as [b, k, r, c, C, w], contiguous, with zeros behind the last position."""
-    length, samples, heads, width = x_sbnw.shape
-    chunks = -(-length // chunk)
-    whole = torch.empty(samples, heads, chunks * chunk, width, dtype=dtype, device=x_sbnw.device)
-    whole[:, :, :length] = x_sbnw.permute(1, 2, 0, 3)
-    whole[:, :, length:] = 0.0
-    return whole.view(samples, groups, -1, chunks, chunk, width)
-
-
-def _joined(x: Tensor, length: int) -> Tensor:
-    """Return [b, k, r, c, C, w] as [s, b, n, w]."""
-    return x.flatten(3, 4).flatten(1, 2)[:, :, :length].permute(2, 0, 1, 3)
+        ddt, dg = ddt.squeeze(-1).to(dt_sbn.dtype), dg.squeeze(-1).to(g_sbn.dtype)
+        return dx.to(x_sbnp.dtype), ddt, dg, db, dc, dstate, None
 
 
 def time_steps(

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from megapar_kernels.delta_rule import CHUNK, delta_rule
+from megapar_kernels.chunks import CHUNK
+from megapar_kernels.delta_rule import delta_rule
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 

@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-from megapar_kernels.state_space import CHUNK, state_space
+from megapar_kernels.chunks import CHUNK
+from megapar_kernels.state_space import state_space
 from torch import Tensor, nn
 
 from megapar.activations import recompute
