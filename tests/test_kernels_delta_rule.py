@@ -6,13 +6,15 @@ from typing import Any
 import pytest
 import torch
 from megapar_kernels import delta_fused, delta_kernels, first_use, fla
-from megapar_kernels.backend import FUSED, Kernels, select
+from megapar_kernels.backend import FUSED, Kernels, LinearAttention, select
 from megapar_kernels.chunks import CHUNK
 from megapar_kernels.delta_rule import NOTHING, delta_rule
 from torch import Tensor
 
 from megapar.base.errors import ConfigError
-from megapar.system.device import choose_kernels
+from megapar.base.precision import Precision
+from megapar.config.options import KernelsConfig
+from megapar.system.device import choose_kernels, kernels_of
 from tests.support.kernel_checks import DEVICE, Guarded, needs_triton, poisoned, relative_error, strided
 from tests.support.sweeps import slow_but
 
@@ -224,3 +226,19 @@ def test_what_cannot_compute_linear_attention_is_refused_in_one_line(monkeypatch
     assert choose_kernels("auto", GPU).linear_attention == "torch"
     with pytest.raises(ConfigError, match=r"no tiles for a GPU of compute capability 8.9; choose auto or torch$"):
         choose_kernels("auto", GPU, linear_attention="triton")
+
+
+@pytest.mark.parametrize("asked", ["triton", "fla"])
+def test_kernels_of_16_bits_are_refused_in_a_run_of_fp32(
+    asked: LinearAttention, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megapar_kernels.fla.unusable", lambda device: "")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    told = rf"^kernels.linear_attention={asked}, train.precision=fp32: .* bf16 or fp16, or .* auto or torch$"
+    with pytest.raises(ConfigError, match=told):
+        kernels_of(KernelsConfig(linear_attention=asked), GPU, "fp32")
+    halves: tuple[Precision, ...] = ("bf16", "fp16")
+    for precision in halves:
+        assert kernels_of(KernelsConfig(linear_attention=asked), GPU, precision).linear_attention == asked
+    assert kernels_of(KernelsConfig(), GPU, "fp32").linear_attention == "triton"
+    assert kernels_of(KernelsConfig(linear_attention="triton"), META, "fp32").linear_attention == "triton"

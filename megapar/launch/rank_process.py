@@ -178,7 +178,7 @@ def join(config: Config, env: Environment, process: RankProcess) -> ParallelCont
         chosen = device.choose(config.launch.device, env.local_rank, env.local_world_size, own_gpus=env.launched)
         device.set_connections(chosen, hardware_queues(config))  # the next call starts CUDA
         # Called here, so that it raises before the first collective.
-        device.kernels_of(config.kernels, chosen)
+        device.kernels_of(config.kernels, chosen, config.train.precision)
     device.prepare(chosen, threads=config.launch.threads, cores=env.cores, deterministic=config.train.deterministic)
     device.require_threads()
     if config.launch.numa == "auto" and chosen.type == "cuda":

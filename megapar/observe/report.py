@@ -130,7 +130,7 @@ def write_run_header(
     folder. Afterwards it exists on every rank.
     """
     parameters, formats, matrices = model
-    kernels = device.kernels_of(config.kernels, ctx.device)
+    kernels = device.kernels_of(config.kernels, ctx.device, config.train.precision)
     run_dir = Path(config.run_dir)
     bound = {"cores of rank 0": numa.cores(), device.CONNECTIONS: device.connections()}
     environment = provenance(ctx.device) | {"kernels": asdict(kernels)} | bound | dict(matrices)

@@ -160,9 +160,18 @@ class KernelOptions(Protocol):
     def linear_attention(self) -> LinearAttention: ...
 
 
-def kernels_of(options: KernelOptions, device: torch.device) -> Kernels:
-    """Choose the implementation of each op on this device (`choose_kernels`), as the options of a run say."""
-    return choose_kernels(options.backend, device, compiled=options.compile, linear_attention=options.linear_attention)
+def kernels_of(options: KernelOptions, device: torch.device, precision: Precision) -> Kernels:
+    """Choose the implementation of each op on this device (`choose_kernels`), as the options of a run say.
+
+    Raises ConfigError also for kernels.linear_attention triton or fla on a GPU in a run of fp32.
+    """
+    linear_attention = options.linear_attention
+    if device.type == "cuda" and precision == "fp32" and linear_attention in ("triton", "fla"):
+        raise ConfigError(
+            f"kernels.linear_attention={linear_attention}, train.precision=fp32: on a GPU these kernels compute delta "
+            "rules in 16 bits alone; choose train.precision bf16 or fp16, or kernels.linear_attention auto or torch"
+        )
+    return choose_kernels(options.backend, device, compiled=options.compile, linear_attention=linear_attention)
 
 
 def prepare(device: torch.device, *, threads: int, cores: int = 1, deterministic: bool) -> None:

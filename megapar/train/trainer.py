@@ -82,7 +82,7 @@ def assemble(
     (`megapar_tools.plan.memory.memory_limit`).
     """
     options = config.optimizer
-    kernels = device.kernels_of(config.kernels, ctx.device)
+    kernels = device.kernels_of(config.kernels, ctx.device, config.train.precision)
     stage = options.zero_stage
     layout = layout_of(options, list(stages.values()))
     weights: Weights

@@ -88,7 +88,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
     model = config.model
     family = find(model.family)
     first_rank, last_rank = embedding_ranks(config.parallel)
-    kernels = kernels_of(config.kernels, ctx.device)
+    kernels = kernels_of(config.kernels, ctx.device, config.train.precision)
     sharding = Sharding.of(
         ctx,
         model_dtype(config.train.precision),
@@ -142,7 +142,7 @@ def fp8_matrices(config: Config, device: torch.device | None = None) -> Fp8Matri
     The products are those of `device`, by default the meta device.
     """
     device = device or torch.device("meta")
-    kernels = kernels_of(config.kernels, device)
+    kernels = kernels_of(config.kernels, device, config.train.precision)
     rule = fp8_rule(config, kernels, TORCH_PRODUCTS, device)
     assert rule is not None, "train.fp8 is none"
     parallel = config.parallel
