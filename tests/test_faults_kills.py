@@ -300,6 +300,8 @@ def many() -> list[Case]:
     cases += [
         Case(number, "rank1", "ep2", f"sorting_{at}") for number in (KILL, SEGV, TERM) for at in (0, 150, 151, 152)
     ]
+    # Before ranks pass inputs of convolutions (1) and states (2), and their gradients (7 and 6).
+    cases += [Case(number, "rank1", "states", f"operation_{at}") for number in (KILL, TERM) for at in (1, 2, 6, 7)]
     return [case for case in cases if case not in FEW]
 
 
@@ -317,7 +319,7 @@ def test_sweep_of_kills(case: Case, tmp_path: Path, undisturbed: dict[str, Scene
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2", "zero3"])
+@pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2", "zero3", "states"])
 def test_a_rank_that_is_killed_when_all_is_done_costs_nothing(
     layout: str, tmp_path: Path, undisturbed: dict[str, Scene]
 ) -> None:
@@ -334,7 +336,7 @@ def codes(number: signal.Signals, victim: str, layout: str) -> set[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2", "one", "zero3"])
+@pytest.mark.parametrize("layout", ["pp2", "dp2", "tp2", "tp2pp2", "one", "zero3", "states"])
 @pytest.mark.parametrize("seed", range(3))
 def test_random_kills_in_a_row(seed: int, layout: str, tmp_path: Path, undisturbed: dict[str, Scene]) -> None:
     """Fault killed-at-any-moment: three kills at places drawn by the seed, each of the run resumed after the one

@@ -181,6 +181,8 @@ CASES = [
     ("clipped", Fault("hang", 0, 7, "optimizer")),
     ("offloaded", Fault("kill", 1, 7, "forward")),
     ("offloaded", Fault("stop", 0, 7, "reduce")),
+    ("states", Fault("kill", 1, 7, "forward")),
+    ("states", Fault("stop", 0, 7, "reduce")),
 ]
 
 

@@ -10,7 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megapar.checkpoint.format import checkpoint_folders, find_complete
+from megapar.data.indexed import IndexedWriter
 from megapar.step import step
 from tests.support import program
 from tests.support.program import Ended, Program
@@ -18,6 +21,16 @@ from tests.support.progress import CAP_SECONDS
 
 TWO = ("--launch.nproc", "2")
 FOUR = ("--launch.nproc", "4", "--parallel.tp", "2", "--parallel.pp", "2")
+PACKED = "../packed"
+"""The prefix of a token file of short documents, from the folder where a scene's programs run: `Scene` writes it."""
+STATES = (
+    *("--model.family", "qwen3_next", "--model.num_hidden_layers", "2", "--model.moe.num_experts", "3"),
+    *("--model.layer_types", "linear_attention", "full_attention", "--model.moe.moe_intermediate_size", "24"),
+    *("--model.linear_num_key_heads", "2", "--model.linear_num_value_heads", "4"),
+    *("--model.linear_key_head_dim", "8", "--model.linear_value_head_dim", "6"),
+    *("--data.train", PACKED, "--data.documents", "apart"),
+    *("--train.seq_length", "28", "--parallel.cp", "2"),
+)
 LAYOUTS = {
     "one": (),
     "dp2": TWO,
@@ -26,8 +39,9 @@ LAYOUTS = {
     "tp2pp2": FOUR,
     "zero3": (*TWO, "--optimizer.zero_stage", "3"),
     "ep2": (*TWO, "--model.family", "mixtral", "--model.moe.num_experts", "4", "--parallel.ep", "2"),
+    "states": (*TWO, *STATES),
 }
-RANKS = {"one": 1, "dp2": 2, "tp2": 2, "pp2": 2, "tp2pp2": 4, "zero3": 2, "ep2": 2}
+RANKS = {"one": 1, "dp2": 2, "tp2": 2, "pp2": 2, "tp2pp2": 4, "zero3": 2, "ep2": 2, "states": 2}
 LONG = ("--train.steps", "100000")
 SPEED = ("step_seconds", "data_seconds", "tokens_per_second", "tflops_per_device", "mfu", "peak_memory_bytes")
 
@@ -84,6 +98,16 @@ def weights(folder: Path, at: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in shards}
 
 
+def write_documents(prefix: Path) -> None:
+    """Write a token file of short documents, unless it is there: most samples have the start of one in their middle."""
+    if prefix.with_suffix(".idx").exists():
+        return
+    draw = np.random.default_rng(3)
+    with IndexedWriter(prefix, np.dtype("<u2")) as writer:
+        for length in draw.integers(1, 30, 120):
+            writer.add_document(draw.integers(0, 131, length))
+
+
 class Scene:
     """A folder for programs run one after the other, and checks on what they leave there.
 
@@ -98,6 +122,8 @@ class Scene:
     def start(
         self, *flags: str, env: Mapping[str, str] | None = None, plant: Callable[[], None] | None = None
     ) -> Program:
+        if PACKED in flags:
+            write_documents(self.work / PACKED)
         # torch makes the folder of its compiler's cache where a process first imports the compiler, as planning does.
         folders = {"TMPDIR": str(self.tmp), "TORCHINDUCTOR_CACHE_DIR": str(self.work.parent / "inductor")}
         return program.start(*flags, cwd=self.work, env={**folders, **(env or {})}, plant=plant)
