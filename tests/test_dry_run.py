@@ -45,6 +45,7 @@ SCRIPTS = Path(__file__).parent.parent / "pretrain_scripts"
 CONFIGS = sorted(SCRIPTS.glob("configs/*.toml"))
 WINDOWS = replace(LLAMA, family="tests.test_width_layers:WINDOWS")
 DELTA = replace(LLAMA, family="tests.support.hybrids:HEADS_FAMILY", attention_bias=False)
+HEADS = replace(LLAMA, family="tests.test_width_heads:WINDOW_FAMILY", qk_norm=False)  # of other sizes in each layer
 KIMI = replace(DELTA, family="tests.support.hybrids:CHANNELS_FAMILY")
 
 
@@ -138,6 +139,8 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
             (Layout(KIMI, pp=2, cp=2, recompute="all_but_attention", micro_batch_size=3), "bf16"),
             (Layout(KIMI, tp=2, pp=2), "fp32"),
             (Layout(DELTA, pp=2, dp=2), "bf16"),
+            (Layout(HEADS, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2), "fp32"),
+            (Layout(HEADS, cp=2, dp=2, cp_attention="ulysses", recompute="selective"), "bf16"),
         ],
     ),
     ids=[
@@ -146,6 +149,7 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
         *("cp2-tp2-sp", "cp4-ring-bf16", "cp2-pp2-ulysses", "cp2-dp2-selective", "windows-pp2"),
         *("tp2-dp2-6-bytes", "pp2-dp2-8-bytes", "tp2-pp2-10-bytes", "delta-cp2-tp2-sp"),
         *("delta-cp2-ulysses-bf16", "channels-pp2-cp2-bf16", "channels-tp2-pp2", "delta-pp2-bf16"),
+        *("heads-tp2-pp2-sp", "heads-cp2-ulysses-bf16"),
     ],
 )
 def test_predicted_bytes_are_those_of_real_ranks(layout: Layout, precision: str) -> None:

@@ -1,6 +1,7 @@
 """A cache of keys and values and a batch of prompts change nothing in what is generated, for every model type."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,10 @@ from megapar_models.stage import Stage
 from torch import Tensor, nn
 
 from megapar.base.errors import ConfigError
+from megapar.declare import context
+from tests.support import tiny_models
 from tests.support.close import assert_close
+from tests.support.grid import LLAMA
 from tests.support.model_types import TYPES, VOCABULARY
 from tests.support.published import Published
 from tests.support.sweeps import slow_but
@@ -144,6 +148,12 @@ class CachedSum(nn.Module):
         sums_sbh = self.total_bh + x_sbh.cumsum(0)
         self.total_bh = sums_sbh[-1]
         return sums_sbh
+
+
+def test_layers_of_other_sizes_have_caches_of_their_own() -> None:
+    """Of other numbers of heads, of values wider or narrower than keys, with windows and sinks."""
+    model = replace(LLAMA, family="tests.test_width_heads:WINDOW_FAMILY", qk_norm=False)
+    check_cache(tiny_models.build(tiny_models.config(model), context.single()).eval(), PROMPTS)
 
 
 def test_a_mixer_without_keys_brings_a_cache_of_its_own(tmp_path: Path) -> None:

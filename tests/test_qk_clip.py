@@ -38,6 +38,7 @@ from tests.support.grid import (
 from tests.support.sweeps import slow_but
 
 GROUPED = replace(LLAMA, qk_norm=False)  # with biases of q, k and v
+HEADS_OF_LAYERS = replace(GROUPED, family="tests.test_width_heads:UNNORMED_FAMILY")
 SHARED_KEY = replace(ONE_KV_HEAD, qk_norm=False)
 CAPPED = tiny_models.small(
     "gemma2", 48, 4, 76, num_key_value_heads=2, head_dim=10, sliding_window=7, initializer_range=0.1
@@ -130,6 +131,7 @@ LAYOUTS = [
     Layout(SHARED_KEY, tp=4),
     Layout(GPT, pp=2, tp=2, vpp=2, schedule="interleaved", recompute="all_but_attention"),
     Layout(GROUPED, pp=2, dp=2, schedule="zb-h1", shard_ranks=1),
+    Layout(HEADS_OF_LAYERS, tp=2, pp=2, zero_stage=2),
 ]
 
 

@@ -1,6 +1,5 @@
 """Rules of attention: against plain PyTorch, and in layouts and forms of context parallelism against one process."""
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
 from tests.support.grid import LLAMA
-from tests.support.rules import check_against_plain
+from tests.support.rules import attended, check_against_plain, rotated
 from tests.support.sweeps import slow_but
 from tests.support.width import LAYOUTS, trains_as_one_process
 
@@ -71,25 +70,6 @@ CASES = {
 @pytest.mark.parametrize(("model", "sizes"), slow_but(range(0, len(CASES), 2), CASES.values()), ids=list(CASES))
 def test_attention_by_rules_trains_as_in_one_process(model: ModelConfig, sizes: dict[str, object]) -> None:
     trains_as_one_process(model, sizes)
-
-
-def rotated(model: ModelConfig, x_bnsd: Tensor, width: int) -> Tensor:
-    """The first `width` dimensions rotated, as if the head had no others."""
-    narrow = replace(model, head_dim=width)
-    return torch.cat((plain._rotate(narrow, x_bnsd[..., :width]), x_bnsd[..., width:]), dim=-1)
-
-
-def attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, scale: float, cap: float) -> Tensor:
-    """Attention with explicit scores, [b, s, n d]."""
-    run = q.shape[1] // k.shape[1]
-    scores = q @ k.repeat_interleave(run, 1).transpose(-1, -2) * scale
-    if cap:
-        scores = cap * torch.tanh(scores / cap)
-    scores = scores.masked_fill(~seen, -math.inf)
-    if sinks is not None:
-        scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)), dim=-1)
-    probabilities = scores.softmax(-1)[..., : q.shape[2]]
-    return (probabilities @ v.repeat_interleave(run, 1)).transpose(1, 2).flatten(2)
 
 
 def mixed_plainly(

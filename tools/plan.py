@@ -7,6 +7,7 @@ is tried too. Only --fix pins an option.
 """
 
 import gc
+import operator
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -18,7 +19,8 @@ import torch
 import tyro
 from megapar_models.build import StageBuilder
 from megapar_models.counts import WholeModel
-from megapar_models.registry import FOR_OPTIONS, kinds_of, named_configs, validate, validate_layout
+from megapar_models.layer_kind import HeadSizes
+from megapar_models.registry import FOR_OPTIONS, find, kinds_of, named_configs, validate, validate_layout
 from megapar_tools.migrate.hints import hint
 from megapar_tools.plan import explain, hardware, memory
 from megapar_tools.plan.choose import best, uncut, with_chunks
@@ -185,10 +187,19 @@ def sizes_of(config: Config) -> tuple[Sizes, str, float]:
             token_share = float(spec.token_share)
     number = model.num_hidden_layers
     end = float(model.vocab_size * model.hidden_size)
-    # Narrower values are padded to the width of keys.
-    padded = 2 * model.key_width / (model.key_width + model.value_width)
-    attention = padded * sum(whole.products_of_layers(config.train.seq_length)) / number
-    sizes = Sizes(layers / number, experts / number, token_share, end, model.tie_word_embeddings, attention)
+    of_model = HeadSizes(model.num_attention_heads, model.num_key_value_heads, model.key_width, model.value_width)
+    stage = find(model.family).stage
+    heads = [stage.layer_kind(model, layer).head_sizes or of_model for layer in range(number)]
+    # On a GPU the narrower of keys and values are padded to the width of the others.
+    padded = [2 * max(h.head_dim, h.value_dim) / (h.head_dim + h.value_dim) for h in heads]
+    attention = sum(map(operator.mul, padded, whole.products_of_layers(config.train.seq_length))) / number
+    sizes = Sizes(
+        *(layers / number, experts / number, token_share, end, model.tie_word_embeddings, attention),
+        queries=sum(h.query_heads * h.head_dim for h in heads) / number,
+        keys_values=sum(h.kv_heads * (h.head_dim + h.value_dim) for h in heads) / number,
+        outputs=sum(h.query_heads * h.value_dim for h in heads) / number,
+        key_width=max(h.head_dim for h in heads),
+    )
     return sizes, whole.size_in_words(), experts / whole.parameters()
 
 

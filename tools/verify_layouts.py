@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 from megapar_models.build import build_stages
-from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, validate
+from megapar_models.registry import FOR_OPTIONS, kinds_of, named_configs, num_targets, validate
 from megapar_tools.migrate.hints import hint
 from megapar_tools.verify import layout_words, small
 from megapar_tools.verify.compare import Difference, compare, rounding
@@ -32,7 +32,7 @@ from rich.progress import Progress
 from megapar.base.errors import ConfigError, NumericError
 from megapar.config.derive import smallest_world, with_vocabulary
 from megapar.config.files import load
-from megapar.config.messages import counted
+from megapar.config.messages import counted, listed
 from megapar.config.options import Config, ParallelConfig, TrainConfig, flatten, unflatten
 from megapar.data.tokenizer import fetch_tokenizer, load_tokenizer
 from megapar.launch.reporting import open_streams, reported
@@ -256,9 +256,12 @@ def headline(config: Config, *, whole: bool) -> str:
     if model.num_experts:
         experts = f", {model.num_experts} experts"
     train = config.train
+    sizes = [kind.heads_of(model) for kind in kinds_of(model)]
+    queries = listed(sorted({heads.query_heads for heads in sizes}))
+    keys = listed(sorted({heads.kv_heads for heads in sizes}))
     return (
         f"{model.family} ({size}): {counted(model.num_hidden_layers, 'layer')}, width {model.hidden_size}, "
-        f"{model.num_attention_heads} query and {model.num_key_value_heads} key/value heads{experts}; "
+        f"{queries} query and {keys} key/value heads{experts}; "
         f"{train.precision}; {STEPS} steps of {train.global_batch_size} samples of {train.seq_length} tokens"
     )
 

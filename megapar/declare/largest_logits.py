@@ -84,15 +84,15 @@ def forget(modules: Iterable[LargestLogits]) -> None:
 def reduce_largest_logits(stages: StageSet[PipelineStage], ctx: ParallelContext) -> Tensor | None:
     """Return the largest logits of a step over all ranks, fp32 [layers, heads]. A collective.
 
-    Layers that measure nothing have -inf. All begin to measure anew. Returns None if the model declares no table
-    (`megapar.declare.stage_set.Declared.logits`).
+    Layers that measure nothing have -inf, as have columns beyond a layer's heads. All begin to measure anew. Returns
+    None if the model declares no table (`megapar.declare.stage_set.Declared.logits`).
     """
     if stages.declared.logits is None:
         return None
     table = torch.full(stages.declared.logits, -torch.inf, device=ctx.device)
     modules = measuring_modules(stages.values())
     for module in modules:
-        table[module.layer] = module.maxima
+        table[module.layer, : len(module.maxima)] = module.maxima  # a layer may have fewer heads than another
     forget(modules)
     # Heads lie on tp, tokens on dp x cp, layers on pp. A head of keys may serve query heads of several tensor ranks.
     for axis in (ctx.tp, ctx.grad, ctx.pp):

@@ -81,7 +81,7 @@ class QKClip:
         Call it between the update and the gather of weights.
         """
         for module, parts in self._parts:
-            of_group = module.factors(logits[module.layer], self._limit)
+            of_group = module.factors(logits[module.layer, : len(module.maxima)], self._limit)
             if found_inf is not None:
                 of_group = torch.where(found_inf != 0, 1.0, of_group)
             # A square root is rounded alike everywhere, so copies of a weight stay equal.

@@ -1,14 +1,16 @@
 """Grouped-query attention (Ainslie et al., arXiv 2305.13245), split over tp by query heads.
 
-Shapes: s positions of this context-parallel rank, b micro-batch, h hidden, n this rank's heads, d width of a head,
-c this rank's columns of q, k and v together: (query heads + 2 key/value heads) d, and of the gate: query heads (* d).
+Shapes: s positions of this context-parallel rank, b micro-batch, h hidden, n this rank's heads, d width of a query and
+a key, e width of a value. c are this rank's columns of q, k and v together: (query + key/value heads) d + key/value
+heads * e, and of the gate: query heads (* e).
 """
 
 import math
 from dataclasses import dataclass, replace
 
+import torch.nn.functional as F
 from einops import rearrange
-from megapar_kernels.block_attention import ScoreRule
+from megapar_kernels.block_attention import ScoreRule, wide
 from megapar_kernels.rope import rotate_qk, split_and_rotate_qkv
 from torch import Tensor, nn
 
@@ -74,7 +76,7 @@ class Attention(nn.Module):
     """Causal self-attention of layer `number`.
 
     It has a fused q/k/v projection, by option with a gate of the output, norms of q and k, a rotation, and an output
-    projection. `kind` says all this, and `model` the sizes.
+    projection. `kind` says all this, and the sizes with `model` (`LayerKind.heads_of`).
     """
 
     READER = "qkv"  # of the input, alone: see `megapar_models.packing`
@@ -83,36 +85,37 @@ class Attention(nn.Module):
         super().__init__()
         self.number = number
         self.kernels = factory.kernels
-        self.head_dim = d = model.head_dim
+        sizes = kind.heads_of(model)
+        total, groups = sizes.query_heads, sizes.kv_heads
+        self.head_dim = d = sizes.head_dim
+        self.value_dim = e = sizes.value_dim
         self.kind = kind
         tp = factory.sharding.tp
         name = f"layers.{number}.attention"
-        self.heads = heads = deal_heads(model.num_attention_heads, model.num_key_value_heads, tp)
+        self.heads = heads = deal_heads(total, groups, tp)
         self.q_heads = heads.q_stop - heads.q_start
         self.kv_heads = heads.kv_stop - heads.kv_start
-        width = model.num_attention_heads * d
-        columns = [Columns.even(f"{name}.q", width, tp, (d,))]
-        for letter in ("k", "v"):
+        columns = [Columns.even(f"{name}.q", total * d, tp, (d,))]
+        for letter, width in (("k", d), ("v", e)):
             columns.append(
                 Columns(
                     f"{name}.{letter}",
-                    size=model.num_key_value_heads * d,
-                    start=heads.kv_start * d,
-                    stop=heads.kv_stop * d,
-                    own_start=heads.kv_own_start * d,
-                    own_stop=heads.kv_stop * d,
+                    size=groups * width,
+                    start=heads.kv_start * width,
+                    stop=heads.kv_stop * width,
+                    own_start=heads.kv_own_start * width,
+                    own_stop=heads.kv_stop * width,
                     shared=heads.shared,
-                    blocks=(d,),
-                    unit=heads.kv_unit * d,
+                    blocks=(width,),
+                    unit=heads.kv_unit * width,
                 )
             )
-        gates = [replace(columns[0], name=f"{name}.gate")] * kind.output_gate
-        gates += [Columns.even(f"{name}.gate", model.num_attention_heads, tp)] * kind.head_gate
+        gates = [Columns.even(f"{name}.gate", total * e, tp, (e,))] * kind.output_gate
+        gates += [Columns.even(f"{name}.gate", total, tp)] * kind.head_gate
         self.qkv = factory.column_parallel(model.hidden_size, [*columns, *gates], bias=kind.qkv_bias)
-        self.out = factory.row_parallel(f"{name}.o", width, model.hidden_size, bias=kind.out_bias)
+        self.out = factory.row_parallel(f"{name}.o", total * e, model.hidden_size, bias=kind.out_bias)
         rule = ScoreRule(kind.attention_scale, kind.score_cap)
-        self.attend = factory.core_attention(heads.kv_heads, d, d, kind.window, rule)
-        total, groups = model.num_attention_heads, model.num_key_value_heads
+        self.attend = factory.core_attention(heads.kv_heads, d, e, kind.window, rule)
         scaled = rows_of_heads(name, d, total // groups, bias=kind.qkv_bias)
         self.largest = factory.largest_logits(number, total, range(heads.q_start, heads.q_stop), groups, scaled)
         self.q_norm = self.k_norm = None
@@ -121,7 +124,7 @@ class Attention(nn.Module):
             self.k_norm = make_qk_norm(replace(columns[1], name=f"{name}.k_norm", blocks=()), d, kind, factory)
         self.sinks = None
         if kind.sinks:
-            piece = make_piece(f"{name}.sinks", (model.num_attention_heads,), {0: (heads.q_start, heads.q_stop)})
+            piece = make_piece(f"{name}.sinks", (total,), {0: (heads.q_start, heads.q_stop)})
             self.sinks = factory.sharding.parameter((piece,), piece.local_shape, factory.init, decay=False)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
@@ -131,13 +134,15 @@ class Attention(nn.Module):
         return self.out(y_sbc, context.tokens)
 
     def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
-        """The attention between the projections: [s, b, c] to [s, b, n * d]. Selective recomputation repeats it."""
-        gate_sbc, width = None, self.q_heads * (self.head_dim if self.kind.output_gate else self.kind.head_gate)
+        """The attention between the projections: [s, b, c] to [s, b, n * e]. Selective recomputation repeats it."""
+        gate_sbc, width = None, self.q_heads * (self.value_dim if self.kind.output_gate else self.kind.head_gate)
         if width:
             qkv_sbc, gate_sbc = qkv_sbc.split([qkv_sbc.shape[-1] - width, width], dim=-1)
         q, k, v = self._split(qkv_sbc, context)
         if self.kind.temperature is not None:
             q = q * self.kind.temperature.factors(context.batch)[..., None, None].to(q.dtype)
+        if self.kind.value_factor != 1.0:
+            v = v * self.kind.value_factor
         dropout = None
         if self.kind.attention_dropout and self.training:
             dropout = AttentionDropout(
@@ -151,11 +156,17 @@ class Attention(nn.Module):
         y: Tensor = self.attend(q, k, v, context.batch, dropout, self.sinks, context.not_measured(self.largest))
         if gate_sbc is None:
             return y
-        gate_sbnd = gate_sbc.sigmoid().unflatten(-1, (self.q_heads, -1))  # with one number a head, d is 1
-        return (y.unflatten(-1, (self.q_heads, -1)) * gate_sbnd).flatten(-2)
+        gate_sbne = self._gates(gate_sbc).unflatten(-1, (self.q_heads, -1))  # with one number a head, e is 1
+        return (y.unflatten(-1, (self.q_heads, -1)) * gate_sbne).flatten(-2)
+
+    def _gates(self, gate_sbc: Tensor) -> Tensor:
+        """The factors of the outputs of heads."""
+        if self.kind.gate_activation == "softplus":
+            return F.softplus(gate_sbc.to(wide(gate_sbc.dtype))).to(gate_sbc.dtype)
+        return gate_sbc.sigmoid()
 
     def _split(self, qkv_sbc: Tensor, context: ForwardContext) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [s, b, n, d] of the fused projection, with the norms and the rotation of q and k."""
+        """q and k [s, b, n, d] and v [s, b, n, e] of the fused projection, with norms and the rotation of q and k."""
         if self.kind.rotary is None:
             return self._normed(*self._heads(qkv_sbc))
         tables = context.rotary[self.kind.rotary]
@@ -168,19 +179,22 @@ class Attention(nn.Module):
         return q, k, v
 
     def _rotated_heads(self, qkv_sbc: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [s, b, n, d], rotated by cos and sin [s, w], and normed before or after that."""
+        """`_heads`, with q and k rotated by cos and sin [s, w], and normed before or after that."""
         impl = self.kernels.rope
-        if self.q_norm is None or self.kind.qk_norm_after_rotary:
+        norms_after = self.q_norm is None or self.kind.qk_norm_after_rotary
+        if norms_after and self.value_dim == self.head_dim:
             return self._normed(*split_and_rotate_qkv(qkv_sbc, self.q_heads, self.kv_heads, *tables, impl=impl))
-        q, k, v = self._normed(*self._heads(qkv_sbc))
+        q, k, v = self._heads(qkv_sbc)
+        if not norms_after:
+            q, k, v = self._normed(q, k, v)
         q, k = rotate_qk(q, k, *tables, impl=impl)
-        return q, k, v
+        return self._normed(q, k, v) if norms_after else (q, k, v)
 
     def _heads(self, qkv_sbc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q, k and v [s, b, n, d] as views of the fused projection."""
-        d = self.head_dim
-        parts = qkv_sbc.split([self.q_heads * d, self.kv_heads * d, self.kv_heads * d], dim=-1)
-        q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=d) for x in parts)
+        """q and k [s, b, n, d] and v [s, b, n, e] as views of the fused projection."""
+        d, e = self.head_dim, self.value_dim
+        parts = qkv_sbc.split([self.q_heads * d, self.kv_heads * d, self.kv_heads * e], dim=-1)
+        q, k, v = (rearrange(x, "s b (n d) -> s b n d", d=width) for x, width in zip(parts, (d, d, e), strict=True))
         return q, k, v
 
     def _normed(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -25,7 +25,7 @@ from megapar.system.device import kernels_of
 from megapar_models.counts import WholeModel, size_and_flops
 from megapar_models.factory import initializations
 from megapar_models.fp8_matrices import Fp8Matrices
-from megapar_models.registry import find, find_number_format, find_objective
+from megapar_models.registry import find, find_number_format, find_objective, kinds_of
 from megapar_models.stage import Stage, title
 
 
@@ -69,7 +69,8 @@ def declared(config: Config) -> Declared:
     objective = find_objective(config.train.objective)
     of_model = replace(of_model, losses=(*of_model.losses, *objective.added_losses), divided_by=objective.divided_by)
     if config.optimizer.qk_clip:
-        of_model = replace(of_model, logits=(config.model.num_hidden_layers, config.model.num_attention_heads))
+        most_heads = max(kind.heads_of(config.model).query_heads for kind in kinds_of(config.model))
+        of_model = replace(of_model, logits=(config.model.num_hidden_layers, most_heads))
     if config.log.fp8_every:
         of_model = replace(of_model, fp8_products=tuple(fp8_matrices(config).watched))
     return of_model

@@ -36,6 +36,19 @@ class Temperature:
         return 1.0 + self.beta * torch.log1p((positions // self.original).to(torch.float32))
 
 
+@dataclass(frozen=True)
+class HeadSizes:
+    """The heads of one layer's attention, and their widths.
+
+    `head_dim` is the width of a query and of a key, `value_dim` that of a value. `kv_heads` must divide `query_heads`.
+    """
+
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
+
 class MixerRule(ABC):
     """A mixer with fields of its own, which makes its module. Subclasses are frozen dataclasses: kinds are compared."""
 
@@ -78,6 +91,13 @@ class LayerKind:
     residual_multiplier: float = 1.0
     """The factor of both branches before they are added to the residual stream."""
 
+    head_sizes: HeadSizes | None = None
+    """The heads of mixer "attention", or of a class of your own that asks `heads_of`. None: those of the model."""
+    mlp_width: int = 0
+    """The width of mlp "dense" and "plain", or of a class of your own that asks `width_of_mlp`. 0: the model's."""
+    sizes_from: str = "model.family"
+    """The options, with blanks between them, that give a layer sizes other than the model's: messages name them."""
+
     rotary: Rotary | None = None
     """The rotary table of queries and keys. None: the layer sees no positions (NoPE).
 
@@ -103,10 +123,14 @@ class LayerKind:
     """Scores x become cap * tanh(x / cap), before the mask. 0: they stay as they are."""
     sinks: bool = False
     """The softmax of each head has a further score, a weight of its own without a value (gpt-oss)."""
+    value_factor: float = 1.0
+    """The factor of values (MiMo-V2)."""
     output_gate: bool = False
-    """The output of each head is multiplied by sigmoid of a projection of the token, as wide as the queries."""
+    """The output of each head is multiplied by sigmoid of a projection of the token, as wide as the output."""
     head_gate: bool = False
     """The output of each head is multiplied by sigmoid of a projection of the token to one number a head (LFM3)."""
+    gate_activation: Literal["sigmoid", "softplus"] = "sigmoid"
+    """What becomes of the projection to gates. Softplus is computed in fp32 at least (Laguna)."""
     temperature: Temperature | None = None
     """A factor of queries by position."""
     attention_dropout: float = 0.0
@@ -136,6 +160,20 @@ class LayerKind:
     def __post_init__(self) -> None:
         if "none" in (self.mixer, self.mlp) and (self.mixer == self.mlp or self.parallel != "no"):
             raise ValueError("LayerKind.mixer, mlp: a layer has one of them, and parallel branches are two")
+        if self.head_sizes is not None and (self.mixer == "none" or isinstance(self.mixer, MixerRule)):
+            raise ValueError("LayerKind.head_sizes, mixer: a rule has sizes of its own, and no mixer has none")
+        if self.mlp_width and self.mlp in ("mixture", "none"):
+            raise ValueError("LayerKind.mlp_width, mlp: the width of experts is that of LayerKind.mixture")
+
+    def heads_of(self, model: ModelConfig) -> HeadSizes:
+        """The heads of the layer's attention: its own, or those of the model."""
+        if self.head_sizes is not None:
+            return self.head_sizes
+        return HeadSizes(model.num_attention_heads, model.num_key_value_heads, model.head_dim, model.head_dim)
+
+    def width_of_mlp(self, model: ModelConfig) -> int:
+        """The width of the layer's MLP: its own, or that of the model."""
+        return self.mlp_width or model.intermediate_size
 
 
 @dataclass(frozen=True, kw_only=True)

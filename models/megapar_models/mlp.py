@@ -111,12 +111,13 @@ class GatedMLP(nn.Module):
 
 
 class DenseMLP(GatedMLP):
-    """The gated MLP of layer `number`, of width model.intermediate_size."""
+    """The gated MLP of layer `number`, of the width that `LayerKind.width_of_mlp` says."""
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         activation = gated_activation(kind, model, factory.kernels.activation)
         name = f"layers.{number}.mlp"
-        super().__init__(name, model.hidden_size, model.intermediate_size, activation, factory, bias=kind.mlp_bias)
+        width = kind.width_of_mlp(model)
+        super().__init__(name, model.hidden_size, width, activation, factory, bias=kind.mlp_bias)
 
 
 def plain_activation(kind: LayerKind, model: ModelConfig, impl: Implementation) -> Callable[..., Tensor]:
@@ -168,10 +169,10 @@ class UngatedMLP(nn.Module):
 
 
 class PlainMLP(UngatedMLP):
-    """The MLP without gate of layer `number`, of width model.intermediate_size."""
+    """The MLP without gate of layer `number`, of the width that `LayerKind.width_of_mlp` says."""
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
-        super().__init__(f"layers.{number}.mlp", model.intermediate_size, kind, model, factory)
+        super().__init__(f"layers.{number}.mlp", kind.width_of_mlp(model), kind, model, factory)
 
 
 class XIELU(nn.Module):

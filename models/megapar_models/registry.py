@@ -1,5 +1,6 @@
 """The model families by name, a line for each. A family outside this repository is named by its import path."""
 
+import math
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from typing import Any, Literal
 from megapar.base.errors import ConfigError
 from megapar.config import compatible
 from megapar.config import validate as checks
-from megapar.config.messages import divisors, listed, problem, shown
+from megapar.config.messages import counted, divisors, listed, problem, shown
 from megapar.config.model_options import ModelConfig
 from megapar.config.model_rules import Families, ModelRules
 from megapar.config.options import Config, TrainConfig, flatten
@@ -144,21 +145,24 @@ def validate(config: Config, world_size: int, *, trains: bool = True) -> Config:
     return checks.validate(config, world_size, *_rules(config, trains=trains))
 
 
-def validate_layout(config: Config, world_size: int, kinds: Set[LayerKind] | None = None) -> Config:
+def validate_layout(config: Config, world_size: int, kinds: Mapping[LayerKind, int] | None = None) -> Config:
     """Call `megapar.config.validate.validate_layout` alike. `kinds` are `kinds_of` the model, if they are known."""
     return checks.validate_layout(config, world_size, *_rules(config, kinds))
 
 
-def kinds_of(model: ModelConfig) -> Set[LayerKind]:
-    """The kinds of a model's layers. To ask a hundred layers takes longer than all other checks."""
+def kinds_of(model: ModelConfig) -> Mapping[LayerKind, int]:
+    """The kinds of a model's layers, each with its first layer. A hundred layers take longer than all other checks."""
     stage = find(model.family).stage
     # Of a number of layers that somebody has mistyped, the first few are enough.
     numbers = range(min(model.num_hidden_layers, 10_000))
-    return {stage.layer_kind(model, number) for number in numbers}
+    kinds: dict[LayerKind, int] = {}
+    for number in numbers:
+        kinds.setdefault(stage.layer_kind(model, number), number)
+    return kinds
 
 
 def _rules(
-    config: Config, kinds: Set[LayerKind] | None = None, *, trains: bool = True
+    config: Config, kinds: Mapping[LayerKind, int] | None = None, *, trains: bool = True
 ) -> tuple[ModelRules, VirtualStages]:
     """The rules of the family and its layers, and the schedule's."""
     family = find(config.model.family)
@@ -169,17 +173,67 @@ def _rules(
         of_codecs = names.problems(config, model) if names else ()
         yield from dict.fromkeys(chain(of_codecs, family.problems(config, model)))
         own = kinds_of(model) if kinds is None else kinds
-        yield from _attention_problems(config, own)
-        yield from _mixer_problems(config, own)
-        yield from _clip_problems(config, own)
-        yield from _router_problems(config, own)
+        yield from _size_problems(config, own)
+        yield from _attention_problems(config, own.keys())
+        yield from _mixer_problems(config, own.keys())
+        yield from _clip_problems(config, own.keys())
+        yield from _router_problems(config, own.keys())
         if trains:
-            yield from _learning_problems(config, own)
+            yield from _learning_problems(config, own.keys())
         yield from _number_format_problems(config)
         yield from _objective_problems(config)
         yield from _head_problems(config)
 
     return replace(family, problems=problems), virtual_stages(config.parallel.schedule)
+
+
+def _size_problems(config: Config, kinds: Mapping[LayerKind, int]) -> Iterator[str]:
+    """Problems of the first layer whose own heads or width do not fit the layout, as those of the model must.
+
+    `megapar.config.validate` checks the model's sizes.
+    """
+    model, parallel = config.model, config.parallel
+    of_layers = {number: kind for kind, number in kinds.items() if kind.head_sizes or kind.mlp_width}
+    if not of_layers:
+        return
+    heads = [model.num_attention_heads, *(kind.heads_of(model).query_heads for kind in of_layers.values())]
+    widths = [kind.mlp_width for kind in of_layers.values()]
+    fits = divisors(math.gcd(*heads, *widths))
+    for number, kind in of_layers.items():
+        problems = list(_head_size_problems(config, number, kind, heads, fits))
+        if kind.mlp_width % parallel.tp:
+            text = f"the MLP of layer {number} is {kind.mlp_width} wide, which must divide by tp"
+            problems.append(problem(config, f"{kind.sizes_from} parallel.tp", f"{text}; tp may be {listed(fits)}"))
+        if problems:
+            yield from problems
+            return
+
+
+def _head_size_problems(
+    config: Config, number: int, kind: LayerKind, all_heads: list[int], fits: list[int]
+) -> Iterator[str]:
+    """Problems of the heads of layer `number`. `all_heads` are those of all layers, and `fits` the possible tp."""
+    sizes, parallel = kind.head_sizes, config.parallel
+    if sizes is None:
+        return
+    whose = f"layer {number} has {counted(sizes.query_heads, 'query head')}"
+    if min(sizes.query_heads, sizes.kv_heads, sizes.head_dim, sizes.value_dim) < 1:
+        yield problem(config, kind.sizes_from, f"layer {number}: {sizes}: each of these must be at least 1")
+        return
+    if sizes.query_heads % sizes.kv_heads:
+        text = f"{whose}, which must divide by its {counted(sizes.kv_heads, 'key/value head')}"
+        works = f"it may have {listed(divisors(sizes.query_heads))} key/value heads"
+        yield problem(config, kind.sizes_from, f"{text}; {works}")
+    if kind.rotary is not None and (kind.rotary.width % 2 or kind.rotary.width > sizes.head_dim):
+        text = f"layer {number} rotates {kind.rotary.width} of a head's {sizes.head_dim} dimensions; they must be pairs"
+        yield problem(config, kind.sizes_from, text)
+    if sizes.query_heads % parallel.tp:
+        text = f"{whose}, which must divide by tp; tp may be {listed(fits)}"
+        yield problem(config, f"{kind.sizes_from} parallel.tp", text)
+    elif parallel.cp_attention == "ulysses" and sizes.query_heads // parallel.tp % parallel.cp:
+        works = listed(divisors(math.gcd(*all_heads) // math.gcd(*all_heads, parallel.tp)))
+        text = f"{whose}, and ulysses deals the {sizes.query_heads // parallel.tp} of a tp rank to cp ranks"
+        yield problem(config, f"{kind.sizes_from} parallel.cp parallel.tp", f"{text}; cp may be {works}")
 
 
 def _attention_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:

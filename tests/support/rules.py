@@ -1,5 +1,6 @@
 """Compares models of layers by rules with a few lines of plain PyTorch: the loss and every gradient, in fp64."""
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -49,6 +50,25 @@ def check_against_plain(
         assert scale > 0, name
         difference = (found[name] - tensor.grad).abs().max().item()
         assert difference <= 1e-4 * scale, f"{name}: {difference} of {scale}"
+
+
+def rotated(model: ModelConfig, x_bnsd: Tensor, width: int) -> Tensor:
+    """The first `width` dimensions rotated, as if the head had no others."""
+    narrow = replace(model, head_dim=width)
+    return torch.cat((plain._rotate(narrow, x_bnsd[..., :width]), x_bnsd[..., width:]), dim=-1)
+
+
+def attended(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, sinks: Tensor | None, scale: float, cap: float) -> Tensor:
+    """Attention with explicit scores, [b, s, n d]."""
+    run = q.shape[1] // k.shape[1]
+    scores = q @ k.repeat_interleave(run, 1).transpose(-1, -2) * scale
+    if cap:
+        scores = cap * torch.tanh(scores / cap)
+    scores = scores.masked_fill(~seen, -math.inf)
+    if sinks is not None:
+        scores = torch.cat((scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)), dim=-1)
+    probabilities = scores.softmax(-1)[..., : q.shape[2]]
+    return (probabilities @ v.repeat_interleave(run, 1)).transpose(1, 2).flatten(2)
 
 
 def gradients(stage: torch.nn.Module) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from megapar.declare.params import MAIN
 from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.family import Family
-from megapar_models.registry import FAMILIES, find, validate, weight_options
+from megapar_models.registry import FAMILIES, find, kinds_of, validate, weight_options
 from megapar_models.stage import Stage
 
 _MOST_PARTS = 10_000  # layers, or heads of one: no published model has a thousand
@@ -50,7 +50,8 @@ def saved_config(manifest: Manifest, family: str = "", *, flag: str = "--family"
     checkpoint = f"checkpoint of step {manifest.step}"
     model = _family_of(_stated(manifest, checkpoint), family, flag, checkpoint).options
     config = _read(manifest, model, checkpoint)
-    _require_parts(config.model, manifest, checkpoint)
+    heads = max(config.model.num_attention_heads, config.model.num_key_value_heads)
+    _require_parts(config.model, heads, manifest, checkpoint)
     # Not compiled: texts have other lengths than samples of training, and each would be compiled for.
     kernels = replace(config.kernels, compile=False)
     alone = replace(config, train=replace(config.train, **train), kernels=kernels)
@@ -58,6 +59,8 @@ def saved_config(manifest: Manifest, family: str = "", *, flag: str = "--family"
         whole = replace(validate(with_fitting_objective(alone), 1, trains=False), data=config.data)
     except ConfigError as error:
         raise CheckpointError(f"{checkpoint}: trainer.config: {error}") from None
+    heads = max(kind.heads_of(whole.model).query_heads for kind in kinds_of(whole.model))
+    _require_parts(whole.model, heads, manifest, checkpoint)
     _require_elements(whole.model, manifest, checkpoint)
     return whole
 
@@ -91,11 +94,13 @@ def _family_of(stated: Mapping[str, Any], given: str, flag: str, checkpoint: str
     return find(name)
 
 
-def _require_parts(model: ModelConfig, manifest: Manifest, checkpoint: str) -> None:
-    """Raise CheckpointError for more layers, heads or experts than a model has, before anything counts them."""
+def _require_parts(model: ModelConfig, heads: int, manifest: Manifest, checkpoint: str) -> None:
+    """Raise CheckpointError for more layers, heads or experts than a model has, before anything counts them.
+
+    `heads` are the most of a layer, or those of the model while it is not validated.
+    """
     # Adapters may be of a few layers; any other layer has tensors.
     most = _MOST_PARTS if manifest.base else min(_MOST_PARTS, len(manifest.tensors))
-    heads = max(model.num_attention_heads, model.num_key_value_heads)
     experts = model.num_hidden_layers * model.num_experts
     if model.num_hidden_layers > most or heads > _MOST_PARTS or experts > _MOST_EXPERTS:
         text = f"{model.num_hidden_layers} layers with {heads} heads and {model.num_experts} experts"

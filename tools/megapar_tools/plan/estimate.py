@@ -41,6 +41,8 @@ class Sizes:
 
     `expert_share` is the share of the experts that a token uses. `tied` says whether embedding and head are one matrix.
     `attention` are the FLOPs of a token's attention in a layer, forward, on average: some layers may have windows.
+    `queries`, `keys_values` and `outputs` are the widths of all heads together, on average of the layers, and
+    `key_width` is the width of the widest query.
     """
 
     layer: float
@@ -49,6 +51,10 @@ class Sizes:
     end: float
     tied: bool
     attention: float
+    queries: float
+    keys_values: float
+    outputs: float
+    key_width: int
 
 
 class Estimate(NamedTuple):
@@ -219,7 +225,7 @@ class LayerEstimates:
         tokens = layout.micro_batch_size * self.config.train.seq_length / layout.cp
         tp = layout.tp
         wide = tokens * model.hidden_size  # elements of the residual stream
-        heads = tokens * self._width_of_heads(model.num_attention_heads) / tp
+        heads = tokens * (self.sizes.queries + self.sizes.keys_values) / tp
         active = model.intermediate_size
         if model.experts and model.num_experts:
             active = model.experts.num_experts_per_tok * model.experts.moe_intermediate_size
@@ -268,15 +274,10 @@ class LayerEstimates:
             kept += UNEVEN_EXPERTS * in_mlp
         return kept
 
-    def _width_of_heads(self, queries: int) -> int:
-        """Elements of a token: `queries` heads of queries, and all of keys and of values."""
-        model = self.config.model
-        return queries * model.key_width + model.num_key_value_heads * (model.key_width + model.value_width)
-
     def attention(self, layout: Candidate, tokens: float) -> AttentionWork:
         """Forward."""
         flops = tokens * self.sizes.attention / layout.tp
-        return AttentionWork(flops, self.config.model.key_width, False, self.config.train.precision, 0)
+        return AttentionWork(flops, self.sizes.key_width, False, self.config.train.precision, 0)
 
     def _products(self, layout: Candidate, tokens: float) -> list[Product]:
         """The products of a forward pass: four matrices, and those of a rank's experts."""
@@ -314,11 +315,10 @@ class LayerEstimates:
                     send(True, "tp", "all_reduce", nbytes)
         if layout.cp > 1:
             if layout.cp_attention == "ulysses":
-                # The outputs are as wide as values.
-                heads = self._width_of_heads(model.num_attention_heads) + model.num_attention_heads * model.value_width
+                heads = self.sizes.queries + self.sizes.keys_values + self.sizes.outputs
                 send(True, "cp", "all_to_all", self.width * tokens * heads / layout.tp)
             else:
-                keys = self.width * tokens * layout.cp * self._width_of_heads(0) / layout.tp
+                keys = self.width * tokens * layout.cp * self.sizes.keys_values / layout.tp
                 send(True, "cp", "all_gather", keys)
                 send(False, "cp", "reduce_scatter", 2 * keys)
         if layout.ep > 1 and model.experts:
