@@ -190,6 +190,7 @@ class Router(nn.Module):
         A recomputed forward pass gives the `indices` chosen in the first forward pass.
         """
         logits = LinearFunction.apply(x_sbh.flatten(0, -2), self.weight, self.logit_bias, LOCAL, self.products)
+        logits = route.capped(logits, self.rule)
         scores = route.scores(logits, self.rule)
         if indices is None:
             bias = self.bias if self.balance.has_bias else None

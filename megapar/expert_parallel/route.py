@@ -36,6 +36,8 @@ class RouterRule:
     scores become 0, as in DeepSeek-V2: they may be chosen if a bias makes better ones negative.
 
     `norm_epsilon` is added to the sum that weights are divided by. The default changes no sum of a softmax.
+
+    With a `logit_cap` logits x become logit_cap * tanh(x / logit_cap) first. 0: they stay as they are.
     """
 
     top_k: int
@@ -47,11 +49,19 @@ class RouterRule:
     group_score: Literal["share", "best_2", "best"] = "share"
     zero_other_groups: bool = False
     norm_epsilon: float = _SIGMOID_EPSILON
+    logit_cap: float = 0.0
 
     @property
     def counted_in_group(self) -> int:
         """How many of a group's best scores are added up to the score of the group."""
         return {"share": self.top_k // self.topk_group, "best_2": 2, "best": 1}[self.group_score]
+
+
+def capped(logits_te: Tensor, rule: RouterRule) -> Tensor:
+    """The logits [t, e] within the bounds of `rule.logit_cap`, if there is one."""
+    if not rule.logit_cap:
+        return logits_te
+    return rule.logit_cap * torch.tanh(_at_least_fp32(logits_te) / rule.logit_cap)
 
 
 def scores(logits_te: Tensor, rule: RouterRule) -> Tensor:

@@ -57,6 +57,7 @@ NAMES = (
     "ministral3",
     "ernie4_5_moe",
     "minimax_m2",
+    "laguna",
     "stablelm",
     "phi",
     "opt",

@@ -143,6 +143,64 @@ class LocalRope(Rope):
         yield from self.windows.problems(config, model)
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartialLocalRope(LocalRope):
+    """`LocalRope` with a part of each head rotated (`PartialLocalRopeModel`). rope_parameters has all of it."""
+
+    stated: Raw
+    """The rope_parameters that transformers takes for a file without them."""
+    part: float = 1.0
+    """transformers' part for a table of rope_type default without partial_rotary_factor."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        both = dict(raw.get("rope_parameters") or self.stated)
+        parts, tables = {}, {}
+        for kind in (FULL, SLIDING):
+            table = dict(both.pop(kind, None) or {})
+            if not table and kind in self.windows.types(raw):
+                return {}, [f"rope_parameters lacks {kind}"]
+            usual = self.part if table.get("rope_type", "default") == "default" else 1.0
+            parts[kind] = table.pop("partial_rotary_factor", usual)
+            tables[kind] = table
+        # Laguna's files state the length beside the tables too.
+        length = both.pop("original_max_position_embeddings", None)
+        if length not in (None, tables[FULL].get("original_max_position_embeddings", length)):
+            return {}, [f"rope_parameters: original_max_position_embeddings={length!r} contradicts that of {FULL}"]
+        overlay = {"rope_parameters": {**tables, **both}, "rope_scaling": None}
+        values, problems = super().read(overlaid(raw, overlay), model_type)
+        values["partial_rotary_factor"] = parts[FULL]
+        if "rope_local_base_freq" in values:
+            values["local_partial_rotary_factor"] = parts[SLIDING]
+        return values, problems
+
+    def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
+        yield from super().judge(raw, model_type)
+        values, _ = self.read(raw, model_type)
+        # Files state some of it beside the tables too, where transformers does not look.
+        for name in ("rope_theta", "partial_rotary_factor"):
+            if raw.get(name) not in (None, values.get(name)):
+                yield f"{name}={raw[name]!r} contradicts {values.get(name)!r} of {FULL} in rope_parameters"
+        if raw.get("rope_scaling") is not None:
+            yield "rope_scaling is not supported; rope_parameters has the table of each kind of layers"
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        super().write(model, fields)
+        local = model.local_partial_rotary_factor if model.rope_local_base_freq else model.partial_rotary_factor
+        fields["rope_parameters"][FULL]["partial_rotary_factor"] = model.partial_rotary_factor
+        fields["rope_parameters"][SLIDING]["partial_rotary_factor"] = local
+
+    def problems(self, config: Config, model: Any) -> Iterator[str]:
+        yield from super().problems(config, model)
+        widths = {"partial": model.rotary_width, "local_partial": model.local_rotary_width}
+        for name, width in widths.items():
+            if width % 2 or not 2 <= width <= model.head_dim:
+                text = f"rotates {width} of a head's {model.head_dim} dimensions; they must be pairs, 1.0 takes all"
+                yield problem(config, f"model.{name}_rotary_factor", text)
+        if model.local_partial_rotary_factor != 1.0 and not model.rope_local_base_freq:
+            text = "layers with a window have the table of the others; set a base for them, or leave it at 1.0"
+            yield problem(config, "model.local_partial_rotary_factor model.rope_local_base_freq", text)
+
+
 # Options
 
 

@@ -57,6 +57,33 @@ def rotary_of(model: LocalRopeModel, number: int) -> Rotary:
     return Rotary.of(model)
 
 
+@dataclass(frozen=True)
+class PartialLocalRopeModel(LocalRopeModel):
+    """The options of a family that rotates a part of each head, with another table in layers with a window."""
+
+    partial_rotary_factor: float = field(default=1.0, metadata=OF_FUNCTION)
+    """The part of a head's dimensions, its first ones, that is rotated, above 0 and at most 1."""
+    local_partial_rotary_factor: float = field(default=1.0, metadata=OF_FUNCTION)
+    """The same part in layers with a window, if model.rope_local_base_freq gives them a table of their own."""
+
+    @property
+    def rotary_width(self) -> int:
+        """How many dimensions of a head are rotated in layers that attend to all keys."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    @property
+    def local_rotary_width(self) -> int:
+        """How many dimensions of a head are rotated in layers with a window and a table of their own."""
+        return int(self.head_dim * self.local_partial_rotary_factor)
+
+
+def partial_rotary_of(model: PartialLocalRopeModel, number: int) -> Rotary:
+    """The rotary table of a layer."""
+    if model.rope_local_base_freq and not is_full(model, number):
+        return Rotary(model.rope_local_base_freq, model.local_rotary_width)
+    return Rotary.of(model)
+
+
 def full_every(interval: int, layers: int) -> list[str]:
     """A type for each layer: each layer numbered by a multiple of `interval`, counted from 1, has no window."""
     return [SLIDING if number % interval else FULL for number in range(1, layers + 1)]

@@ -150,6 +150,17 @@ BAILING = {
 # transformers prefers what it wrote under other names.
 BAILING_UNREAD = ("first_k_dense_replace", "head_dim", "layer_group_size", "num_nextn_predict_layers", "rope_theta")
 BAILING_UNREAD += ("short_conv_kernel_size",)
+PARTS: tuple[Raw, ...] = ({}, {"partial_rotary_factor": 0.2})
+LAGUNA_ROPE: dict[str, Any] = {
+    "full_attention": {**YARN, "partial_rotary_factor": 0.6},
+    "sliding_attention": {**PLAIN, "partial_rotary_factor": 0.8},
+}
+LAGUNA: dict[str, Any] = {
+    **{**RMS, "num_attention_heads_per_layer": [4, 6, 4, 6], "layer_types": TURNS, "sliding_window": 7},
+    **{"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "rope_parameters": LAGUNA_ROPE},
+    **{"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "moe_routed_scaling_factor": 1.5},
+    **{"shared_expert_intermediate_size": 12, "moe_router_logit_softcapping": 0.7},
+}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8, "rope_theta": 300.0}
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 100.0}
@@ -883,6 +894,45 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
         changes=({"num_experts_per_tok": 2}, EPS, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}),
         refused={**NO_DROPOUT, "router_jitter_noise": 0.1},
+    ),
+    # Heads and widths by layer
+    "laguna": ModelTypeCase(
+        model_type="laguna",
+        fields=LAGUNA,
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        changes=(
+            *({"num_experts_per_tok": 2}, EPS, {"sliding_window": 3}, {"moe_router_logit_softcapping": 2.0}),
+            *({"moe_routed_scaling_factor": 1.0}, {"layer_types": ["sliding_attention", *TURNS[1:]]}),
+            *({"rope_parameters": {**LAGUNA_ROPE, "full_attention": {**PLAIN, **part}}} for part in PARTS),
+            *({"rope_parameters": {**LAGUNA_ROPE, "sliding_attention": {**PLAIN, **part}}} for part in PARTS),
+        ),
+        refused={
+            **{**NO_DROPOUT, "attention_bias": True, "gating": False, "moe_apply_router_weight_on_input": True},
+            **{"num_attention_heads_per_layer": [4, 6, 4], "mlp_layer_types": ["dense", "sparse", "moe", "dense"]},
+            **{
+                "shared_expert_intermediate_size": 0,
+                "rope_theta": 100.0,
+                "hidden_act": "gelu",
+                "norm_topk_prob": False,
+            },
+            **{"partial_rotary_factor": 0.5, "mlp_only_layers": [0], "norm_topk_prob": False},
+            "gating_types": ["per_element"],
+            "rope_parameters": {"full_attention": PLAIN},
+        },
+        refuses=WINDOWS,
+    ),
+    "laguna, gates of each dimension": ModelTypeCase(
+        model_type="laguna",
+        fields={
+            **{name: value for name, value in LAGUNA.items() if name != "mlp_layer_types"},
+            **{"gating": "per-element", "num_attention_heads_per_layer": [6, 4, 2, 4], "layer_types": None},
+            **{"moe_router_logit_softcapping": 0.0, "sliding_window": 0, "tie_word_embeddings": True},
+            "rope_parameters": {"full_attention": {**YARN, "partial_rotary_factor": 0.4}},
+        },
+        layout={"tp": 2, "sequence_parallel": True, "cp": 2, "cp_attention": "ring", "packed": True},
+        unread=("sliding_window",),
+        changes=({"rope_parameters": {"full_attention": PLAIN}},),
+        refused={"num_attention_heads_per_layer": [6, 4, 2, 0]},
     ),
     "ernie4_5_moe": ModelTypeCase(
         model_type="ernie4_5_moe",

@@ -66,6 +66,7 @@ _NUMBERS = (
     *("logits_scaling", "moe_norm_min", "partial_rotary_factor", "query_pre_attn_scalar", "rope_local_base_freq"),
     *("rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor", "router_aux_loss_coef"),
     *("router_jitter_noise", "swiglu_alpha", "swiglu_limit"),
+    *("moe_routed_scaling_factor", "moe_router_logit_softcapping"),
     "block_ffn_dim_multiplier",
     *("router_jitter_noise", "swiglu_alpha", "swiglu_limit", "mamba_expand", "expand"),
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier"),
@@ -85,6 +86,7 @@ _FLAGS = (
     *("block_auto_adjust_ff_dim", "block_use_swiglu", "conv_bias", "tie_embedding", "use_attention_gate"),
     *("use_expert_bias", "use_pos_enc", "use_sandwich_norm"),
     *("moe_renormalize", "kda_safe_gate"),
+    "moe_apply_router_weight_on_input",
 )
 
 KINDS: Mapping[str, Kind] = {
@@ -94,9 +96,11 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(_WHOLES, WHOLE),
     **dict.fromkeys(_NUMBERS, NUMBER),
     **dict.fromkeys(_FLAGS, FLAG),
-    **dict.fromkeys(("layer_types", "mlp_layer_types", "architectures"), NAMES),
+    **dict.fromkeys(("layer_types", "mlp_layer_types", "architectures", "gating_types"), NAMES),
     **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), NUMBERS),
     "full_attn_idxs": NUMBERS,
+    "num_attention_heads_per_layer": NUMBERS,
+    "gating": either(FLAG, TEXT),
     "attn_layer_indices": NUMBERS,
     "layers_block_type": NAMES,
     "mamba_d_head": either(WHOLE, TEXT),

@@ -128,6 +128,10 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "short_conv_kernel_size": ("short convolutions", "bailing_hybrid"),
     **dict.fromkeys(("num_expert_group", "moe_renormalize"), ("how experts are chosen", "kimi_linear")),
     **dict.fromkeys(("kda_safe_gate", "kda_lower_bound"), ("the decays of delta nets", "bailing_hybrid")),
+    "num_attention_heads_per_layer": ("heads of each layer", "laguna"),
+    "moe_router_logit_softcapping": ("a cap of the router's logits", "laguna"),
+    "moe_routed_scaling_factor": ("how experts are weighted", "laguna"),
+    "gating": ("a gate on attention's output", "laguna"),
     "layer_group_size": ("which layers have latent attention", "bailing_hybrid"),
 }
 # Beginnings of fields for what no rule here computes.

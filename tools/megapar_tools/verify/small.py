@@ -170,6 +170,7 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
     small = replace(small, **first)
     small = _with_short_lengths(small, model, layers)
     small = _with_small_states(small, heads_unit)
+    small = _with_few_heads_of_layers(small, model, heads_unit)
     if scaling := getattr(small, "rope_scaling", None):
         # Factors of wavelengths, one for each rotated pair of dimensions: the first ones.
         pairs = replace(small, head_dim=head_dim).rotary_width // 2  # type: ignore[attr-defined]
@@ -194,6 +195,18 @@ def _with_small_states(model: ModelConfig, heads_unit: int) -> ModelConfig:
         # A first token reads (q k) v of a state. Where q k is near 0, the norm behind makes much of a rounding.
         return replace(model, **changes, rms_norm_eps=max(model.rms_norm_eps, _STATE_EPS))
     return model
+
+
+def _with_few_heads_of_layers(small: ModelConfig, model: ModelConfig, heads_unit: int) -> ModelConfig:
+    """`small` with few query heads in layers with numbers of their own, which differ if those of `model` do."""
+    listed: tuple[int, ...] = getattr(small, "num_attention_heads_per_layer", ())
+    if max(listed, default=0) <= _HEADS:
+        return small
+    step = math.lcm(heads_unit, small.num_key_value_heads)
+    numbers = [model.num_attention_heads, *sorted({*listed} - {model.num_attention_heads})]
+    few = {number: small.num_attention_heads + step * index for index, number in enumerate(numbers)}
+    changes: dict[str, Any] = {"num_attention_heads_per_layer": tuple(few[number] for number in listed)}
+    return replace(small, **changes)
 
 
 def _with_short_lengths(small: ModelConfig, model: ModelConfig, layers: int) -> ModelConfig:
