@@ -10,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -124,9 +125,11 @@ def test_every_preset_has_a_small_model_for_its_layouts(name: str) -> None:
         ("mixtral-8x7b", ["dp2,ep2", "dp4,ep4"], {"moe.num_experts": 7}),
         ("mixtral-8x7b", ["dp2,ep2,epchunks4"], {"moe.num_experts": 8}),
         ("deepseek-v3", ["dp2,ep2"], {"moe.num_experts": 15, "moe.n_group": 5}),
+        ("laguna-xs-2.1", ["tp2"], {"num_attention_heads_per_layer": (8, 10, 10, 10), "sliding_window": 7}),
+        ("mimo-v2-flash", ["tp2"], {"num_key_value_heads": 2, "swa_num_key_value_heads": 4}),
     ],
 )
-def test_a_small_model_has_what_makes_layouts_differ(name: str, layouts: list[str], kept: dict[str, int]) -> None:
+def test_a_small_model_has_what_makes_layouts_differ(name: str, layouts: list[str], kept: dict[str, Any]) -> None:
     """A sample goes beyond its windows and its original length, and ranks hold unequal numbers of experts."""
     config = load(["--config", name], named_configs(verify_layouts.CONFIGS)).config
     reference, _ = cases_of(config, [layout_words.read(layout) for layout in layouts], whole=False)

@@ -57,7 +57,7 @@ NAMES = (
     "ministral3",
     "ernie4_5_moe",
     "minimax_m2",
-    "laguna",
+    *("laguna", "mimo_v2_flash"),
     "stablelm",
     "phi",
     "opt",
@@ -225,9 +225,6 @@ def _head_size_problems(
         text = f"{whose}, which must divide by its {counted(sizes.kv_heads, 'key/value head')}"
         works = f"it may have {listed(divisors(sizes.query_heads))} key/value heads"
         yield problem(config, kind.sizes_from, f"{text}; {works}")
-    if kind.rotary is not None and (kind.rotary.width % 2 or kind.rotary.width > sizes.head_dim):
-        text = f"layer {number} rotates {kind.rotary.width} of a head's {sizes.head_dim} dimensions; they must be pairs"
-        yield problem(config, kind.sizes_from, text)
     if sizes.query_heads % parallel.tp:
         text = f"{whose}, which must divide by tp; tp may be {listed(fits)}"
         yield problem(config, f"{kind.sizes_from} parallel.tp", text)

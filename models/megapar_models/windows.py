@@ -3,7 +3,7 @@
 All families with windows by layer share this module.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION
 from megapar.config.options import Config
-from megapar_models.family import Codec, Raw
+from megapar_models.family import Codec, Raw, overlaid
 from megapar_models.rotary import Rotary, RotaryModel
 
 FULL = "full_attention"
@@ -149,6 +149,35 @@ class Windows(Codec):
 
     def problems(self, config: Config, model: Any) -> Iterator[str]:
         return window_problems(config, model)
+
+
+def _all_full(layers: int) -> list[str]:
+    return [FULL] * layers
+
+
+@dataclass(frozen=True)
+class ListedWindows(Windows):
+    """Windows of the layers that layer_types lists, in families whose layers with a window have other rules too."""
+
+    usual: Callable[[int], Sequence[str]] = _all_full
+    """transformers' types for an absent layer_types, of so many layers."""
+    keeps_unused: bool = True
+
+    def types(self, raw: Raw) -> Sequence[str]:
+        listed: Sequence[str] | None = raw.get("layer_types")
+        return self.usual(raw["num_hidden_layers"]) if listed is None else listed
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        types, layers = self.types(raw), raw["num_hidden_layers"]
+        if len(types) != layers:
+            return {}, [f"layer_types has {len(types)} layers; a type for each of {layers} is supported"]
+        if raw.get("sliding_window") == 0 and SLIDING not in types:
+            raw = overlaid(raw, {"sliding_window": None})  # transformers takes no null for it
+        return super().read(raw, model_type)
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        super().write(model, fields)
+        fields["sliding_window"] = model.sliding_window
 
 
 @dataclass(frozen=True)

@@ -161,6 +161,13 @@ LAGUNA: dict[str, Any] = {
     **{"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "moe_routed_scaling_factor": 1.5},
     **{"shared_expert_intermediate_size": 12, "moe_router_logit_softcapping": 0.7},
 }
+MIMO: dict[str, Any] = {
+    **{**RMS, "num_attention_heads": 8, "v_head_dim": 6, "attention_bias": True, "attention_value_scale": 0.7},
+    **{"layer_types": TURNS, "sliding_window": 7, "mlp_layer_types": ["dense", "sparse", "sparse", "dense"]},
+    **{"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 3, "moe_intermediate_size": 20},
+    **{"routed_scaling_factor": 1.5, "rope_parameters": LAGUNA_ROPE},
+}
+MIMO_PARTS: tuple[Raw, ...] = ({"partial_rotary_factor": 0.2}, {"partial_rotary_factor": 1.0})
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8, "rope_theta": 300.0}
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 100.0}
@@ -901,7 +908,8 @@ TYPES: dict[str, ModelTypeCase] = {
         fields=LAGUNA,
         layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
         changes=(
-            *({"num_experts_per_tok": 2}, EPS, {"sliding_window": 3}, {"moe_router_logit_softcapping": 2.0}),
+            *({"num_experts_per_tok": 2}, EPS, {"moe_router_logit_softcapping": 2.0}),
+            *({"sliding_window": 3}, {"sliding_window": 64}),
             *({"moe_routed_scaling_factor": 1.0}, {"layer_types": ["sliding_attention", *TURNS[1:]]}),
             *({"rope_parameters": {**LAGUNA_ROPE, "full_attention": {**PLAIN, **part}}} for part in PARTS),
             *({"rope_parameters": {**LAGUNA_ROPE, "sliding_attention": {**PLAIN, **part}}} for part in PARTS),
@@ -915,7 +923,7 @@ TYPES: dict[str, ModelTypeCase] = {
                 "hidden_act": "gelu",
                 "norm_topk_prob": False,
             },
-            **{"partial_rotary_factor": 0.5, "mlp_only_layers": [0], "norm_topk_prob": False},
+            **{"layer_types": TURNS[1:], "partial_rotary_factor": 0.5, "mlp_only_layers": [0], "norm_topk_prob": False},
             "gating_types": ["per_element"],
             "rope_parameters": {"full_attention": PLAIN},
         },
@@ -933,6 +941,41 @@ TYPES: dict[str, ModelTypeCase] = {
         unread=("sliding_window",),
         changes=({"rope_parameters": {"full_attention": PLAIN}},),
         refused={"num_attention_heads_per_layer": [6, 4, 2, 0]},
+    ),
+    "mimo_v2_flash": ModelTypeCase(
+        model_type="mimo_v2_flash",
+        fields=MIMO,
+        layout={"tp": 2, "cp": 2, "cp_attention": "ulysses", "sequence_parallel": True, "packed": True},
+        changes=(
+            *(
+                {"num_experts_per_tok": 2},
+                EPS,
+                {"sliding_window": 3},
+                {"sliding_window": 64},
+                {"norm_topk_prob": False},
+            ),
+            *({"sliding_window_size": 2}, {"attention_value_scale": None}, {"routed_scaling_factor": None}),
+            {"n_group": 4, "topk_group": 2},
+            *({"rope_parameters": {**LAGUNA_ROPE, "full_attention": {**PLAIN, **part}}} for part in MIMO_PARTS),
+            *({"rope_parameters": {**LAGUNA_ROPE, "sliding_attention": {**PLAIN, **part}}} for part in MIMO_PARTS),
+        ),
+        refused={
+            **{**NO_DROPOUT, "hidden_act": "gelu", "mlp_layer_types": ["dense", "sparse"], "rope_theta": 100.0},
+            **{"swa_num_key_value_heads": 2, "swa_head_dim": 8, "add_full_attention_sink_bias": True},
+            **{"hybrid_layer_pattern": [0, 0, 1, 0], "moe_layer_freq": [0, 1, 1, 1], "layernorm_epsilon": 1e-2},
+        },
+        refuses=WINDOWS,
+    ),
+    "mimo_v2_flash, all keys": ModelTypeCase(
+        model_type="mimo_v2_flash",
+        fields={
+            **{**MIMO, "layer_types": ["full_attention"] * 4, "attention_bias": False, "v_head_dim": 14},
+            **{"attention_value_scale": None, "rope_parameters": {"full_attention": PLAIN}, "num_key_value_heads": 1},
+            "head_dim": 12,
+        },
+        layout={"tp": 2, "cp": 2, "cp_attention": "ring", "packed": True},
+        unread=("sliding_window",),
+        changes=({"rope_parameters": {"full_attention": {**PLAIN, "partial_rotary_factor": 0.7}}},),
     ),
     "ernie4_5_moe": ModelTypeCase(
         model_type="ernie4_5_moe",

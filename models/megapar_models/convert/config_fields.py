@@ -56,6 +56,7 @@ _WHOLES = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_num_heads"),
     *("mamba_head_dim", "num_heads", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "attn_rotary_emb"),
     *("moe_latent_size", "moe_shared_expert_intermediate_size"),
+    *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "attention_chunk_size"),
     *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "short_conv_kernel_size"),
 )
 _NUMBERS = (
@@ -67,6 +68,7 @@ _NUMBERS = (
     *("rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor", "router_aux_loss_coef"),
     *("router_jitter_noise", "swiglu_alpha", "swiglu_limit"),
     *("moe_routed_scaling_factor", "moe_router_logit_softcapping"),
+    *("attention_value_scale", "layernorm_epsilon", "swa_rope_theta"),
     "block_ffn_dim_multiplier",
     *("router_jitter_noise", "swiglu_alpha", "swiglu_limit", "mamba_expand", "expand"),
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier"),
@@ -87,6 +89,7 @@ _FLAGS = (
     *("use_expert_bias", "use_pos_enc", "use_sandwich_norm"),
     *("moe_renormalize", "kda_safe_gate"),
     "moe_apply_router_weight_on_input",
+    *("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),
 )
 
 KINDS: Mapping[str, Kind] = {
@@ -100,6 +103,7 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), NUMBERS),
     "full_attn_idxs": NUMBERS,
     "num_attention_heads_per_layer": NUMBERS,
+    "hybrid_layer_pattern": NUMBERS,
     "gating": either(FLAG, TEXT),
     "attn_layer_indices": NUMBERS,
     "layers_block_type": NAMES,

@@ -131,6 +131,8 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "num_attention_heads_per_layer": ("heads of each layer", "laguna"),
     "moe_router_logit_softcapping": ("a cap of the router's logits", "laguna"),
     "moe_routed_scaling_factor": ("how experts are weighted", "laguna"),
+    "attention_value_scale": ("a factor of values", "mimo_v2_flash"),
+    **dict.fromkeys(("swa_num_key_value_heads", "swa_head_dim"), ("heads of layers with a window", "mimo_v2_flash")),
     "gating": ("a gate on attention's output", "laguna"),
     "layer_group_size": ("which layers have latent attention", "bailing_hybrid"),
 }

@@ -17,14 +17,14 @@ from megapar.config.model_options import OF_FUNCTION
 from megapar.config.options import Config
 from megapar_models.families.mixtral import MixtralModel
 from megapar_models.families.qwen3_moe import QWEN3_MOE, Qwen3MoeExperts, numbering_problems
-from megapar_models.family import Codec, Family, ModelType, Raw, like, overlaid, same
+from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import HeadSizes, LayerKind
 from megapar_models.moe import router_rule
 from megapar_models.moe_fields import RoutedExperts, read_moe, refuse_unwritable
 from megapar_models.norms import NormRule
 from megapar_models.rotary_fields import PartialLocalRope
 from megapar_models.stage import Stage
-from megapar_models.windows import FULL, SLIDING, PartialLocalRopeModel, Windows, partial_rotary_of, window_of
+from megapar_models.windows import FULL, SLIDING, ListedWindows, PartialLocalRopeModel, partial_rotary_of, window_of
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,8 @@ class ListedExperts(RoutedExperts):
 
     def write(self, model: Any, fields: dict[str, Any]) -> None:
         moe, names = model.moe, {*self.names.values()}
-        fixed = {name: getattr(moe, name) for name in names & {"routed_scaling_factor", "n_group", *_SHARED}}
-        refuse_unwritable(model, fields["model_type"], self.always | fixed, self.refusals(model), has_bias=True)
+        own = {name: getattr(moe, name) for name in names & {"routed_scaling_factor", "n_group", *_SHARED}}
+        refuse_unwritable(model, fields["model_type"], {**self.always, **own}, self.refusals(model), has_bias=True)
         fields |= {theirs: getattr(moe, ours) for theirs, ours in self.names.items()}
         dense = moe.mlp_only_layers
         fields["mlp_layer_types"] = ["dense" if n in dense else "sparse" for n in range(model.num_hidden_layers)]
@@ -146,23 +146,6 @@ class _Heads(Codec):
             yield problem(config, "model.num_attention_heads_per_layer model.num_hidden_layers", text)
 
 
-class _Windows(Windows):
-    """Windows of the layers that are listed. A model without them may state the window 0."""
-
-    def types(self, raw: Raw) -> Any:
-        return raw.get("layer_types") or [FULL] * raw["num_hidden_layers"]
-
-    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
-        if raw.get("sliding_window") == 0 and SLIDING not in self.types(raw):
-            raw = overlaid(raw, {"sliding_window": None})
-        return super().read(raw, model_type)
-
-    def write(self, model: LagunaModel, fields: dict[str, Any]) -> None:
-        super().write(model, fields)
-        if not model.sliding_window:
-            fields["sliding_window"] = 0  # transformers takes no null
-
-
 _SHARED = ("shared_expert_intermediate_size",)
 _NAMES = same("num_experts", "num_experts_per_tok", "moe_intermediate_size", *_SHARED)
 _NAMES |= {"moe_routed_scaling_factor": "routed_scaling_factor"}
@@ -192,7 +175,7 @@ LAGUNA = Family(
     hugging_face=like(
         QWEN3_MOE,
         model_types={"laguna": ModelType("LagunaForCausalLM", fixed=_FIXED)},
-        codecs=(_EXPERTS, _Heads(), PartialLocalRope(500000.0, windows=_Windows(512), stated=_ROPE)),
+        codecs=(_EXPERTS, _Heads(), PartialLocalRope(500000.0, windows=ListedWindows(512), stated=_ROPE)),
         modules={
             "layers.*.attention.gate": "model.layers.*.self_attn.g_proj",
             "layers.*.mlp.router.bias": f"{_MLP}.experts.e_score_correction_bias",

@@ -198,14 +198,21 @@ def _with_small_states(model: ModelConfig, heads_unit: int) -> ModelConfig:
 
 
 def _with_few_heads_of_layers(small: ModelConfig, model: ModelConfig, heads_unit: int) -> ModelConfig:
-    """`small` with few query heads in layers with numbers of their own, which differ if those of `model` do."""
+    """`small` with few heads in layers that have numbers of their own, unlike the others if those of `model` are."""
+    changes: dict[str, Any] = {}
     listed: tuple[int, ...] = getattr(small, "num_attention_heads_per_layer", ())
-    if max(listed, default=0) <= _HEADS:
-        return small
-    step = math.lcm(heads_unit, small.num_key_value_heads)
-    numbers = [model.num_attention_heads, *sorted({*listed} - {model.num_attention_heads})]
-    few = {number: small.num_attention_heads + step * index for index, number in enumerate(numbers)}
-    changes: dict[str, Any] = {"num_attention_heads_per_layer": tuple(few[number] for number in listed)}
+    if max(listed, default=0) > _HEADS:
+        step = math.lcm(heads_unit, small.num_key_value_heads)
+        numbers = [model.num_attention_heads, *sorted({*listed} - {model.num_attention_heads})]
+        few = {number: small.num_attention_heads + step * index for index, number in enumerate(numbers)}
+        changes["num_attention_heads_per_layer"] = tuple(few[number] for number in listed)
+    if keys := getattr(model, "swa_num_key_value_heads", 0):
+        most = max(small.num_key_value_heads * keys // model.num_key_value_heads, 1)
+        fit = [number for number in range(1, most + 1) if small.num_attention_heads % number == 0]
+        changes["swa_num_key_value_heads"] = fit[-1]
+    for name in ("partial_rotary_factor", "local_partial_rotary_factor"):
+        if int(getattr(small, name, 0.0) * (small.head_dim or 2)) % 2:
+            changes[name] = 0.5  # of a short head, the part of the model may be no pairs
     return replace(small, **changes)
 
 
