@@ -304,6 +304,36 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"tp": 2, "pp": 2, "sequence_parallel": True},
         unread=("attention_dropout",),
     ),
+    "internlm3": ModelTypeCase(
+        model_type="internlm3",
+        fields={**RMS, "attention_bias": True, "mlp_bias": True},
+        layout={"tp": 2, "sequence_parallel": True},
+        refused=NO_DROPOUT,
+        written_as="llama",
+    ),
+    "internlm3, dynamic rotary": ModelTypeCase(
+        model_type="internlm3",
+        fields={**RMS, "rope_parameters": {"rope_type": "dynamic", "factor": 6.0, "rope_theta": 300.0}},
+        layout={"pp": 2},
+        refused=NO_DROPOUT,
+        written_as="llama",
+    ),
+    "iquestcoder": ModelTypeCase(
+        model_type="iquestcoder",
+        fields={**RMS, "attention_bias": True, "mlp_bias": True},
+        layout={"tp": 2, "sequence_parallel": True},
+        refused={**NO_DROPOUT, "clip_qkv": 0.5, "use_sliding_window": True},
+        written_as="llama",
+    ),
+    "cwm": ModelTypeCase(
+        model_type="cwm",
+        fields={**RMS, "sliding_window": 5, "rope_parameters": LLAMA3},
+        layout={"cp": 2, "cp_attention": "ulysses"},
+        changes=({"rope_parameters": YARN}, {"layer_types": TURNS}, {"sliding_window": 3}, EPS),
+        refused={**NO_DROPOUT, "mlp_bias": True},
+        refuses=WINDOWS,
+        written_as="ministral",
+    ),
     # Family gpt
     "gpt2": ModelTypeCase(
         model_type="gpt2",
