@@ -46,6 +46,7 @@ _MAY_BE_ZERO = {
     "model.moe.mlp_only_layers",
     "model.no_rope_layers",
     "model.attn_layer_indices",
+    "model.layer_rope_theta",
     "model.moe.router_aux_loss_coef",
     "model.moe.router_bias_update_rate",
 }

@@ -42,6 +42,13 @@ def window_of(model: WindowModel, number: int) -> int:
     return model.sliding_window
 
 
+def rotary_in_windows(model: WindowModel, number: int) -> Rotary | None:
+    """The rotary table of a layer where layers with a window alone see positions. Without any window all layers do."""
+    if model.sliding_window and is_full(model, number):
+        return None
+    return Rotary.of(model)
+
+
 @dataclass(frozen=True)
 class LocalRopeModel(WindowModel):
     """The options of a family whose layers with a window may have a rotary table of their own."""
@@ -124,6 +131,8 @@ class Windows(Codec):
     """Whether a window that no token ever leaves is kept: the family asks whether there is one."""
     layers: int = 0
     """transformers' number of layers for an absent num_hidden_layers."""
+    needed: bool = False
+    """Whether transformers fails without a window, also if no layer reads it."""
 
     def types(self, raw: Raw) -> Sequence[str]:
         """Return the type of each layer."""
@@ -141,9 +150,14 @@ class Windows(Codec):
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         return read_windows(raw, self._window(raw), self.types(raw), keeps_unused=self.keeps_unused)
 
+    def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
+        if self.needed and self._window(raw) is None:
+            yield "sliding_window=null is not supported; transformers fails with it"
+
     def write(self, model: Any, fields: dict[str, Any]) -> None:
         types = [FULL if is_full(model, number) else SLIDING for number in range(model.num_hidden_layers)]
-        fields |= {"sliding_window": model.sliding_window or None, "layer_types": types}
+        unused = model.max_position_embeddings if self.needed else None
+        fields |= {"sliding_window": model.sliding_window or unused, "layer_types": types}
         if self.switch:
             fields |= {self.switch: model.sliding_window > 0}
 

@@ -501,6 +501,17 @@ TYPES: dict[str, ModelTypeCase] = {
         refused=GEMMA_REFUSED,
         refuses=WINDOWS,
     ),
+    "vaultgemma": ModelTypeCase(
+        model_type="vaultgemma",
+        fields={
+            **{**GEMMA, "sliding_window": 5, "query_pre_attn_scalar": 7, "attn_logit_softcapping": 2.0},
+            "final_logit_softcapping": 3.0,
+        },
+        layout={"tp": 2, "pp": 2},
+        changes=(*GEMMA_LATER, {"attn_logit_softcapping": None}, {"rope_parameters": YARN}),
+        refused=NO_DROPOUT,
+        refuses=WINDOWS,
+    ),
     "gemma3_text": ModelTypeCase(
         model_type="gemma3_text",
         fields={
@@ -558,6 +569,54 @@ TYPES: dict[str, ModelTypeCase] = {
         refused={**NO_DROPOUT, "clip_qkv": 0.5},
     ),
     # Granite
+    "granite_swa": ModelTypeCase(
+        model_type="granite_swa",
+        fields={
+            **{**GRANITE, "mlp_bias": True, "sliding_window": 5, "tie_word_embeddings": False},
+            **{"layer_types": MIXED, "layer_rope_theta": [300.0, 0, 50, 300.0]},
+        },
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=(*GRANITE_CHANGES, {"layer_rope_theta": [0, 0, 0, 0]}, {"layer_types": TURNS}, {"sliding_window": 3}),
+        refused={**NO_DROPOUT, "layer_rope_theta": [-1.0]},
+        refuses=WINDOWS,
+    ),
+    "granite_swa, one base": ModelTypeCase(
+        model_type="granite_swa",
+        fields={**RMS, "sliding_window": 5, "attention_multiplier": 0.3, "rope_parameters": YARN},
+        layout={"pp": 2},
+        refuses=WINDOWS,
+    ),
+    "granitemoe_swa": ModelTypeCase(
+        model_type="granitemoe_swa",
+        fields={
+            **{**GRANITE, **EXPERTS, "sliding_window": 5, "shared_intermediate_size": 28},
+            "layer_rope_theta": [300.0, 0, 50, 300.0],
+        },
+        layout={"tp": 2, "ep": 2, "etp": 1},
+        changes=(*GRANITE_CHANGES, {"layer_types": TURNS}, {"num_experts_per_tok": 2}),
+        refused=NO_DROPOUT,
+        refuses=WINDOWS,
+    ),
+    "granitemoe_swa, no shared expert": ModelTypeCase(
+        model_type="granitemoe_swa",
+        fields={**GRANITE, **EXPERTS, "sliding_window": 5, "layer_types": TURNS, "rope_parameters": YARN},
+        layout={"dp": 2, "ep": 2},
+        refused=NO_DROPOUT,
+        refuses=WINDOWS,
+    ),
+    "hyperclovax": ModelTypeCase(
+        model_type="hyperclovax",
+        fields={**GRANITE, "mlp_bias": True},
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=GRANITE_CHANGES,
+        refused={**NO_DROPOUT, "resid_pdrop": 0.1},
+    ),
+    "hyperclovax, norms before": ModelTypeCase(
+        model_type="hyperclovax",
+        fields={**RMS, "use_post_norm": False, "tie_word_embeddings": True},
+        layout={"pp": 2},
+        changes=({"attention_multiplier": 0.9},),
+    ),
     "granite": ModelTypeCase(
         model_type="granite",
         fields={**GRANITE, "mlp_bias": True},
@@ -710,6 +769,19 @@ TYPES: dict[str, ModelTypeCase] = {
         refuses=WINDOWS,
     ),
     # Ungated MLPs, and rotary embeddings scaled in ways of their own
+    "jais2": ModelTypeCase(
+        model_type="jais2",
+        fields={**HEADS, "layer_norm_eps": 1e-3},
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=(SILU, {"layer_norm_eps": 1e-1}, {"rope_parameters": YARN}),
+        refused=NO_DROPOUT,
+    ),
+    "jais2, no biases": ModelTypeCase(
+        model_type="jais2",
+        fields={**HEADS, "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True},
+        layout={"pp": 2},
+        refused=NO_DROPOUT,
+    ),
     "arcee": ModelTypeCase(
         model_type="arcee",
         fields={**RMS, "attention_bias": True, "mlp_bias": True},
@@ -905,8 +977,20 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"tp": 2, "ep": 2, "etp": 1},
         unread=("sliding_window", "max_window_layers"),
         changes=({"routed_scaling_factor": 1.5}, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}, OTHER_ROPE),
-        refused={**NO_DROPOUT, "attention_bias": True, "layer_types": MIXED},
+        refused={**NO_DROPOUT, "attention_bias": True},
         written_as="glm4_moe",
+    ),
+    "dots1, windows": ModelTypeCase(
+        model_type="dots1",
+        fields={
+            **{**FINE_EXPERTS, "n_routed_experts": 7, "first_k_dense_replace": 1, "sliding_window": 5},
+            "max_window_layers": 1,
+        },
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("max_window_layers",),
+        changes=({"layer_types": MIXED}, {"sliding_window": 3}, {"layer_types": None, "max_window_layers": 2}),
+        refused={**NO_DROPOUT, "attention_bias": True},
+        refuses=WINDOWS,
     ),
     "solar_open": ModelTypeCase(
         model_type="solar_open",

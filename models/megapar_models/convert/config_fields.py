@@ -25,7 +25,8 @@ _COUNTED = whole_up_to(10_000)
 
 _TEXTS = (
     *("model_type", "hidden_act", "hidden_activation", "activation", "activation_function", "scoring_func"),
-    *("mlp_hidden_act", "normalization_function"),
+    *("mlp_hidden_act", "normalization_function", "score_func"),
+    *("expert_selection_fn", "shared_expert_combination_strategy"),
     *("topk_method", "norm_type", "qk_norm_type", "position_embedding_type", "order_of_interleaved_layers"),
 )
 _COUNTS = (
@@ -42,14 +43,14 @@ _SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "full_attention_interval"),
     *("conv_L_cache", "block_multiple_of"),
-    *("model_max_length", "layer_group_size"),
+    *("model_max_length", "layer_group_size", "prefix_dense_sliding_window_pattern"),
 )
 _WHOLES = (
     *("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
     *("num_key_value_heads", "num_kv_heads", "head_dim", "kv_channels"),
     *("attention_head_dim", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "word_embed_proj_dim"),
     *("kv_lora_rank", "q_lora_rank", "rotary_dim", "sliding_window", "sliding_window_size", "max_window_layers"),
-    *("decoder_sparse_step", "moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"),
+    *("decoder_sparse_step", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index", "no_rope_layer_interval", "layer_switch"),
     *("num_ln_in_parallel_attn",),
     *("block_ff_dim", "block_dim", "conv_dim", "conv_dim_out", "num_heads"),
@@ -58,6 +59,7 @@ _WHOLES = (
     *("moe_latent_size", "moe_shared_expert_intermediate_size"),
     *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "attention_chunk_size"),
     *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "short_conv_kernel_size"),
+    *("global_attn_every_n_layers", "prefix_dense_intermediate_size"),
 )
 _NUMBERS = (
     *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "layerdrop"),
@@ -73,7 +75,7 @@ _NUMBERS = (
     *("router_jitter_noise", "swiglu_alpha", "swiglu_limit", "mamba_expand", "expand"),
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier"),
     *("ssm_in_multiplier", "ssm_out_multiplier"),
-    *("kda_lower_bound", "output_dropout"),
+    *("kda_lower_bound", "output_dropout", "route_scale", "router_scaling_factor"),
 )
 _FLAGS = (
     *("add_cross_attention", "alibi", "attention_bias", "attention_out_bias", "bias", "do_layer_norm_before"),
@@ -90,6 +92,7 @@ _FLAGS = (
     *("moe_renormalize", "kda_safe_gate"),
     "moe_apply_router_weight_on_input",
     *("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),
+    *("enable_moe_fp32_combine", "mup_enabled", "route_norm", "use_post_norm"),
 )
 
 KINDS: Mapping[str, Kind] = {
@@ -110,12 +113,14 @@ KINDS: Mapping[str, Kind] = {
     "mamba_d_head": either(WHOLE, TEXT),
     "hybrid_override_pattern": TEXT,
     **dict.fromkeys(("time_step_limit", "mlp_multipliers", "ssm_multipliers"), LIST),
+    "layer_rope_theta": LIST,
     **dict.fromkeys(("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"), LIST),
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config"), OBJECT),
     "dual_chunk_attention_config": OBJECT,
     "linear_attn_config": OBJECT,
     "sliding_window_pattern": either(WHOLE, TEXT),
     "moe_layer_freq": either(WHOLE, NUMBERS),
+    **dict.fromkeys(("moe_intermediate_size", "moe_topk", "num_shared_expert"), either(WHOLE, NUMBERS)),
 }
 _OF_ROPE: Mapping[str, Kind] = {
     **dict.fromkeys(("rope_type", "type"), TEXT),

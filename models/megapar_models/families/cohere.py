@@ -22,11 +22,10 @@ from megapar_models.families.llama import LLAMA
 from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.norms import NormRule
-from megapar_models.rotary import Rotary
 from megapar_models.rotary_fields import Rope
 from megapar_models.stage import Stage
 from megapar_models.tensor_layouts import Packing, Pairs
-from megapar_models.windows import WindowModel, Windows, full_every, is_full, window_of
+from megapar_models.windows import WindowModel, Windows, full_every, rotary_in_windows, window_of
 
 
 @dataclass(frozen=True)
@@ -46,13 +45,12 @@ class CohereStage(Stage[CohereModel]):
 
     @classmethod
     def layer_kind(cls, model: CohereModel, number: int) -> LayerKind:
-        sees_positions = not model.sliding_window or not is_full(model, number)
         return LayerKind(
             norm=NormRule(model.rms_norm_eps, "layer", biased=False),
             parallel="one_norm",
             qk_norm=model.qk_norm,
             qk_norm_over="each_head",
-            rotary=Rotary.of(model) if sees_positions else None,
+            rotary=rotary_in_windows(model, number),
             window=window_of(model, number),
             qkv_bias=model.attention_bias,
             out_bias=model.attention_bias,
@@ -97,7 +95,7 @@ def _type_of(model: CohereModel) -> str:
     return "cohere2"
 
 
-def _pairs(model: CohereModel) -> dict[str, Pairs]:
+def neighbors(model: CohereModel) -> dict[str, Pairs]:
     """Return the tensors of q and k, whose rotary pairs are neighbors in Hugging Face's files."""
     names = (f"layers.*.attention.{name}" for name in ("q", "k", "q_norm", "k_norm"))
     return dict.fromkeys(names, Pairs(model.head_dim, 0, model.head_dim))
@@ -128,7 +126,7 @@ COHERE = Family(
             "model.layers.*.self_attn.q_norm": Packing("num_attention_heads", by_group=True),
             "model.layers.*.self_attn.k_norm": Packing("num_key_value_heads", by_group=True),
         },
-        pairs=_pairs,
+        pairs=neighbors,
         fields={"layer_norm_eps": "rms_norm_eps", **same("attention_bias", "logit_scale")},
         defaults={"layer_norm_eps": 1e-5, "tie_word_embeddings": True, "attention_bias": False, "logit_scale": 0.0625},
         # The last one is of how it was trained.

@@ -13,10 +13,9 @@ from megapar_models.families.llama import LLAMA
 from megapar_models.family import Family, ModelType, Raw, like
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
-from megapar_models.rotary import Rotary
 from megapar_models.rotary_fields import Rope
 from megapar_models.stage import Stage
-from megapar_models.windows import WindowModel, Windows, is_full, window_of
+from megapar_models.windows import WindowModel, Windows, rotary_in_windows, window_of
 
 
 class Exaone4Stage(Stage[WindowModel]):
@@ -24,19 +23,18 @@ class Exaone4Stage(Stage[WindowModel]):
 
     @classmethod
     def layer_kind(cls, model: WindowModel, number: int) -> LayerKind:
-        rotary: Rotary | None = Rotary.of(model)
-        if model.sliding_window and is_full(model, number):
-            rotary = None
         return LayerKind(
             norm=NormRule(model.rms_norm_eps),
             norms="after",
-            rotary=rotary,
+            rotary=rotary_in_windows(model, number),
             window=window_of(model, number),
             qk_norm=True,
         )
 
 
-class _Windows(Windows):
+class Exaone4Windows(Windows):
+    """Windows of some layers. transformers needs a number for the pattern, and may have none."""
+
     def types(self, raw: Raw) -> Sequence[str]:
         stated = raw.get("layer_types")
         return super().types(raw) if stated is None else stated
@@ -61,7 +59,7 @@ EXAONE4 = Family(
     hugging_face=like(
         LLAMA,
         model_types={"exaone4": ModelType("Exaone4ForCausalLM", fixed=_FIXED)},
-        codecs=(Rope(), _Windows(4096, every=4, pattern="sliding_window_pattern", keeps_unused=True)),
+        codecs=(Rope(), Exaone4Windows(4096, every=4, pattern="sliding_window_pattern", keeps_unused=True)),
         modules={
             "layers.*.attention_norm": None,
             "layers.*.mlp_norm": None,

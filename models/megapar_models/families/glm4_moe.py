@@ -4,10 +4,10 @@ Its weights are those of Llama and of Mixtral (megapar_models.families.llama, me
 
 At Hugging Face: glm4_moe. Layers of multi-token prediction are left out. Files of dots1 (dots.llm1, arXiv 2506.05767)
 and solar_open (Solar Open 100B) are read too: they are the same model, all of each head rotated. Both are written as
-glm4_moe.
+glm4_moe, and a model with windows as dots1.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,14 +18,15 @@ from megapar.config.options import Config
 from megapar_models.families.deepseek import SIGMOID, DeepseekExperts, SharedExperts, prediction_layers, with_experts
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
 from megapar_models.families.qwen3_moe import QWEN3_MOE
-from megapar_models.family import Codec, Family, ModelType, Raw, like, same
+from megapar_models.family import Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.rotary import Rotary
 from megapar_models.rotary_fields import PartialRope, scaling_problems
+from megapar_models.windows import FULL, SLIDING, WindowModel, Windows, window_of
 
 
 @dataclass(frozen=True)
-class Glm4MoeModel(MixtralModel):
+class Glm4MoeModel(MixtralModel, WindowModel):
     """The options of GLM-4.5."""
 
     moe: DeepseekExperts = field(default_factory=DeepseekExperts)
@@ -51,6 +52,7 @@ class Glm4MoeStage(MixtralStage[Glm4MoeModel]):
         kind = replace(
             super().layer_kind(model, number),
             rotary=Rotary.of(model),
+            window=window_of(model, number),
             qkv_bias=model.attention_bias,
             qk_norm=model.qk_norm,
         )
@@ -79,18 +81,31 @@ class _Rope(PartialRope):
             yield problem(config, "model.partial_rotary_factor", text)
 
 
-class _Dots1(Codec):
+class _Windows(Windows):
+    """The windows of dots1, and what its files say of scores."""
+
+    def types(self, raw: Raw) -> Sequence[str]:
+        stated, layers = raw.get("max_window_layers"), raw["num_hidden_layers"]
+        first = 62 if stated is None else stated
+        return raw.get("layer_types") or [SLIDING if number >= first else FULL for number in range(layers)]
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        if self._window(raw) is None and not raw.get("layer_types"):
+            return {}, []
+        return super().read(raw, model_type)
+
     def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
-        """Yield what dots1 does not compute: layers with a window, which its files have not, and other scores."""
         # The published files give the scores the name of DeepSeek's method.
         if raw.get("scoring_func", "sigmoid") not in ("sigmoid", "noaux_tc"):
             yield f"scoring_func={raw['scoring_func']!r} is not supported; 'sigmoid' and 'noaux_tc' are"
-        stated = raw.get("max_window_layers")
-        first = 62 if stated is None else stated
-        types = raw.get("layer_types") or ["sliding_attention"] * (raw["num_hidden_layers"] > first)
-        if raw.get("sliding_window", 4096) is not None and "sliding_attention" in types:
-            text = "windows of dots1 are not supported; full_attention is"
-            yield f"sliding_window, layer_types, max_window_layers: {text}"
+
+    def write(self, model: Glm4MoeModel, fields: dict[str, Any]) -> None:
+        if not model.qk_norm or model.attention_bias or model.partial_rotary_factor != 1.0:
+            raise ConfigError(
+                "model.sliding_window, model.qk_norm, model.attention_bias, model.partial_rotary_factor: dots1 of "
+                "transformers, which alone has windows, has norms of q and k, no biases, and rotates whole heads"
+            )
+        super().write(model, fields)
 
 
 def _type_of(model: Glm4MoeModel) -> str:
@@ -99,7 +114,7 @@ def _type_of(model: Glm4MoeModel) -> str:
             "model.moe.scoring_func, model.moe.balance: glm4_moe of transformers has sigmoid scores and a bias that "
             "selects experts"
         )
-    return "glm4_moe"
+    return "dots1" if model.sliding_window else "glm4_moe"
 
 
 _FIXED = {"attention_dropout": 0.0, "moe_layer_freq": 1}
@@ -132,7 +147,7 @@ GLM4_MOE = Family(
                 "Dots1ForCausalLM",
                 {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "use_qk_norm": True},
                 _FIXED | {"topk_method": "noaux_tc", "attention_bias": False, "use_qk_norm": True},
-                (_DOTS1_EXPERTS, _Rope(), _Dots1()),
+                (_DOTS1_EXPERTS, _Rope(), _Windows(4096)),
             ),
             "solar_open": ModelType(
                 "SolarOpenForCausalLM",

@@ -92,7 +92,7 @@ class Multipliers(Rope):
     def problems(self, config: Config, model: GraniteModel) -> Iterator[str]:
         yield from super().problems(config, model)
         if model.logits_scaling <= 0:
-            yield problem(config, "model.logits_scaling", "logits are divided by it; use a number above 0")
+            yield problem(config, "model.logits_scaling", "logits are scaled by it; use a number above 0")
 
 
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
