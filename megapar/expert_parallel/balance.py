@@ -194,7 +194,7 @@ class Router(nn.Module):
         scores = route.scores(logits, self.rule)
         if indices is None:
             bias = self.bias if self.balance.has_bias else None
-            indices = route.select(scores, self.rule, bias)
+            indices = route.select(route.ranked_by(logits, scores, self.rule), self.rule, bias)
         return Routing(logits, scores, indices, route.weights(scores, indices, self.rule))
 
     def count(self, chosen_e: Tensor) -> None:

@@ -38,6 +38,7 @@ class RouterRule:
     `norm_epsilon` is added to the sum that weights are divided by. The default changes no sum of a softmax.
 
     With a `logit_cap` logits x become logit_cap * tanh(x / logit_cap) first. 0: they stay as they are.
+    With `selects_by` "logit" the experts with the highest logits are chosen, and a selection bias is added to logits.
     """
 
     top_k: int
@@ -50,6 +51,7 @@ class RouterRule:
     zero_other_groups: bool = False
     norm_epsilon: float = _SIGMOID_EPSILON
     logit_cap: float = 0.0
+    selects_by: Literal["score", "logit"] = "score"
 
     @property
     def counted_in_group(self) -> int:
@@ -79,12 +81,17 @@ def probabilities(scores_te: Tensor, rule: RouterRule) -> Tensor:
     return scores_te / (scores_te.sum(dim=-1, keepdim=True) + _SIGMOID_EPSILON)
 
 
+def ranked_by(logits_te: Tensor, scores_te: Tensor, rule: RouterRule) -> Tensor:
+    """What experts are selected by, [t, e]: the scores, or the logits with as many digits."""
+    return scores_te if rule.selects_by == "score" else _at_least_fp32(logits_te)
+
+
 @torch.no_grad()
 def select(scores_te: Tensor, rule: RouterRule, bias_e: Tensor | None = None) -> Tensor:
     """The experts of each token, int64 [t, k], the best one first.
 
-    `bias_e` is added to the scores. It changes the choice of experts, but not their weights. Of experts with equal
-    scores, those with the lowest numbers are chosen.
+    `scores_te` may also be logits (`ranked_by`). `bias_e` is added to them. It changes the choice of experts, but not
+    their weights. Of experts with equal scores, those with the lowest numbers are chosen.
     """
     biased_te = scores_te if bias_e is None else scores_te + bias_e
     if rule.n_group > 1:

@@ -568,6 +568,17 @@ TYPES: dict[str, ModelTypeCase] = {
         changes=(GELU, {"rope_parameters": YARN}, EPS, {"num_experts_per_tok": 2}, {"norm_topk_prob": True}),
         refused={**NO_DROPOUT, "clip_qkv": 0.5},
     ),
+    "flex_olmo": ModelTypeCase(
+        model_type="flex_olmo",
+        # With a smaller eps and narrow experts the norms of outputs enlarge rounding.
+        fields={
+            **{**SIZES, "rms_norm_eps": 3e-2, "attention_bias": True, "num_experts": 5, "num_experts_per_tok": 3},
+            "intermediate_size": 76,
+        },
+        layout={"tp": 2, "ep": 2, "etp": 1},
+        changes=(GELU, {"rope_parameters": YARN}, EPS, {"num_experts_per_tok": 2}, {"norm_topk_prob": True}),
+        refused=NO_DROPOUT,
+    ),
     # Granite
     "granite_swa": ModelTypeCase(
         model_type="granite_swa",
@@ -990,6 +1001,68 @@ TYPES: dict[str, ModelTypeCase] = {
         unread=("max_window_layers",),
         changes=({"layer_types": MIXED}, {"sliding_window": 3}, {"layer_types": None, "max_window_layers": 2}),
         refused={**NO_DROPOUT, "attention_bias": True},
+        refuses=WINDOWS,
+    ),
+    "afmoe": ModelTypeCase(
+        model_type="afmoe",
+        fields={
+            **{**UNTIED, "intermediate_size": 44, "moe_intermediate_size": 20, "num_experts": 7, "sliding_window": 5},
+            **{"num_experts_per_tok": 3, "num_dense_layers": 1, "route_scale": 2.5, "mup_enabled": True},
+            "rope_parameters": PLAIN,
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        unread=("global_attn_every_n_layers",),
+        changes=(
+            *(EPS, {"rope_parameters": YARN}, {"num_experts_per_tok": 2}, {"layer_types": TURNS}),
+            *({"mup_enabled": False}, {"layer_types": None, "global_attn_every_n_layers": 3}),
+        ),
+        refused={**NO_DROPOUT, "attention_bias": True, "sliding_window": None},
+        refuses=WINDOWS,
+    ),
+    "exaone_moe": ModelTypeCase(
+        model_type="exaone_moe",
+        fields={
+            **{**UNTIED, "intermediate_size": 44, "moe_intermediate_size": 20, "num_experts": 8, "sliding_window": 5},
+            **{"num_experts_per_tok": 3, "n_group": 4, "topk_group": 2, "num_shared_experts": 2, "layer_types": MIXED},
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        unread=("sliding_window_pattern", "first_k_dense_replace"),
+        changes=(EPS, {"rope_parameters": YARN}, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}, *GROUPS),
+        refused={**NO_DROPOUT, "sliding_window": None, "mlp_layer_types": ["dense"]},
+        refuses=WINDOWS,
+    ),
+    "hy_v3": ModelTypeCase(
+        model_type="hy_v3",
+        fields={
+            **{**UNTIED, "intermediate_size": 44, "moe_intermediate_size": 20, "num_experts": 7},
+            **{"num_experts_per_tok": 3, "num_shared_experts": 2, "rope_parameters": PLAIN, "attention_bias": True},
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        changes=(EPS, {"rope_parameters": YARN}, {"num_experts_per_tok": 2}, {"router_scaling_factor": 1.5}),
+        refused={**NO_DROPOUT, "mlp_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"]},
+    ),
+    "kolibri1": ModelTypeCase(
+        model_type="kolibri1",
+        fields={
+            **{**UNTIED, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28, "num_experts": 7},
+            **{"num_experts_per_tok": 3, "sliding_window": 5, "layer_types": MIXED},
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        changes=(EPS, {"rope_parameters": YARN}, {"num_experts_per_tok": 2}, {"norm_topk_prob": True}),
+        refused={**NO_DROPOUT, "sliding_window": None},
+        refuses=WINDOWS,
+    ),
+    "mellum": ModelTypeCase(
+        model_type="mellum",
+        fields={
+            **{**UNTIED, "num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "layer_types": MIXED},
+            **{"attention_bias": True, "sliding_window": 5, "intermediate_size": 44},
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": PLAIN},
+            "mlp_layer_types": ["sparse", "dense", "sparse", "sparse"],
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        changes=(EPS, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}, {"layer_types": TURNS}),
+        refused={**NO_DROPOUT, "mlp_layer_types": ["dense"]},
         refuses=WINDOWS,
     ),
     "solar_open": ModelTypeCase(

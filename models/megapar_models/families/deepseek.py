@@ -20,7 +20,7 @@ from megapar.config.model_options import MixtureModel, MoEConfig
 from megapar.config.options import Config
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
 from megapar_models.families.qwen3_moe import QWEN3_MOE
-from megapar_models.family import Codec, Family, ModelType, Raw, like, same
+from megapar_models.family import Codec, Family, ModelType, Raw, like, overlaid, same
 from megapar_models.latent_attention import Latent
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe import router_rule
@@ -171,6 +171,35 @@ class SharedExperts(Balanced):
         fields |= {"first_k_dense_replace": moe.first_k_dense_replace, "norm_topk_prob": moe.norm_topk_prob}
 
 
+@dataclass(frozen=True, kw_only=True)
+class RenamedExperts(SharedExperts):
+    """DeepSeek-V3's experts under other names of fields."""
+
+    theirs: Mapping[str, str]
+    """From their fields to those of DeepSeek."""
+    lists_layers: bool = False
+    """Whether mlp_layer_types may say which layers have experts, whatever first_k_dense_replace says."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        defaults = {**self.moe, **self.defaults}
+        found = {ours: raw.get(theirs, defaults.get(ours)) for theirs, ours in self.theirs.items()}
+        values, problems = super().read(overlaid(raw, found), model_type)
+        types, wrong = mlp_types(raw) if self.lists_layers else (None, [])
+        problems = [*problems, *wrong]
+        return (values, problems) if types is None else with_listed_layers(values, types, problems)
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        if model.moe.scoring_func != "sigmoid" or not model.moe.has_selection_bias:
+            text = f"{fields['model_type']} of transformers has sigmoid scores and a bias that selects experts"
+            raise ConfigError(f"model.moe.scoring_func, model.moe.balance: {text}")
+        super().write(model, fields)
+        for theirs, ours in self.theirs.items():
+            fields[theirs] = fields.pop(ours)
+        if self.lists_layers:
+            dense = model.moe.first_k_dense_replace
+            fields["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (model.num_hidden_layers - dense)
+
+
 class _V2Experts(SharedExperts):
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         values, problems = super().read(raw, model_type)
@@ -185,6 +214,14 @@ class _LiteExperts(SharedExperts):
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         values, problems = super().read(raw, model_type)
         return with_listed_layers(values, raw.get("mlp_layer_types") or ["dense"], problems)
+
+
+def mlp_types(raw: Raw) -> tuple[Sequence[str] | None, list[str]]:
+    """Return the kind of each layer's MLP, None if a config.json does not list them, and problems."""
+    types, layers = raw.get("mlp_layer_types"), raw["num_hidden_layers"]
+    if types is not None and ({*types} - {"dense", "sparse"} or len(types) != layers):
+        return None, [f"mlp_layer_types={types!r} should be dense or sparse for each of {layers} layers"]
+    return types, []
 
 
 def with_listed_layers(
