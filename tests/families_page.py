@@ -55,6 +55,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "expert_bias": "biases of the experts",
         "plain_experts": "experts without a gate",
         "expert_latent": "experts in a latent width",
+        "averages_shared": "the mean of experts and shared expert",
     },
     Ends: {
         "embedding_multiplier": "a factor of embeddings",

@@ -107,3 +107,16 @@ def test_counts() -> None:
     indices = torch.tensor([[0, 3], [3, 1]])
     assert route.counts(indices, 5).tolist() == [1, 1, 0, 2, 0]
     assert route.counts(indices[:0], 2).tolist() == [0, 0]
+
+
+def test_logits_tell_experts_apart_whose_sigmoids_are_equal() -> None:
+    rule = RouterRule(top_k=2, scoring_func="sigmoid", norm_topk_prob=False, selects_by="logit")
+    logits = torch.tensor([[40.0, 50.0, -1.0, 60.0]])
+    scores_te = route.scores(logits, rule)
+    assert scores_te[0, 0] == scores_te[0, 1] == 1.0
+    ranked_te = route.ranked_by(logits, scores_te, rule)
+    assert route.select(ranked_te, rule).tolist() == [[3, 1]]
+    # A bias of logits; weights are without it.
+    indices = route.select(ranked_te, rule, torch.tensor([0.0, 0.0, 100.0, 0.0]))
+    assert indices.tolist() == [[2, 3]]
+    assert torch.equal(route.weights(scores_te, indices, rule), scores_te[:, [2, 3]])

@@ -8,7 +8,7 @@ import pytest
 from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from tests.support.grid import LLAMA, Layout
-from tests.support.model_types import HEADS, LONGROPE, MIXED, PLAIN, RMS
+from tests.support.model_types import HEADS, LONGROPE, MIXED, PLAIN, RMS, YARN
 from tests.support.published import model_of
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
@@ -34,6 +34,13 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("hunyuan_v1_dense", {"attention_head_dim": 12}, "unless it is head_dim, 10"),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' is not supp"),
     ("hunyuan_v1_dense", {"rope_scaling": {"type": "dynamic", "alpha": "2"}}, "alpha='2' should be a number"),
+    ("hunyuan_v1_moe", {"num_shared_expert": [1, 1, 1, 2]}, "num_shared_expert=.* is not supported unless all layers"),
+    ("hunyuan_v1_moe", {"moe_topk": [1, 2, 1, 1]}, "moe_topk=.* is not supported unless all layers have the same"),
+    ("cohere2_moe", {"rope_scaling": YARN}, "transformers reads rope_parameters alone"),
+    ("cohere2_moe", {"num_shared_experts": None}, "null is not supported"),
+    ("exaone_moe", {"mlp_layer_types": ["dense", "sparse"]}, "should be dense or sparse for each of 4 layers"),
+    ("hy_v3", {"mlp_layer_types": ["sparse", "dense", *["sparse"] * 2]}, "unless its dense layers are the first"),
+    ("granite_swa", {"layer_rope_theta": [1.0, 2.0]}, "give a base from 0 on for each of the 4 layers"),
     ("ministral3", {"rope_theta": 1e4}, "releases of transformers disagree"),
     ("ministral3", {"rope_parameters": PLAIN}, "rope_parameters lacks llama_4_scaling_beta"),
     ("ministral3", {"rope_parameters": PLAIN | {"llama_4_scaling_beta": 0.1}}, "this rope_type does not have; use"),

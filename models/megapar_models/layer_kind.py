@@ -156,6 +156,8 @@ class LayerKind:
     """Whether experts and shared expert have no gate, as mlp "plain"."""
     expert_latent: int = 0
     """The width that experts read and write, between two projections of their own. 0: that of the model."""
+    averages_shared: bool = False
+    """The outputs of a token's experts and of the shared expert are averaged, not added (Cohere)."""
 
     def __post_init__(self) -> None:
         if "none" in (self.mixer, self.mlp) and (self.mixer == self.mlp or self.parallel != "no"):

@@ -97,6 +97,7 @@ class MixtureOfExperts(nn.Module):
             inner=("up",) if kind.plain_experts else ("gate", "up"),
         )
         self.shared = SharedExpert(name, kind, model, moe, factory) if moe.shared_expert_intermediate_size else None
+        self.averages_shared = kind.averages_shared
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape."""
@@ -118,6 +119,8 @@ class MixtureOfExperts(nn.Module):
         y_sbh = _tokens_of_all(y_sbh, x_sbh.shape[0], self.sharding)
         if shared_sbh is not None:
             y_sbh = y_sbh + shared_sbh
+            if self.averages_shared:
+                y_sbh = y_sbh / 2
         return y_sbh
 
     def _copied(self, x_sbh: Tensor) -> Tensor:

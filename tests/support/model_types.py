@@ -679,6 +679,36 @@ TYPES: dict[str, ModelTypeCase] = {
         refuses=WINDOWS,
     ),
     # Layers without positions
+    "cohere2_moe": ModelTypeCase(
+        model_type="cohere2_moe",
+        fields={
+            **{**HEADS, "layer_norm_eps": 1e-3, "attention_bias": True, "intermediate_size": 20, "num_experts": 5},
+            **{"num_experts_per_tok": 3, "num_shared_experts": 2, "sliding_window": 5, "logit_scale": 0.7},
+            **{"prefix_dense_intermediate_size": 44, "first_k_dense_replace": 2, "sliding_window_pattern": 2},
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        unread=("norm_topk_prob", "rope_theta", "sliding_window_pattern"),
+        changes=(
+            *({"layer_norm_eps": 1e-1}, GELU, OTHER_ROPE, {"num_experts_per_tok": 2}, {"rms_norm_eps": 1e-3}),
+            *({"shared_expert_combination_strategy": "sum"}, {"expert_selection_fn": "sigmoid"}),
+            *({"layer_types": MIXED}, {"prefix_dense_sliding_window_pattern": 2}),
+        ),
+        refused={**NO_DROPOUT, "sliding_window": None, "expert_selection_fn": "none"},
+        refuses=WINDOWS,
+    ),
+    "cohere2_moe, sigmoid": ModelTypeCase(
+        model_type="cohere2_moe",
+        fields={
+            **{**RMS, "intermediate_size": 20, "num_experts": 5, "num_experts_per_tok": 3, "sliding_window": 5},
+            **{"expert_selection_fn": "sigmoid", "norm_topk_prob": False, "tie_word_embeddings": False},
+            **{"rope_parameters": YARN, "logit_scale": 0.7},
+        },
+        layout={"dp": 2, "ep": 2},
+        unread=("layer_norm_eps", "prefix_dense_sliding_window_pattern", "rope_theta", "sliding_window_pattern"),
+        changes=({"norm_topk_prob": True}, EPS),
+        refused=NO_DROPOUT,
+        refuses=WINDOWS,
+    ),
     "smollm3": ModelTypeCase(
         model_type="smollm3",
         fields={
@@ -1031,6 +1061,17 @@ TYPES: dict[str, ModelTypeCase] = {
         refused={**NO_DROPOUT, "sliding_window": None, "mlp_layer_types": ["dense"]},
         refuses=WINDOWS,
     ),
+    "hunyuan_v1_moe": ModelTypeCase(
+        model_type="hunyuan_v1_moe",
+        fields={
+            **{**RMS, "attention_bias": True, "rope_parameters": ALPHA, "intermediate_size": 20, "num_experts": 7},
+            **{"moe_topk": 3, "tie_word_embeddings": True},
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        unread=("attention_dropout",),
+        changes=(EPS, GELU, OTHER_ROPE, {"moe_topk": 2}, {"moe_topk": [2, 2, 2, 2]}),
+        refused={"num_shared_expert": [1, 2, 1, 1], "moe_intermediate_size": 12, "moe_topk": [2, 3, 2, 2]},
+    ),
     "hy_v3": ModelTypeCase(
         model_type="hy_v3",
         fields={
@@ -1049,6 +1090,18 @@ TYPES: dict[str, ModelTypeCase] = {
         },
         layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
         changes=(EPS, {"rope_parameters": YARN}, {"num_experts_per_tok": 2}, {"norm_topk_prob": True}),
+        refused={**NO_DROPOUT, "sliding_window": None},
+        refuses=WINDOWS,
+    ),
+    "flint": ModelTypeCase(
+        model_type="flint",
+        fields={
+            **{**UNTIED, "num_hidden_layers": 6, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 28},
+            **{"num_experts": 7, "num_experts_per_tok": 3, "sliding_window": 5, "attention_bias": True},
+            "mlp_only_layers": [1],
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        changes=(EPS, {"rope_parameters": YARN}, {"num_experts_per_tok": 2}, {"norm_topk_prob": False}),
         refused={**NO_DROPOUT, "sliding_window": None},
         refuses=WINDOWS,
     ),

@@ -70,6 +70,8 @@ OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     "minicpm3": _LATENT,
     "kimi_linear": {**_LATENT, "linear_head_dim": 16, "linear_num_heads": 6, "rms_norm_eps": 1e-2},
     "hunyuan_v1_dense": {"head_dim": 16},
+    "hunyuan_v1_moe": {"head_dim": 16},
+    "ministral": {"head_dim": 16},
     "helium": {"head_dim": 12},
     "gpt_neox": {"num_attention_heads": 3},  # a quarter of a head are pairs
     "nemotron": {"num_key_value_heads": 2},

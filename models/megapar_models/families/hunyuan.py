@@ -44,7 +44,9 @@ class HunYuanStage(Stage[HunYuanModel]):
         )
 
 
-class _Rope(Rope):
+class HunYuanRope(Rope):
+    """Rotary positions, whose base a field may enlarge."""
+
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         """Read their type "dynamic" with a field alpha: it is not dynamic but a larger base, and so one here."""
         rope = stated_rope(raw)
@@ -72,9 +74,9 @@ def _width(raw: Raw) -> int:
 
 
 # The published files also have fields of Tencent's own program.
-_FIXED = dict.fromkeys(("mlp_bias", "use_cla", "add_classification_head"), False)
-_FIXED |= dict.fromkeys(("use_qk_norm", "use_rotary_pos_emb"), True)
-_FIXED_NUMBERS = {"partial_rotary_factor": 1.0, "norm_type": "rms", "num_experts": 1}
+FIXED: dict[str, Any] = dict.fromkeys(("mlp_bias", "use_cla", "add_classification_head"), False)
+FIXED |= dict.fromkeys(("use_qk_norm", "use_rotary_pos_emb"), True)
+FIXED |= {"partial_rotary_factor": 1.0, "norm_type": "rms", "num_experts": 1}
 _TOKENS = ("eod", "im_start", "im_end", "im_newline", "mask_init", "text_start", "text_end", "video_start", "video_end")
 
 HUNYUAN = Family(
@@ -85,8 +87,8 @@ HUNYUAN = Family(
     even_head_dim=True,
     hugging_face=like(
         LLAMA,
-        model_types={"hunyuan_v1_dense": ModelType("HunYuanDenseV1ForCausalLM", fixed=_FIXED | _FIXED_NUMBERS)},
-        codecs=(Dropouts(("attention_dropout",), written=True), _Rope()),  # its files have 0.1
+        model_types={"hunyuan_v1_dense": ModelType("HunYuanDenseV1ForCausalLM", fixed=FIXED)},
+        codecs=(Dropouts(("attention_dropout",), written=True), HunYuanRope()),  # its files have 0.1
         modules={
             "layers.*.attention.q_norm": "model.layers.*.self_attn.query_layernorm",
             "layers.*.attention.k_norm": "model.layers.*.self_attn.key_layernorm",
