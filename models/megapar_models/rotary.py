@@ -99,12 +99,15 @@ class Rotary:
     Positions run over all documents of a sample. Rotary attention depends on distances alone, and a token attends only
     to its own document, so they need not begin again. With `inside_documents` they do: fp32 angles of small positions
     have smaller errors, and a mixer may read the positions themselves.
+
+    With `backwards` angles are negative.
     """
 
     theta: float
     width: int
     scaling: RopeScaling = field(default_factory=RopeScaling)
     inside_documents: bool = False
+    backwards: bool = False
 
     @classmethod
     def of(cls, model: RotaryModel) -> "Rotary":
@@ -121,7 +124,7 @@ class Rotary:
         if self.inside_documents and batch.starts is not None:
             positions = batch.document_positions_bs().t().flatten()
         frequency, attention_factor = self.frequency(positions.device, batch.sample_length)
-        angles = positions.to(torch.float32)[:, None] * frequency
+        angles = positions.to(torch.float32)[:, None] * (-frequency if self.backwards else frequency)
         angles = torch.cat((angles, angles), dim=-1)
         return angles.cos() * attention_factor, angles.sin() * attention_factor
 

@@ -810,6 +810,13 @@ TYPES: dict[str, ModelTypeCase] = {
         refuses=WINDOWS,
     ),
     # Ungated MLPs, and rotary embeddings scaled in ways of their own
+    "nanochat": ModelTypeCase(
+        model_type="nanochat",
+        fields={**SIZES, "rms_norm_eps": 1e-2, "attention_bias": True, "final_logit_softcapping": 3.0},
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=(SILU, EPS, {"rope_parameters": YARN}, {"final_logit_softcapping": None}),
+        refused=NO_DROPOUT,
+    ),
     "jais2": ModelTypeCase(
         model_type="jais2",
         fields={**HEADS, "layer_norm_eps": 1e-3},
