@@ -67,7 +67,18 @@ NAMES = (
     "falcon",
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
     *("jais2", "hyperclovax", "granite_swa", "granitemoe_swa"),
-    *("afmoe", "exaone_moe", "hy_v3", "mellum", "kolibri1", "hunyuan_moe", "cohere2_moe", "flint", "nanochat"),
+    *(
+        "afmoe",
+        "exaone_moe",
+        "hy_v3",
+        "mellum",
+        "kolibri1",
+        "hunyuan_moe",
+        "cohere2_moe",
+        "flint",
+        "nanochat",
+        "gpt_neox_japanese",
+    ),
     *("lfm2", "lfm2_moe", "lfm3", "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "nemotron_h"),
 )
 """The families of this package. Each is a file in `families`, with its `Family` under the name in capitals."""

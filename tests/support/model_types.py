@@ -359,6 +359,18 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"pp": 2},
         unread=("attention_dropout", "hidden_dropout"),
     ),
+    "gpt_neox_japanese": ModelTypeCase(
+        model_type="gpt_neox_japanese",
+        fields={
+            **{name: value for name, value in NEOX.items() if name != "intermediate_size"},
+            **{"intermediate_multiple_size": 2, "tie_word_embeddings": False, "attention_dropout": 0.0},
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5},
+        },
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("attention_dropout", "hidden_dropout"),
+        changes=(GELU, {"layer_norm_eps": 1e-1}, {"rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0}}),
+        refused={"intermediate_multiple_size": 0},
+    ),
     "phi": ModelTypeCase(
         model_type="phi",
         fields={**NEOX, "num_key_value_heads": 2, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},

@@ -59,7 +59,7 @@ _WHOLES = (
     *("moe_latent_size", "moe_shared_expert_intermediate_size"),
     *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "attention_chunk_size"),
     *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "short_conv_kernel_size"),
-    *("global_attn_every_n_layers", "prefix_dense_intermediate_size"),
+    *("global_attn_every_n_layers", "prefix_dense_intermediate_size", "intermediate_multiple_size"),
 )
 _NUMBERS = (
     *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "layerdrop"),

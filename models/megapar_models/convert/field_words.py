@@ -98,6 +98,7 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "rope_interleave": ("rotary pairs beside each other", "deepseek"),
     **dict.fromkeys(("no_rope_layers", "no_rope_layer_interval"), ("layers without positions", "smollm3")),
     "layer_rope_theta": ("a rotary base for each layer", "granite_swa"),
+    "intermediate_multiple_size": ("a width of the MLP", "gpt_neox_japanese"),
     "use_post_norm": ("norms of outputs", "hyperclovax"),
     "prefix_dense_sliding_window_pattern": ("which layers have a window", "cohere2_moe"),
     "prefix_dense_intermediate_size": ("the width of dense layers", "cohere2_moe"),

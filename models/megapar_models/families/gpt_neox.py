@@ -60,12 +60,18 @@ class GPTNeoXStage(Stage[GPTNeoXModel]):
         return Ends(head_bias=model.head_bias)
 
 
-class _Rope(PartialRope):
+@dataclass(frozen=True)
+class NeoXRope(PartialRope):
+    """Rotary positions under the names of GPT-NeoX."""
+
+    part: float = 0.25
+    """transformers' part of a head for an absent one."""
+
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
-        old = PartialRope(raw.get("rotary_emb_base", 10000.0), factor=raw.get("rotary_pct", 0.25))
+        old = PartialRope(raw.get("rotary_emb_base", 10000.0), factor=raw.get("rotary_pct", self.part))
         return old.read(raw, model_type)
 
-    def write(self, model: GPTNeoXModel, fields: dict[str, Any]) -> None:
+    def write(self, model: PartialRotaryModel, fields: dict[str, Any]) -> None:
         super().write(model, fields)
         # Versions of transformers differ in these names, so the file has both.
         fields |= {"rotary_pct": model.partial_rotary_factor, "rotary_emb_base": model.rope_theta}
@@ -97,7 +103,7 @@ GPT_NEOX = Family(
         codecs=(
             Always({"mlp_bias": True, "head_bias": False, "qk_norm": False}, key_per_head=True),
             _Branches(),
-            _Rope(),
+            NeoXRope(),
             Dropouts(("attention_dropout", "hidden_dropout")),
         ),
         modules={
