@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
-from megapar.config.model_options import MixtureModel, MoEConfig
+from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.config.options import Config
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
 from megapar_models.families.qwen3_moe import QWEN3_MOE
@@ -43,14 +43,12 @@ class DeepseekExperts(MoEConfig):
 
 
 @dataclass(frozen=True)
-class LatentModel(MixtureModel):
-    """The options of a model with latent attention and DeepSeek's experts.
+class LatentModel(ModelConfig):
+    """The options of a model with latent attention.
 
     model.head_dim is the width of the part of a key that all heads share, the rotated part if the model has positions.
     """
 
-    moe: DeepseekExperts = field(default_factory=DeepseekExperts)
-    """Mixture of experts."""
     q_lora_rank: int = 0
     """Width of the latent of queries; 0: queries are projected directly."""
     kv_lora_rank: int = 512
@@ -77,20 +75,17 @@ class LatentModel(MixtureModel):
 class DeepseekModel(LatentModel, MixtralModel):
     """The options of DeepSeek-V2 and V3."""
 
+    moe: DeepseekExperts = field(default_factory=DeepseekExperts)
+    """Mixture of experts."""
+
 
 class DeepseekStage(MixtralStage[DeepseekModel]):
     """Consecutive layers of DeepSeek-V2 or V3."""
 
     @classmethod
     def layer_kind(cls, model: DeepseekModel, number: int) -> LayerKind:
-        kind = replace(
-            super().layer_kind(model, number),
-            mixer=latents(model),
-            attention_scale=latent_scale(model),
-            qkv_bias=model.attention_bias,
-            out_bias=model.attention_bias,
-        )
-        return with_experts(kind, model.moe, number)
+        kind = with_latents(super().layer_kind(model, number), model)
+        return with_experts(replace(kind, attention_scale=latent_scale(model)), model.moe, number)
 
 
 def latents(model: LatentModel) -> Latent:
@@ -103,6 +98,11 @@ def latents(model: LatentModel) -> Latent:
         value_width=model.v_head_dim,
         norm=NormRule(LATENT_EPS),
     )
+
+
+def with_latents(kind: LayerKind, model: LatentModel) -> LayerKind:
+    """Return `kind` with latent attention."""
+    return replace(kind, mixer=latents(model), qkv_bias=model.attention_bias, out_bias=model.attention_bias)
 
 
 def latent_scale(model: RotaryModel) -> float:
@@ -254,8 +254,8 @@ class OwnKeys(Codec):
 
 
 @dataclass(frozen=True)
-class _Latents(OwnKeys):
-    """Latent attention, and which of the two models is written."""
+class Latents(OwnKeys):
+    """Latent attention: its widths, and the factor that YaRN gives scores."""
 
     q_rank: int = 1536
     """transformers' width of the latent of queries, if the field is absent."""
@@ -271,9 +271,6 @@ class _Latents(OwnKeys):
             yield "mscale_all_dim without mscale is not supported; DeepSeek's files have both"
         if rope.get("mscale_all_dim") and rope.get("attention_factor"):
             yield "attention_factor beside mscale_all_dim is not supported"
-        methods = ("greedy", "group_limited_greedy")
-        if model_type == "deepseek_v2" and raw.get("topk_method", "greedy") not in methods:
-            yield f"topk_method={raw['topk_method']!r} is not supported; {' and '.join(methods)} are"
         head_dim = raw.get("head_dim")
         if head_dim not in (None, raw.get("qk_rope_head_dim", 64)):
             yield f"head_dim={head_dim!r} is not supported unless it is qk_rope_head_dim"
@@ -281,9 +278,23 @@ class _Latents(OwnKeys):
         if raw.get("qk_head_dim", width) != width and model_type != "glm4_moe_lite":
             yield "qk_head_dim is not supported unless it is qk_nope_head_dim + qk_rope_head_dim"
 
-    def write(self, model: DeepseekModel, fields: dict[str, Any]) -> None:
+    def write(self, model: LatentModel, fields: dict[str, Any]) -> None:
         super().write(model, fields)
         fields |= {"q_lora_rank": model.q_lora_rank or None}
+
+
+class _Latents(Latents):
+    """Latent attention, and which of the two models is written."""
+
+    def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
+        """Yield what latent attention or the router does not compute."""
+        yield from super().judge(raw, model_type)
+        methods = ("greedy", "group_limited_greedy")
+        if model_type == "deepseek_v2" and raw.get("topk_method", "greedy") not in methods:
+            yield f"topk_method={raw['topk_method']!r} is not supported; {' and '.join(methods)} are"
+
+    def write(self, model: DeepseekModel, fields: dict[str, Any]) -> None:
+        super().write(model, fields)
         if fields["model_type"] == "deepseek_v2":
             fields["topk_method"] = "group_limited_greedy" if model.moe.n_group > 1 else "greedy"
         else:
@@ -312,7 +323,7 @@ def prediction_layers(raw: Raw) -> tuple[str, ...]:
     return tuple(f"model.layers.{number}." for number in range(layers, layers + further))
 
 
-def _pairs(model: DeepseekModel) -> dict[str, Pairs]:
+def latent_pairs(model: LatentModel) -> dict[str, Pairs]:
     """Theirs have the two numbers of a rotary pair beside each other."""
     nope = model.qk_nope_head_dim
     of_heads = Pairs(nope + model.head_dim, nope, model.head_dim)
@@ -384,6 +395,6 @@ DEEPSEEK = Family(
         # ep_size was of the program that trained them; the other three are of its losses.
         without_effect=("ep_size", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef"),
         ignored=prediction_layers,
-        pairs=_pairs,
+        pairs=latent_pairs,
     ),
 )

@@ -7,24 +7,26 @@ At Hugging Face: kimi_linear. Layers of multi-token prediction are left out.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from typing_extensions import TypeVar
 
 from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
+from megapar.config.model_options import MixtureModel
 from megapar.config.options import Config
 from megapar_models.codecs import Written
 from megapar_models.delta_fields import LINEAR, full_each, is_linear, types_of
 from megapar_models.delta_net import GatedDelta
 from megapar_models.families.deepseek import (
     DEEPSEEK,
+    DeepseekExperts,
     LatentModel,
     OwnKeys,
     SharedExperts,
-    latents,
     with_experts,
+    with_latents,
     with_listed_layers,
 )
 from megapar_models.family import Family, ModelType, Raw, like, overlaid, same
@@ -36,9 +38,11 @@ from megapar_models.windows import FULL
 
 
 @dataclass(frozen=True)
-class KimiLinearModel(LatentModel):
+class KimiLinearModel(LatentModel, MixtureModel):
     """The options of Kimi Linear."""
 
+    moe: DeepseekExperts = field(default_factory=DeepseekExperts)
+    """Mixture of experts."""
     layer_types: tuple[str, ...] = ()
     """linear_attention, a delta net, or full_attention, latent attention, for each layer; without any, each fourth
     layer has latent attention."""
@@ -62,13 +66,7 @@ class KimiLinearStage(Stage[K]):
         kind = with_experts(kind, model.moe, number)
         if is_linear(model, number):
             return replace(kind, mixer=cls.delta_net(model))
-        return replace(
-            kind,
-            mixer=latents(model),
-            attention_scale=model.key_width**-0.5,
-            qkv_bias=model.attention_bias,
-            out_bias=model.attention_bias,
-        )
+        return with_latents(kind, model)
 
     @classmethod
     def delta_net(cls, model: K) -> GatedDelta:
