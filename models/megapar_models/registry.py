@@ -65,6 +65,7 @@ NAMES = (
     "gpt_neox",
     "gpt_bigcode",
     "falcon",
+    "youtu",
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
     *("jais2", "hyperclovax", "granite_swa", "granitemoe_swa"),
     *(

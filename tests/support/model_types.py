@@ -124,6 +124,10 @@ LATENT: dict[str, Any] = {
     **{"num_key_value_heads": 4, "n_routed_experts": 8, "rope_parameters": LATENT_ROPE},
     **{"kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7},
 }
+DENSE_LATENT: dict[str, Any] = {
+    **{**SIZES, "num_key_value_heads": 4, "rms_norm_eps": 1e-3, "rope_parameters": LATENT_ROPE},
+    **{"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7},
+}
 NAMED_OTHERWISE = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "max_position_embeddings")
 DEEPSEEK_V3 = {
     **LATENT,
@@ -963,6 +967,18 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"cp": 2, "zero_stage": 3, "recompute": "selective"},
         written_as="deepseek_v3",
         unread=("qk_head_dim",),
+    ),
+    "youtu": ModelTypeCase(
+        model_type="youtu",
+        fields={**DENSE_LATENT, "attention_bias": True, "tie_word_embeddings": False},
+        layout={"tp": 2, "sequence_parallel": True, "pp": 2},
+        changes=(EPS, GELU, {"rope_parameters": {**LATENT_ROPE, "mscale_all_dim": 0.4}}, OTHER_ROPE),
+        refused={**NO_DROPOUT, "num_key_value_heads": 2, "rope_interleave": False, "qk_head_dim": 15, "mlp_bias": True},
+    ),
+    "youtu, whole queries": ModelTypeCase(
+        model_type="youtu",
+        fields={**DENSE_LATENT, "q_lora_rank": None, "rope_parameters": PLAIN},
+        layout={"cp": 2, "cp_attention": "ring", "packed": True},
     ),
     "kimi_linear": ModelTypeCase(
         model_type="kimi_linear",

@@ -76,6 +76,7 @@ _NUMBERS = (
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier"),
     *("ssm_in_multiplier", "ssm_out_multiplier"),
     *("kda_lower_bound", "output_dropout", "route_scale", "router_scaling_factor"),
+    "embedding_initializer_range",
 )
 _FLAGS = (
     *("add_cross_attention", "alibi", "attention_bias", "attention_out_bias", "bias", "do_layer_norm_before"),
