@@ -66,6 +66,7 @@ NAMES = (
     "gpt_bigcode",
     "falcon",
     "youtu",
+    "minicpm3",
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
     *("jais2", "hyperclovax", "granite_swa", "granitemoe_swa"),
     *(

@@ -128,6 +128,7 @@ DENSE_LATENT: dict[str, Any] = {
     **{**SIZES, "num_key_value_heads": 4, "rms_norm_eps": 1e-3, "rope_parameters": LATENT_ROPE},
     **{"q_lora_rank": 18, "kv_lora_rank": 14, "qk_nope_head_dim": 10, "qk_rope_head_dim": 6, "v_head_dim": 7},
 }
+MINICPM_FACTORS = {"scale_emb": 2.5, "scale_depth": 1.3, "dim_model_base": 20}
 NAMED_OTHERWISE = ("n_routed_experts", "num_experts_per_tok", "n_shared_experts", "max_position_embeddings")
 DEEPSEEK_V3 = {
     **LATENT,
@@ -979,6 +980,25 @@ TYPES: dict[str, ModelTypeCase] = {
         model_type="youtu",
         fields={**DENSE_LATENT, "q_lora_rank": None, "rope_parameters": PLAIN},
         layout={"cp": 2, "cp_attention": "ring", "packed": True},
+    ),
+    "minicpm3": ModelTypeCase(
+        model_type="minicpm3",
+        fields={**DENSE_LATENT, "attention_bias": True, "mlp_bias": True, **MINICPM_FACTORS},
+        layout={"tp": 2, "sequence_parallel": True, "cp": 2, "cp_attention": "ulysses"},
+        changes=(EPS, GELU, OTHER_ROPE, *({name: 9} for name in MINICPM_FACTORS), {"scale_depth": None}),
+        refused={**NO_DROPOUT, "num_key_value_heads": 2, "qk_head_dim": 15, "scale_depth": 0},
+    ),
+    "minicpm3, longrope": ModelTypeCase(
+        model_type="minicpm3",
+        fields={
+            **{**DENSE_LATENT, "q_lora_rank": None, "tie_word_embeddings": False, "dim_model_base": None},
+            "rope_parameters": {
+                **{"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": 64},
+                **{"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.5, 3.0, 9.0], "factor": 4.0},
+            },
+        },
+        layout={"pp": 2, "vpp": 2, "schedule": "interleaved"},
+        changes=({"dim_model_base": 9},),
     ),
     "kimi_linear": ModelTypeCase(
         model_type="kimi_linear",

@@ -60,6 +60,7 @@ _WHOLES = (
     *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "attention_chunk_size"),
     *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "short_conv_kernel_size"),
     *("global_attn_every_n_layers", "prefix_dense_intermediate_size", "intermediate_multiple_size"),
+    "dim_model_base",
 )
 _NUMBERS = (
     *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "layerdrop"),
@@ -77,6 +78,7 @@ _NUMBERS = (
     *("ssm_in_multiplier", "ssm_out_multiplier"),
     *("kda_lower_bound", "output_dropout", "route_scale", "router_scaling_factor"),
     "embedding_initializer_range",
+    *("scale_emb", "scale_depth"),
 )
 _FLAGS = (
     *("add_cross_attention", "alibi", "attention_bias", "attention_out_bias", "bias", "do_layer_norm_before"),

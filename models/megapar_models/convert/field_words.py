@@ -146,6 +146,7 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("swa_num_key_value_heads", "swa_head_dim"), ("heads of layers with a window", "mimo_v2_flash")),
     "gating": ("a gate on attention's output", "laguna"),
     "layer_group_size": ("which layers have latent attention", "bailing_hybrid"),
+    **dict.fromkeys(("scale_depth", "dim_model_base"), ("factors of branches and logits", "minicpm3")),
 }
 # Beginnings of fields for what no rule here computes.
 MISSING: Mapping[str, str] = {

@@ -164,6 +164,8 @@ def small_model(model: ModelConfig, layouts: Sequence[Config], units: tuple[int,
         max_position_embeddings=min(model.max_position_embeddings, 64 * _unit_of_length(layouts)),
         initializer_range=0.1,
     )
+    if base := getattr(model, "dim_model_base", 0):  # a factor of logits is its ratio to the width
+        small = replace(small, dim_model_base=max(1, base * hidden_size // model.hidden_size))  # type: ignore[call-arg]
     # Of options with a value for each layer, such as layer_types: those of the first layers.
     lists = {name: value for name, value in vars(model).items() if isinstance(value, tuple)}
     first: dict[str, Any] = {name: value[:layers] for name, value in lists.items() if len(value) == whole}
