@@ -28,6 +28,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "mixer": "a mixer other than attention with keys and values of heads, such as Mamba-2, or none",
         "mlp": "an MLP without a gate, with experts, or none",
         "norms": "norms behind a branch, or on both sides of a branch",
+        "mlp_norms": "norms of the MLP in other places than those of attention",
         "parallel": "attention and MLP read the same residual stream",
         "residual_multiplier": "a factor of both branches",
         "rotary": "rotary positions",

@@ -161,6 +161,20 @@ def test_what_a_bf16_file_has_in_fp32_comes_back_bitwise(name: str, tmp_path: Pa
     assert_same_tensors(tmp_path / "back", tmp_path / "expected")
 
 
+def test_norms_behind_dense_layers_that_transformers_does_not_compute_are_left_out(tmp_path: Path) -> None:
+    """Published files of A.X K1 have them. An export with --like puts them back."""
+    case = TYPES["axk1"]
+    random_model(case.model_type, case.fields).save_pretrained(tmp_path / "theirs")
+    stored = tensors(tmp_path / "theirs")
+    unused = "model.layers.0.post_mlp_layernorm.weight"
+    assert unused not in stored
+    save_file({**stored, unused: torch.randn(48)}, tmp_path / "theirs/model.safetensors", {"format": "pt"})
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "ours"))  # with a comparison of logits
+    like = tmp_path / "theirs"
+    native_to_hf(NativeToHf(tmp_path / "ours", tmp_path / "back", like=like, verify=False))
+    assert_same_tensors(tmp_path / "back", like)
+
+
 PUBLISHED = {
     "mixtral-8x7b": """{"architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1,
         "eos_token_id": 2, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02,

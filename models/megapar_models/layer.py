@@ -47,7 +47,8 @@ class Layer(nn.Module):
         self.multiplier = kind.residual_multiplier
 
         def norm(module: str, placement: str, branch: object) -> Norm:
-            if kind.norms not in (placement, "both") or branch == "none":
+            norms = kind.mlp_norms or kind.norms if module.startswith("mlp") else kind.norms
+            if norms not in (placement, "both") or branch == "none":
                 return NoNorm()
             return factory.norm(f"layers.{number}.{module}", model.hidden_size, kind.norm)
 

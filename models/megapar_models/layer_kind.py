@@ -86,6 +86,8 @@ class LayerKind:
     norm: NormRule
     norms: Literal["before", "after", "both"] = "before"
     """Norms of a branch's input, of its output before it is added to the residual stream, or of both."""
+    mlp_norms: Literal["", "before", "after", "both"] = ""
+    """Norms of the MLP, where they are placed in another way than those of the mixer. Empty: as `norms`."""
     parallel: Literal["no", "one_norm", "two_norms"] = "no"
     """Whether attention and MLP read the same residual stream: through one norm, or through a norm each."""
     residual_multiplier: float = 1.0

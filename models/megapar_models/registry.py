@@ -67,6 +67,7 @@ NAMES = (
     "falcon",
     "youtu",
     "minicpm3",
+    "axk1",
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
     *("jais2", "hyperclovax", "granite_swa", "granitemoe_swa"),
     *(

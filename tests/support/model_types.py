@@ -1000,6 +1000,23 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"pp": 2, "vpp": 2, "schedule": "interleaved"},
         changes=({"dim_model_base": 9},),
     ),
+    "axk1": ModelTypeCase(
+        model_type="axk1",
+        fields={
+            **{
+                name: value
+                for name, value in DEEPSEEK_V3.items()
+                if name not in ("num_mtp_layers", "first_k_dense_replace")
+            },
+            "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+        },
+        layout={"tp": 2, "sequence_parallel": True, "pp": 2},
+        changes=({"rms_norm_eps": 1e-2}, *GROUPS, {"norm_topk_prob": False}, {"num_experts_per_tok": 3}),
+        refused={
+            **{**NO_DROPOUT, "q_lora_rank": None, "num_key_value_heads": 2, "rope_interleave": False},
+            **{"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "topk_method": "greedy"},
+        },
+    ),
     "kimi_linear": ModelTypeCase(
         model_type="kimi_linear",
         fields=KIMI_LINEAR,

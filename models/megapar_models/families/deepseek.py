@@ -213,7 +213,9 @@ class _LiteExperts(SharedExperts):
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         values, problems = super().read(raw, model_type)
-        return with_listed_layers(values, raw.get("mlp_layer_types") or ["dense"], problems)
+        layers = raw["num_hidden_layers"]
+        types = raw.get("mlp_layer_types") or ["dense", *["sparse"] * layers][:layers]
+        return with_listed_layers(values, types, layers, problems)
 
 
 def mlp_types(raw: Raw) -> tuple[Sequence[str] | None, list[str]]:
@@ -225,9 +227,16 @@ def mlp_types(raw: Raw) -> tuple[Sequence[str] | None, list[str]]:
 
 
 def with_listed_layers(
-    values: dict[str, Any], types: Sequence[str], problems: list[str]
+    values: dict[str, Any], types: Sequence[str], layers: int, problems: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Return values of `SharedExperts` with the first layers dense that `types` lists as such, and problems."""
+    """Return values of `SharedExperts` with the first layers dense that `types` lists as such, and problems.
+
+    `types` is the field mlp_layer_types of a model of so many layers.
+    """
+    if unknown := {*types} - {"dense", "sparse"}:
+        problems = [*problems, f"mlp_layer_types has {', '.join(sorted(unknown))}; dense and sparse are known"]
+    if len(types) != layers:
+        problems = [*problems, f"mlp_layer_types has {len(types)} layers, and num_hidden_layers is {layers}"]
     dense = types.count("dense")
     if "dense" in types[dense:]:
         return values, [*problems, "mlp_layer_types is not supported unless its dense layers are the first"]

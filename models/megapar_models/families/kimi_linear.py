@@ -136,12 +136,7 @@ class AliasedExperts(SharedExperts):
         values, problems = super().read(raw, model_type)
         longest = raw.get("max_position_embeddings")
         if types := raw.get("mlp_layer_types"):
-            layers = raw["num_hidden_layers"]
-            if unknown := {*types} - {"dense", "sparse"}:
-                problems = [*problems, f"mlp_layer_types has {', '.join(sorted(unknown))}; dense and sparse are known"]
-            if len(types) != layers:
-                problems = [*problems, f"mlp_layer_types has {len(types)} layers, and num_hidden_layers is {layers}"]
-            values, problems = with_listed_layers(values, types, problems)
+            values, problems = with_listed_layers(values, types, raw["num_hidden_layers"], problems)
         values |= {"max_position_embeddings": self.longest if longest is None else longest}
         return values, [*contradictions, *problems]
 
