@@ -46,11 +46,11 @@ def test_the_text_of_a_multimodal_file_is_converted_without_its_vision(tmp_path:
         from_hugging_face({**raw, "text_config": {**raw["text_config"], "final_logit_softcapping": 3.0}})
 
 
-@pytest.mark.parametrize("text_type", ["mistral", "ministral3"])
+@pytest.mark.parametrize("text_type", ["mistral", "ministral3", "mistral4"])
 def test_the_text_of_a_mistral3_file_is_converted_without_its_vision(text_type: str, tmp_path: Path) -> None:
     """It comes back as what it is."""
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
-    text = {**TYPES[text_type].fields, "sliding_window": 9}
+    text = {**TYPES[text_type].fields, **({} if text_type == "mistral4" else {"sliding_window": 9})}
     vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1}
     vision |= {"num_attention_heads": 2, "head_dim": 8, "image_size": 28, "patch_size": 14}
     config = {"text_config": {"model_type": text_type, **text}, "vision_config": vision, "tie_word_embeddings": False}

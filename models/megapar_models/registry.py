@@ -68,6 +68,7 @@ NAMES = (
     "youtu",
     "minicpm3",
     "axk1",
+    "mistral4",
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
     *("jais2", "hyperclovax", "granite_swa", "granitemoe_swa"),
     *(

@@ -1017,6 +1017,31 @@ TYPES: dict[str, ModelTypeCase] = {
             **{"mlp_layer_types": ["sparse", "dense", "sparse", "sparse"], "topk_method": "greedy"},
         },
     ),
+    "mistral4": ModelTypeCase(
+        model_type="mistral4",
+        fields={
+            **{**LATENT, "q_lora_rank": 18, "n_group": 4, "topk_group": 2, "attention_bias": True},
+            **{"first_k_dense_replace": 1, "norm_topk_prob": True, "rope_parameters": TEMPERATURE},
+        },
+        layout={"tp": 2, "sequence_parallel": True, "cp": 2, "cp_attention": "ring"},
+        changes=(
+            *({"rms_norm_eps": 1e-2}, *GROUPS, {"norm_topk_prob": False}, {"num_experts_per_tok": 3}),
+            *({"rope_parameters": {**TEMPERATURE, "llama_4_scaling_beta": beta}} for beta in (0.0, 0.2)),
+        ),
+        refused={
+            **{**NO_DROPOUT, "num_key_value_heads": 2, "rope_interleave": False, "head_dim": 6, "qk_head_dim": 15},
+            "rope_parameters": {**TEMPERATURE, "partial_rotary_factor": 0.5},
+        },
+    ),
+    "mistral4, whole queries": ModelTypeCase(
+        model_type="mistral4",
+        fields={
+            **{**LATENT, "q_lora_rank": None, "norm_topk_prob": False, "tie_word_embeddings": True},
+            "rope_parameters": {**LATENT_ROPE, "llama_4_scaling_beta": 0.0},
+        },
+        unread=("intermediate_size",),
+        layout={"cp": 2, "cp_attention": "ulysses", "ep": 2, "packed": True},
+    ),
     "kimi_linear": ModelTypeCase(
         model_type="kimi_linear",
         fields=KIMI_LINEAR,

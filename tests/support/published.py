@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from megapar_models.build import build_stages
 from megapar_models.convert.config_json import WITHOUT_EFFECT, from_hugging_face, names_of
 from megapar_models.convert.exported import hf_recipes
+from megapar_models.convert.parity import causal_class
 from megapar_models.convert.saved import load_model
 from megapar_models.registry import validate
 from megapar_models.stage import Stage
@@ -244,7 +245,9 @@ def transformers_model(kind: str, fields: Mapping[str, Any]) -> Any:
     """A model of transformers in fp32 with its eager attention."""
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
     config = transformers.AutoConfig.for_model(kind, **deepcopy(dict(fields)))  # it changes rope_parameters in place
-    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    found = causal_class(config)
+    make = getattr(found, "from_config", None) or found._from_config
+    return make(config, attn_implementation="eager").eval()
 
 
 def random_model(kind: str, fields: Mapping[str, Any]) -> Any:
@@ -277,7 +280,8 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
     """The model of a folder as transformers loads it. In bf16 its grouped experts would need round sizes."""
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
     options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, **options).eval()
+    config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    return causal_class(config).from_pretrained(folder, local_files_only=True, **options).eval()
 
 
 def tensors_of(theirs: torch.nn.Module) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from megapar.config.model_options import ModelConfig
 from megapar_models.convert.config_fields import wrong_kinds
 from megapar_models.convert.multimodal import MULTIMODAL, OTHER_PARTS, language_model
 from megapar_models.convert.quantized import BLOCK
-from megapar_models.family import HuggingFace, typed, wrong_types
+from megapar_models.family import HuggingFace, ModelType, typed, wrong_types
 from megapar_models.registry import FAMILIES, find
 from megapar_models.rotary_fields import contradictory_ropes
 
@@ -211,12 +211,12 @@ def _sequence_classes(names: HuggingFace | None) -> Iterable[str]:
     return () if names is None else names.sequence_classes.values()
 
 
-def judged_with(type_name: str) -> Mapping[str, Any]:
-    """`ModelType.judged_with` of a model_type; nothing for one of no family."""
+def known_type(type_name: str) -> ModelType:
+    """Return what families know of a model_type: for one of no family, nothing."""
     for family in FAMILIES.values():
         if family.hugging_face is not None and type_name in family.hugging_face.model_types:
-            return family.hugging_face.model_types[type_name].judged_with
-    return {}
+            return family.hugging_face.model_types[type_name]
+    return ModelType("")
 
 
 def warnings_of(raw: Mapping[str, Any], family: str = "") -> list[str]:

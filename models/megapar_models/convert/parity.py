@@ -18,7 +18,7 @@ from megapar.config.options import Config
 from megapar.declare.batch import MicroBatch
 from megapar.declare.params import spec_of
 from megapar_models.convert import megatron, megatron_core
-from megapar_models.convert.config_json import is_of_sequences, judged_with
+from megapar_models.convert.config_json import is_of_sequences, known_type
 from megapar_models.convert.exported import ours_in_fp32
 from megapar_models.convert.saved import load_model
 from megapar_models.stage import Stage
@@ -49,7 +49,7 @@ def check_transformers(wanted: bool) -> None:
 
 def transformers_reference(folder: Path) -> Reference:
     """The model in a Hugging Face folder, in fp32."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
@@ -57,7 +57,7 @@ def transformers_reference(folder: Path) -> Reference:
     # Left at None, transformers would ask at the terminal whether to run code of the folder.
     how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **how)
-    for name, value in judged_with(config.model_type).items():
+    for name, value in known_type(config.model_type).judged_with.items():
         setattr(config, name, value)
     how["config"] = config
     if "/" in str(config._attn_implementation):  # a file that names a kernel of a hub is no reason to run one
@@ -67,12 +67,21 @@ def transformers_reference(folder: Path) -> Reference:
         scorer.eval()
         # It returns the score of the last token alone.
         return Reference(name, lambda tokens_s, first: scorer.score(scorer.model(tokens_s[None])[0])[0, first:])
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how).eval()
+    model = causal_class(config).from_pretrained(folder, dtype=torch.float32, **how).eval()
 
     def logits(tokens_s: Tensor, first: int) -> Tensor:
         return model(tokens_s[None], logits_to_keep=len(tokens_s) - first).logits[0]
 
     return Reference(name, logits)
+
+
+def causal_class(config: Any) -> Any:
+    """Return transformers' class for the causal models of a config: AutoModelForCausalLM, or one that it lacks."""
+    import transformers
+
+    if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return transformers.AutoModelForCausalLM
+    return getattr(transformers, known_type(config.model_type).architecture, transformers.AutoModelForCausalLM)
 
 
 def native_reference(checkpoint: Path, family: str = "") -> Reference:

@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
+from typing_extensions import TypeVar
+
 from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.model_options import ModelConfig, MoEConfig
@@ -79,11 +81,14 @@ class DeepseekModel(LatentModel, MixtralModel):
     """Mixture of experts."""
 
 
-class DeepseekStage(MixtralStage[DeepseekModel]):
+D = TypeVar("D", bound=DeepseekModel, default=DeepseekModel)
+
+
+class DeepseekStage(MixtralStage[D]):
     """Consecutive layers of DeepSeek-V2 or V3."""
 
     @classmethod
-    def layer_kind(cls, model: DeepseekModel, number: int) -> LayerKind:
+    def layer_kind(cls, model: D, number: int) -> LayerKind:
         kind = with_latents(super().layer_kind(model, number), model)
         return with_experts(replace(kind, attention_scale=latent_scale(model)), model.moe, number)
 
@@ -268,6 +273,12 @@ class Latents(OwnKeys):
 
     q_rank: int = 1536
     """transformers' width of the latent of queries, if the field is absent."""
+    nope_width: int = 128
+    """transformers' width of the part of a key that is not rotated, if the field is absent."""
+    rope_width: int = 64
+    """transformers' width of the rotated part, if the field is absent."""
+    whole_heads: bool = False
+    """Whether the field head_dim is the width of a whole key (Mistral 4), and not that of its rotated part."""
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         return {"q_lora_rank": raw.get("q_lora_rank", self.q_rank) or 0}, []
@@ -280,14 +291,16 @@ class Latents(OwnKeys):
             yield "mscale_all_dim without mscale is not supported; DeepSeek's files have both"
         if rope.get("mscale_all_dim") and rope.get("attention_factor"):
             yield "attention_factor beside mscale_all_dim is not supported"
+        rotated = raw.get("qk_rope_head_dim") or self.rope_width
+        width = (raw.get("qk_nope_head_dim") or self.nope_width) + rotated
         head_dim = raw.get("head_dim")
-        if head_dim not in (None, raw.get("qk_rope_head_dim", 64)):
-            yield f"head_dim={head_dim!r} is not supported unless it is qk_rope_head_dim"
-        width = (raw.get("qk_nope_head_dim") or 128) + (raw.get("qk_rope_head_dim") or 64)
+        if head_dim not in (None, width if self.whole_heads else rotated):
+            is_of = "qk_nope_head_dim + qk_rope_head_dim" if self.whole_heads else "qk_rope_head_dim"
+            yield f"head_dim={head_dim!r} is not supported unless it is {is_of}"
         if raw.get("qk_head_dim", width) != width and model_type != "glm4_moe_lite":
             yield "qk_head_dim is not supported unless it is qk_nope_head_dim + qk_rope_head_dim"
 
-    def write(self, model: LatentModel, fields: dict[str, Any]) -> None:
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
         super().write(model, fields)
         fields |= {"q_lora_rank": model.q_lora_rank or None}
 

@@ -86,7 +86,7 @@ MINICPM3 = Family(
     hugging_face=like(
         YOUTU,
         model_types={"minicpm3": ModelType("MiniCPM3ForCausalLM", fixed={"attention_dropout": 0.0})},
-        codecs=(Rope(), _Latents(768), ZeroAsNull(tuple(_FACTORS)), EvenHeads()),
+        codecs=(Rope(), _Latents(768, 64, 32), ZeroAsNull(tuple(_FACTORS)), EvenHeads()),
         fields=same("mlp_bias", "scale_emb", *_FACTORS),
         defaults={
             **{"rms_norm_eps": 1e-5, "kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32},

@@ -16,18 +16,30 @@ from megapar_models.families.llama import LLAMA
 from megapar_models.family import Family, ModelType, Raw, like
 from megapar_models.layer_kind import LayerKind, Temperature
 from megapar_models.norms import NormRule
-from megapar_models.rotary import Rotary
+from megapar_models.rotary import Rotary, RotaryModel
 from megapar_models.rotary_fields import StatedRope, split_rope, stated_rope, write_rope
 from megapar_models.stage import Stage
 from megapar_models.windows import OneWindow, WindowModel, window_of
 
 
 @dataclass(frozen=True)
-class Ministral3Model(WindowModel):
-    """The options of Ministral 3."""
+class TemperatureModel(RotaryModel):
+    """The options of a family whose queries have a factor by position."""
 
     llama_4_scaling_beta: float = field(default=0.0, metadata=OF_FUNCTION)
     """Queries are multiplied by 1 + beta ln(1 + floor(position / rope_scaling.original_max_position_embeddings))."""
+
+
+def temperature_of(model: TemperatureModel) -> Temperature | None:
+    """Return the factor of queries by position, for `LayerKind.temperature`."""
+    if not model.llama_4_scaling_beta:
+        return None
+    return Temperature(model.llama_4_scaling_beta, model.rope_scaling.original_max_position_embeddings)
+
+
+@dataclass(frozen=True)
+class Ministral3Model(WindowModel, TemperatureModel):
+    """The options of Ministral 3."""
 
 
 class Ministral3Stage(Stage[Ministral3Model]):
@@ -35,34 +47,34 @@ class Ministral3Stage(Stage[Ministral3Model]):
 
     @classmethod
     def layer_kind(cls, model: Ministral3Model, number: int) -> LayerKind:
-        temperature = None
-        if model.llama_4_scaling_beta:
-            original = model.rope_scaling.original_max_position_embeddings
-            temperature = Temperature(model.llama_4_scaling_beta, original)
         return LayerKind(
             norm=NormRule(model.rms_norm_eps),
             rotary=Rotary.of(model),
             window=window_of(model, number),
-            temperature=temperature,
+            temperature=temperature_of(model),
         )
 
 
+_OF_NO_LENGTH = ("default", "linear")  # the types of rotary positions without an original length
 _BETA = "llama_4_scaling_beta"
 
 
-class _Rope(StatedRope):
+class TemperatureRope(StatedRope):
     """Rotary positions, and the temperature among their parameters."""
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         stated = stated_rope(raw)
         # The length there is that of the file, which transformers reads beside them.
         raw, beside = split_rope(raw, _BETA, "max_position_embeddings")
+        if stated.get("rope_type", stated.get("type", "default")) in _OF_NO_LENGTH:
+            # transformers reads the length also if there is no temperature.
+            raw, _ = split_rope(raw, "original_max_position_embeddings")
         values, problems = super().read(raw, model_type)
         if stated and _BETA not in beside:
             problems.append(f"rope_parameters lacks {_BETA}; transformers fails without it, and 0.0 means none")
         return {**values, _BETA: beside.get(_BETA, 0.1)}, problems
 
-    def write(self, model: Ministral3Model, fields: dict[str, Any]) -> None:
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
         rope = write_rope(model)
         parameters = {"rope_type": "default", **(rope["rope_scaling"] or {}), "rope_theta": rope["rope_theta"]}
         # transformers reads the length also if there is no temperature.
@@ -70,11 +82,12 @@ class _Rope(StatedRope):
         fields |= {"rope_parameters": {**parameters, _BETA: model.llama_4_scaling_beta}}
 
 
-def _problems(config: Config, model: Ministral3Model) -> Iterator[str]:
+def temperature_problems(config: Config, model: TemperatureModel) -> Iterator[str]:
+    """Yield the problems of the factor of queries by position."""
     name = "model.llama_4_scaling_beta"
     if model.llama_4_scaling_beta < 0:
         yield problem(config, name, "must be at least 0")
-    if model.llama_4_scaling_beta and model.rope_scaling.rope_type in ("default", "linear"):
+    if model.llama_4_scaling_beta and model.rope_scaling.rope_type in _OF_NO_LENGTH:
         text = "is about the original length of contexts, which this rope_type does not have; use yarn, or 0.0"
         yield problem(config, f"{name} model.rope_scaling.rope_type", text)
 
@@ -90,11 +103,11 @@ MINISTRAL3 = Family(
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=Ministral3Model,
     even_head_dim=True,
-    problems=_problems,
+    problems=temperature_problems,
     hugging_face=like(
         LLAMA,
         model_types={"ministral3": ModelType("Ministral3ForCausalLM", fixed=_FIXED)},
-        codecs=(_Rope(warns=False, default=_ROPE), OneWindow()),
+        codecs=(TemperatureRope(warns=False, default=_ROPE), OneWindow()),
         defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "head_dim": 128},
     ),
 )
