@@ -550,7 +550,7 @@ def test_all_problems_are_reported_at_once():
     [
         (LlamaModel(rope_scaling=RopeScaling(factor=8.0)), "model.rope_scaling.factor=8.0: rope_type default"),
         (LlamaModel(rope_scaling=RopeScaling("linear", low_freq_factor=2.0)), "rope_type linear does not use it"),
-        (LlamaModel(rope_scaling=RopeScaling("llama3", 8.0, 4.0, 4.0)), "low must be below high"),
+        (LlamaModel(rope_scaling=RopeScaling("llama3", 8.0, 5.0, 4.0)), "low must not be above high"),
         (LlamaModel(rope_scaling=RopeScaling("llama3", 8.0, beta_fast=8.0)), "rope_type llama3 does not use it"),
         (LlamaModel(rope_scaling=RopeScaling("linear", truncate=False)), "rope_type linear does not use it"),
         (LlamaModel(rope_scaling=RopeScaling("yarn", 8.0, low_freq_factor=2.0)), "rope_type yarn does not use it"),

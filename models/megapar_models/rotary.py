@@ -160,7 +160,10 @@ class Rotary:
         # frequencies are mixed.
         turns_in_context = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
         mixed_turns = scaling.high_freq_factor - scaling.low_freq_factor
-        keep_weight = ((turns_in_context - scaling.low_freq_factor) / mixed_turns).clamp(0, 1)
+        if not mixed_turns:  # Llama 4
+            keep_weight = (turns_in_context >= scaling.high_freq_factor).to(frequency.dtype)
+        else:
+            keep_weight = ((turns_in_context - scaling.low_freq_factor) / mixed_turns).clamp(0, 1)
         return keep_weight * frequency + (1 - keep_weight) * frequency / scaling.factor, 1.0
 
     def _yarn_keep_weight(self, device: torch.device) -> Tensor:

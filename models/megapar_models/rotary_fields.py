@@ -214,12 +214,12 @@ def scaling_problems(config: Config, model: RotaryModel) -> Iterator[str]:
         if name not in read and value != default:
             text = f"rope_type {scaling.rope_type} does not use it; leave it at {shown(default)}"
             yield problem(config, f"model.rope_scaling.{name}", f"{text}, or set model.rope_scaling.rope_type")
-    if scaling.rope_type == "llama3" and scaling.low_freq_factor >= scaling.high_freq_factor:
+    if scaling.rope_type == "llama3" and scaling.low_freq_factor > scaling.high_freq_factor:
         options = "model.rope_scaling.low_freq_factor model.rope_scaling.high_freq_factor"
         yield problem(
             config,
             options,
-            f"low must be below high; use {shown(scaling.high_freq_factor / 4)} (Llama 3.1 has 1 and 4)",
+            f"low must not be above high; use {shown(scaling.high_freq_factor / 4)} (Llama 3.1 has 1 and 4)",
         )
     # The factor of longrope is divided by the logarithm of the length, unless it is given.
     shortest = 2 if scaling.rope_type == "longrope" and not scaling.attention_factor else 1
