@@ -33,6 +33,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "residual_multiplier": "a factor of both branches",
         "rotary": "rotary positions",
         "window": "a window of keys",
+        "chunk": "chunks of keys",
         "qkv_bias": "biases of queries, keys and values",
         "out_bias": "a bias of attention's output",
         "qk_norm": "norms of queries and keys",

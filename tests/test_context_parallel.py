@@ -3,12 +3,15 @@
 The grid (tests/test_grid.py) trains whole models with it.
 """
 
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from megapar_kernels.attention import packed_causal_attention
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import (
     attention_block,
@@ -156,6 +159,64 @@ def test_columns_of_samples_keep_their_positions_targets_and_documents() -> None
         assert part.starts_on_host == (0, 12, 15, 22, 24)
     first = whole.columns(torch.tensor(deal.positions(12, 2, 0)))
     assert first.document_positions_bs().tolist() == [[0, 1, 2, 9, 10, 11], [0, 1, 2, 6, 0, 1]]
+
+
+def chunk_starts(starts: tuple[int, ...], size: int) -> list[int]:
+    """Where chunks begin, position by position, and where the last one ends."""
+    inside = [position - first for first, stop in pairwise(starts) for position in range(first, stop)]
+    return [position for position, number in enumerate(inside) if number % size == 0] + [starts[-1]]
+
+
+@settings(max_examples=60, deadline=None)
+@given(packed(), st.integers(1, 20))
+def test_chunks_are_those_of_each_document(case: tuple[int, int, tuple[int, ...]], size: int) -> None:
+    """Fault chunks-cross-documents. The device may have more chunks than the host, without a position."""
+    _, length, starts = case
+    tokens = torch.zeros(starts[-1] // length, length, dtype=torch.int64)
+    batch = MicroBatch.of_samples(tokens, tokens, torch.ones(tokens.shape), torch.arange(len(tokens)))
+    for documents in (starts, None):
+        given_starts = None if documents is None else torch.tensor(documents, dtype=torch.int32)
+        whole = replace(batch, starts=given_starts).columns(batch.positions_s)
+        cut = whole.in_chunks(size)
+        if size >= length:
+            assert cut is whole
+            continue
+        expected = chunk_starts(documents or tuple(range(0, starts[-1] + 1, length)), size)
+        assert list(cut.starts_on_host) == expected
+        assert cut.starts.tolist() == expected + [starts[-1]] * (len(cut.starts) - len(expected))
+        assert cut.starts.dtype == torch.int32
+        assert cut.longest_document == size
+        at = torch.tensor(expected[:-1], dtype=torch.int32)
+        numbers = torch.searchsorted(at, torch.arange(starts[-1]), right=True) - 1
+        assert torch.equal(cut.documents_bs().flatten(), numbers)
+
+
+@pytest.mark.parametrize("length", [3, 7, 21, 23])
+def test_the_flops_of_chunks_are_those_of_their_pairs(length: int) -> None:
+    """A chunk of n tokens counts n^2 / 2 pairs of a query and a key, as a whole sample does."""
+    core = CoreAttention(Axis("cp"), "gather", [0, 1], Kernels(), torch.device("cpu"), 6, 4).in_chunks(7)
+    pairs = sum((stop - start) ** 2 / 2 for start, stop in pairwise(chunk_starts((0, length), 7)))
+    assert core.flops_per_token(length) == pytest.approx(2 * 2 * (6 + 4) * pairs / length, abs=0.5)
+
+
+@pytest.mark.parametrize("length", [21, 23])
+@pytest.mark.parametrize("v_width", [6, 4])
+def test_a_plan_of_chunks_keeps_what_a_run_keeps(length: int, v_width: int) -> None:
+    def kept(device: str) -> tuple[int, torch.Size]:
+        found: dict[int, int] = {}
+
+        def note(x: Tensor) -> Tensor:
+            found[x.untyped_storage()._cdata] = x.untyped_storage().nbytes()
+            return x
+
+        shapes = ((length, 2, heads, width) for heads, width in ((4, 6), (2, 6), (2, v_width)))
+        q, k, v = (torch.randn(shape, device=device, requires_grad=True) for shape in shapes)
+        starts = torch.tensor([start for start in range(2 * length) if start % length % 7 == 0] + [2 * length])
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            y = packed_causal_attention(q, k, v, starts.int().to(device), longest=7)
+        return sum(found.values()), y.shape
+
+    assert kept("meta") == kept("cpu")
 
 
 # Attention in blocks

@@ -149,25 +149,29 @@ def causal_attention(
 
 
 def packed_causal_attention(
-    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor, scale: float | None = None
+    q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, starts: Tensor, scale: float | None = None, longest: int = 0
 ) -> Tensor:
     """`causal_attention` within each of several documents, as [s, b, n * e].
 
     The positions of all samples are numbered one sample after another. Document i is [starts[i], starts[i + 1]).
-    `starts` is int32 [documents + 1], from 0 to b * s. No document reaches into the next sample.
+    `starts` is int32 [documents + 1], from 0 to b * s. No document reaches into the next sample. The
+    last ones may be empty. None is longer than `longest` positions; 0: than a sample.
 
     A CPU runs SDPA for each document. A GPU runs FlashAttention 2 once for all if it takes the dtype and widths, else
-    one SDPA with a mask.
+    one SDPA with a mask. On the meta device, for a plan, each document is as long as `longest`.
     """
     length = q_sbnd.shape[0]
+    if q_sbnd.is_meta:
+        return _longest_documents(q_sbnd, k_sbnd, v_sbnd, longest or length, scale)
     q, k, v = (rearrange(x, "s b n d -> (b s) n d") for x in (q_sbnd, k_sbnd, v_sbnd))
     if takes_documents(q, v):
-        # The longest document is at most a sample. To know its true length, the host would have to wait for the GPU.
-        y: Any = _Documents.apply(q, k, v, Documents(starts, starts, length, length), scale)
+        # To know the true length of the longest document, the host would have to wait for the GPU.
+        most = min(longest or length, length)
+        y: Any = _Documents.apply(q, k, v, Documents(starts, starts, most, most), scale)
     elif q.device.type == "cpu":
         # The host must know the lengths to split the tensors. On a CPU that is free, on a GPU it would have to wait for
         # all queued work.
-        lengths = starts.diff().tolist()
+        lengths = [number for number in starts.diff().tolist() if number]
         parts = zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
         documents = []
         for part in parts:
@@ -177,6 +181,20 @@ def packed_causal_attention(
     else:
         return masked_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, scale=scale)
     return rearrange(y, "(b s) n d -> s b (n d)", s=length)
+
+
+def _longest_documents(q_sbnd: Tensor, k_sbnd: Tensor, v_sbnd: Tensor, longest: int, scale: float | None) -> Tensor:
+    """`causal_attention` within runs of `longest` positions, and within what remains of a sample, as [s, b, n * e]."""
+    length, samples = q_sbnd.shape[:2]
+    whole = length - length % longest
+    parts = []
+    for start, stop, run in ((0, whole, longest), (whole, length, length - whole)):
+        if start < stop:
+            rows = (x[start:stop].unflatten(0, (-1, run)) for x in (q_sbnd, k_sbnd, v_sbnd))
+            q, k, v = (x.transpose(0, 1).flatten(1, 2) for x in rows)
+            y = causal_attention(q, k, v, scale=scale)
+            parts.append(y.unflatten(1, (-1, samples)).transpose(0, 1).flatten(0, 1))
+    return torch.cat(parts)
 
 
 def masked_causal_attention(

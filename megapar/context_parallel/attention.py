@@ -53,6 +53,7 @@ class CoreAttention(nn.Module):
         if window and cp.size > 1 and form != "ulysses":
             raise ValueError(f"a window of {window} keys with cp_attention {form}: registry.validate() refuses it")
         self.window = window
+        self.chunk = 0
         self.rule = rule
         self.cp = cp
         self.form = form
@@ -86,6 +87,8 @@ class CoreAttention(nn.Module):
         The s positions are the columns of `batch` on this rank. `sinks_n` has a further score without a value for each
         head of q. `largest` notes the largest logits.
         """
+        if 0 < self.chunk < batch.sample_length and batch.chunk != self.chunk:
+            raise ValueError(f"attention within chunks of {self.chunk}: give it the micro-batch in_chunks")
         scoring = Scoring(self.rule, self.kernels, self.window, dropout, largest)
         if not self.server:
             self.server = self._server(q_sbnd, k_sbnd, v_sbnd, batch, scoring, sinks_n)
@@ -129,6 +132,11 @@ class CoreAttention(nn.Module):
         attention = ring_attention if self.form == "ring" else gather_attention
         return attention(q, k, v, self.cp, batch.starts_on_host, _of_blocks(scoring, batch), *sinks_n)
 
+    def in_chunks(self, size: int) -> "CoreAttention":
+        """Return itself, for micro-batches in chunks of `size` (`MicroBatch.in_chunks`). 0: they are in none."""
+        self.chunk = size
+        return self
+
     def with_cache(self, first_b: Tensor, capacity: int) -> nn.Module:
         """Return the module that takes this one's place while text is generated: it keeps keys and values.
 
@@ -139,6 +147,9 @@ class CoreAttention(nn.Module):
     def flops_per_token(self, seq_length: int) -> int:
         """The FLOPs of the two products for one token, forward: with the keys it reads, on average."""
         keys = seq_length / 2  # half of the s^2 scores
+        if 0 < self.chunk < seq_length:
+            whole, rest = divmod(seq_length, self.chunk)
+            keys = (whole * self.chunk**2 + rest**2) / (2 * seq_length)
         if 0 < self.window < seq_length:
             keys = self.window - self.window**2 / (2 * seq_length)
         return round(2 * keys * self.heads * (self.qk_width + self.v_width))

@@ -59,13 +59,19 @@ class CachedAttention(nn.Module):
         """The attention of the newest column, [1, b, n * e]."""
         core = self.core
         start = max(self.length - core.window, 0) if core.window else 0
+        first_b, is_ragged = self.first_b, self.is_ragged
+        if core.chunk:
+            # The first column of the newest token's chunk.
+            first_b = self.length - 1 - (self.length - 1 - first_b) % core.chunk
+            start = max(start, int(first_b.min()))
+            is_ragged = bool((first_b > start).any())
         keys, values = (x[:, :, start : self.length] for x in (self.keys, self.values))
         if core.kv_index is not None:
             keys, values = (x.index_select(1, core.kv_index) for x in (keys, values))
         seen_bs = None
-        if self.is_ragged:
+        if is_ragged:
             columns = torch.arange(start, self.length, device=q_bnd.device)
-            seen_bs = (columns >= self.first_b[:, None])[:, None, None]
+            seen_bs = (columns >= first_b[:, None])[:, None, None]
         # The query heads of a key head are queries of one head.
         q_bkrd = q_bnd.unflatten(1, (keys.shape[1], -1))
         scale = core.rule.factor(q_bnd)

@@ -83,7 +83,7 @@ def whole_attention(
     if way == "causal":
         return causal_attention(q_sbnd, k_sbnd, v_sbnd, kernels.attention, rule.scale)
     assert starts is not None
-    return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, rule.scale)
+    return packed_causal_attention(q_sbnd, k_sbnd, v_sbnd, starts, rule.scale, batch.longest_document)
 
 
 def largest_of_whole(q_sbnd: Tensor, k_sbnd: Tensor, batch: MicroBatch, scoring: Scoring) -> Tensor:

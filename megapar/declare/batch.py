@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain, pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -55,7 +56,8 @@ class MicroBatch:
     `starts` is for samples of several documents, without attention between them. It is int32 [documents + 1]: the
     position of each document's start, counted through all whole samples one after the other, and b * sample_length at
     the end. With None each sample is one document. `starts_on_host` are the same numbers for the host. Otherwise it
-    would have to wait for a GPU to read them. Only `columns` sets them.
+    would have to wait for a GPU to read them. Only `columns` sets them. `chunk` is the size of the chunks that are in
+    the place of documents (`in_chunks`), 0 if none are.
     `references_bd`, fp32 [b, documents], are the log-probabilities of the first documents of each sample by a reference
     model: sums over a document's targets, each times its weight. `scope` is the step's or the evaluation's.
     """
@@ -71,6 +73,7 @@ class MicroBatch:
     references_bd: Tensor | None = None
     later_targets: tuple[Targets, ...] = ()
     scope: StepScope = field(default_factory=StepScope)
+    chunk: int = 0
 
     @classmethod
     def of_samples(
@@ -100,6 +103,27 @@ class MicroBatch:
             positions_s=positions_s,
             starts_on_host=None if self.starts is None else tuple(self.starts.tolist()),
         )
+
+    def in_chunks(self, size: int) -> "MicroBatch":
+        """The micro-batch with each document cut into chunks of `size` positions, counted from its start.
+
+        The chunks take the place of documents. So what attends within documents attends within chunks. `starts` may
+        have further chunks at the end, without positions: on a device nobody need wait for their number.
+        `starts_on_host` has none of these.
+        """
+        if size >= self.sample_length:
+            return self
+        end = self.size * self.sample_length
+        bounds = range(0, end + 1, self.sample_length) if self.starts is None else self.starts_on_host
+        on_host = None
+        if bounds is not None:
+            on_host = (*chain.from_iterable(range(start, stop, size) for start, stop in pairwise(bounds)), end)
+        return replace(self, starts=_starts_of_chunks(self, size), starts_on_host=on_host, chunk=size)
+
+    @property
+    def longest_document(self) -> int:
+        """What no document is longer than: a sample, or a chunk."""
+        return self.chunk or self.sample_length
 
     def with_pairs(self) -> "MicroBatch":
         """Each sample as a pair: two documents of half its length, and references of 0. For measuring and planning."""
@@ -166,6 +190,23 @@ class MicroBatch:
         """The positions of the columns, [b, s], counted through all whole samples one after the other, as `starts`."""
         samples = torch.arange(self.size, device=self.positions_s.device)
         return samples[:, None] * self.sample_length + self.positions_s
+
+
+def _starts_of_chunks(batch: MicroBatch, size: int) -> Tensor:
+    """`MicroBatch.starts` of the chunks of documents, int32, computed on the device."""
+    device = batch.positions_s.device
+    length = batch.sample_length
+    end = torch.full((1,), batch.size * length, device=device)
+    if batch.starts is None:
+        samples = torch.arange(batch.size, device=device)[:, None] * length
+        firsts = samples + torch.arange(0, length, size, device=device)
+        return torch.cat([firsts.flatten(), end]).int()
+    positions = torch.arange(batch.size * length, device=device)
+    inside = positions - batch.starts[torch.searchsorted(batch.starts, positions, right=True) - 1]
+    # As many as there can be: a document has one chunk more than its positions fill.
+    most = len(batch.starts) - 1 + len(positions) // size
+    firsts = torch.where(inside % size == 0, positions, end)
+    return torch.cat([firsts, end]).sort().values[: most + 1].int()
 
 
 class _AddLoss(torch.autograd.Function):

@@ -115,7 +115,7 @@ class Attention(nn.Module):
         self.qkv = factory.column_parallel(model.hidden_size, [*columns, *gates], bias=kind.qkv_bias)
         self.out = factory.row_parallel(f"{name}.o", total * e, model.hidden_size, bias=kind.out_bias)
         rule = ScoreRule(kind.attention_scale, kind.score_cap)
-        self.attend = factory.core_attention(heads.kv_heads, d, e, kind.window, rule)
+        self.attend = factory.core_attention(heads.kv_heads, d, e, kind.window, rule).in_chunks(kind.chunk)
         scaled = rows_of_heads(name, d, total // groups, bias=kind.qkv_bias)
         self.largest = factory.largest_logits(number, total, range(heads.q_start, heads.q_stop), groups, scaled)
         self.q_norm = self.k_norm = None
@@ -143,6 +143,7 @@ class Attention(nn.Module):
             q = q * self.kind.temperature.factors(context.batch)[..., None, None].to(q.dtype)
         if self.kind.value_factor != 1.0:
             v = v * self.kind.value_factor
+        batch = context.attended(self.kind.chunk)
         dropout = None
         if self.kind.attention_dropout and self.training:
             dropout = AttentionDropout(
@@ -153,7 +154,7 @@ class Attention(nn.Module):
                 context.batch.sample_ids_b,
                 context.batch.positions_s,
             )
-        y: Tensor = self.attend(q, k, v, context.batch, dropout, self.sinks, context.not_measured(self.largest))
+        y: Tensor = self.attend(q, k, v, batch, dropout, self.sinks, context.not_measured(self.largest))
         if gate_sbc is None:
             return y
         gate_sbne = self._gates(gate_sbc).unflatten(-1, (self.q_heads, -1))  # with one number a head, e is 1

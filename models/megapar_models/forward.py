@@ -22,7 +22,8 @@ class ForwardContext:
     `Rotary` in the layers of the stage. `seed` is the seed of dropout. `recomputes_attention` says whether backward
     computes core attention again (`Recompute.attention`). `dispatches` has, by the number of a layer, the experts of
     the tokens, as the first forward pass of the micro-batch chose them. Recomputation uses them again. `measured` are
-    the layers with logits that the first forward pass has measured.
+    the layers with logits that the first forward pass has measured. `chunked` has the micro-batch in chunks by
+    their size, for the layers that have asked for it (`attended`).
     """
 
     batch: MicroBatch
@@ -31,6 +32,15 @@ class ForwardContext:
     recomputes_attention: bool = False
     dispatches: dict[int, Dispatch] = field(default_factory=dict)
     measured: set[int] = field(default_factory=set)
+    chunked: dict[int, MicroBatch] = field(default_factory=dict)
+
+    def attended(self, chunk: int) -> MicroBatch:
+        """The micro-batch within whose documents a layer with this `LayerKind.chunk` attends: in chunks, if not 0."""
+        if not chunk:
+            return self.batch
+        if chunk not in self.chunked:
+            self.chunked[chunk] = self.batch.in_chunks(chunk)
+        return self.chunked[chunk]
 
     @property
     def tokens(self) -> Tokens:

@@ -110,7 +110,8 @@ class LatentAttention(nn.Module):
         self.own_heads = slice(local.start, local.stop)
         self.largest = factory.largest_logits(number, total, local, total, scaled)
         scores = ScoreRule(kind.attention_scale)
-        self.attend = factory.core_attention(range(self.heads), q_width, rule.value_width, kind.window, scores)
+        attend = factory.core_attention(range(self.heads), q_width, rule.value_width, kind.window, scores)
+        self.attend = attend.in_chunks(kind.chunk)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
@@ -141,7 +142,8 @@ class LatentAttention(nn.Module):
         k = torch.cat((k_nope, k_rope.expand(-1, -1, self.heads, -1)), dim=-1)
         if self.kind.temperature is not None:
             q = q * self.kind.temperature.factors(context.batch)[..., None, None].to(q.dtype)
-        y: Tensor = self.attend(q, k, v, context.batch, None, None, context.not_measured(self.largest))
+        batch = context.attended(self.kind.chunk)
+        y: Tensor = self.attend(q, k, v, batch, None, None, context.not_measured(self.largest))
         return y
 
     def _rotated(self, x_sbnr: Tensor, context: ForwardContext) -> Tensor:

@@ -109,6 +109,9 @@ class LayerKind:
     """Attention reads this many keys, the token's own among them. 0: all keys up to its own."""
     qkv_bias: bool = False
     out_bias: bool = False
+    chunk: int = 0
+    """Documents are cut into chunks of so many tokens from their start, and attention reads the keys of the token's own
+    chunk. 0: there are none."""
     qk_norm: bool = False
     """A norm of queries and keys."""
     qk_norm_over: Literal["head", "each_head", "width"] = "head"

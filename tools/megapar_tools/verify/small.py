@@ -221,8 +221,9 @@ def _with_few_heads_of_layers(small: ModelConfig, model: ModelConfig, heads_unit
 def _with_short_lengths(small: ModelConfig, model: ModelConfig, layers: int) -> ModelConfig:
     """`small` with windows and an original length below that of a sample, and layers with and without a window."""
     changes: dict[str, Any] = {}
-    if window := getattr(model, "sliding_window", 0):
-        changes["sliding_window"] = min(window, _WINDOW)
+    for name in ("sliding_window", "attention_chunk_size", "floor_scale"):
+        if length := getattr(model, name, 0):
+            changes[name] = min(length, _WINDOW)
     if kinds := getattr(model, "layer_types", ()):
         changes["layer_types"] = _of_each_kind(kinds, layers)
     if numbers := getattr(model, "attn_layer_indices", ()):
