@@ -56,6 +56,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "router_dtype": "a router's product in the dtype of the model",
         "expert_bias": "biases of the experts",
         "plain_experts": "experts without a gate",
+        "weighted_inputs": "experts whose inputs are multiplied by their weights",
         "expert_latent": "experts in a latent width",
         "averages_shared": "the mean of experts and shared expert",
     },

@@ -163,10 +163,14 @@ class LayerKind:
     """The width that experts read and write, between two projections of their own. 0: that of the model."""
     averages_shared: bool = False
     """The outputs of a token's experts and of the shared expert are averaged, not added (Cohere)."""
+    weighted_inputs: bool = False
+    """The weights of a token's experts multiply what they read, and not what they give (Llama 4)."""
 
     def __post_init__(self) -> None:
         if "none" in (self.mixer, self.mlp) and (self.mixer == self.mlp or self.parallel != "no"):
             raise ValueError("LayerKind.mixer, mlp: a layer has one of them, and parallel branches are two")
+        if self.weighted_inputs and self.expert_bias:
+            raise ValueError("LayerKind.weighted_inputs, expert_bias: a bias is no part of what experts read")
         if self.head_sizes is not None and (self.mixer == "none" or isinstance(self.mixer, MixerRule)):
             raise ValueError("LayerKind.head_sizes, mixer: a rule has sizes of its own, and no mixer has none")
         if self.mlp_width and self.mlp in ("mixture", "none"):

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +23,7 @@ from megapar_kernels.activations import (
 )
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from megapar.activations import recompute
 from megapar.base.errors import ConfigError
@@ -135,6 +137,30 @@ def plain_activation(kind: LayerKind, model: ModelConfig, impl: Implementation) 
 def _weighted(activation: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor | None = None) -> Tensor:
     y = activation(x)
     return y if weights is None else (y * weights).to(y.dtype)
+
+
+class OfWeightedInputs(torch.autograd.Function):
+    """act(w x), [rows, f], of x [rows, gate then up] and weights w [rows, 1].
+
+    Matrices without biases pass on a factor of their inputs. So the weights of inputs multiply x, and rows travel to
+    the experts as they are. Backward computes w x again.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weights: Tensor, activation: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(x, weights)
+        ctx.activation = activation
+        return activation((x * weights).to(x.dtype))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weights = ctx.saved_tensors
+        with torch.enable_grad():
+            weighted = (x * weights).to(x.dtype).requires_grad_()
+            (of_weighted,) = torch.autograd.grad(ctx.activation(weighted), weighted, grad)
+        of_weights = (of_weighted * x).sum(-1, keepdim=True, dtype=torch.promote_types(x.dtype, weights.dtype))
+        return (of_weighted * weights).to(x.dtype), of_weights.to(weights.dtype), None
 
 
 class UngatedMLP(nn.Module):

@@ -8,7 +8,9 @@ Shapes: s sequence (s/tp under sequence parallelism), b micro-batch, h hidden, t
 of a token.
 """
 
+from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -26,7 +28,7 @@ from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext, rows_of_rank
 from megapar_models.layer_kind import LayerKind
-from megapar_models.mlp import GatedMLP, UngatedMLP, gated_activation, plain_activation
+from megapar_models.mlp import GatedMLP, OfWeightedInputs, UngatedMLP, gated_activation, plain_activation
 
 ROUTER_LOSS = "router"
 """Name of the sum of the experts' balance losses (`megapar.expert_parallel.balance`), over all layers."""
@@ -85,13 +87,16 @@ class MixtureOfExperts(nn.Module):
         if latent:
             self.latent_in = OwnTokensLinear(f"{name}.latent_in", width, latent, factory.init, factory)
             self.latent_out = OwnTokensLinear(f"{name}.latent_out", latent, width, factory.output_init, factory)
-        activation = plain_activation if kind.plain_experts else gated_activation
+        made = plain_activation if kind.plain_experts else gated_activation
+        activation = made(kind, model, factory.kernels.activation_of_experts)
+        if kind.weighted_inputs:
+            activation = partial(_of_weighted_inputs, activation)
         self.experts = factory.experts(
             f"{name}.experts",
             self.num_experts,
             latent or width,
             moe.moe_intermediate_size,
-            activation=activation(kind, model, factory.kernels.activation_of_experts),
+            activation=activation,
             token_share=Fraction(moe.num_experts_per_tok, self.num_experts),
             bias=kind.expert_bias,
             inner=("up",) if kind.plain_experts else ("gate", "up"),
@@ -160,6 +165,11 @@ class MixtureOfExperts(nn.Module):
         weights_sb = _tokens_of_rank(rows_of_rank(context.batch.weights_bs.t(), self.sharding), self.sharding)
         loss = self.router.loss(routing, weights_sb, (self.sharding.tp, self.sharding.cp))
         return add_loss(y_sbh, loss, context.batch, ROUTER_LOSS)
+
+
+def _of_weighted_inputs(activation: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> Tensor:
+    y: Tensor = OfWeightedInputs.apply(x, weights, activation)
+    return y
 
 
 def _tokens_of_rank(x_sb: Tensor, sharding: Sharding) -> Tensor:
