@@ -420,7 +420,7 @@ def test_each_option_of_the_model_is_classified():
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe.first_k_dense_replace"),
         *("moe.num_experts", "moe.moe_intermediate_size", "moe.mlp_only_layers", "moe.balance"),
         *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "moe.first_k_dense_replace"),
-        *("moe.shared_expert_intermediate_size", "moe.shared_expert_gate"),
+        *("moe.shared_expert_intermediate_size", "moe.shared_expert_gate", "moe.interleave_moe_layer_step"),
         *("conv_width", "conv_bias", "use_attention_gate", "use_sandwich_norm"),
         *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias"),
         *("mamba_proj_bias", "attn_layer_indices", "hybrid_override_pattern", "moe_latent_size", "projectors_bias"),

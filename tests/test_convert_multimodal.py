@@ -73,6 +73,32 @@ def test_the_text_of_a_mistral3_file_is_converted_without_its_vision(text_type: 
         model_of({**raw, "text_config": {**raw["text_config"], "model_type": "pixtral"}})
 
 
+def test_the_text_of_a_llama4_file_is_converted_without_its_vision(tmp_path: Path) -> None:
+    """Both comparisons are with transformers, and the export puts back what the import leaves out."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    vision = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 28, "patch_size": 14, "vision_output_dim": 16}
+    vision |= {"projector_input_dim": 16, "projector_output_dim": 16}
+    whole = transformers.Llama4Config(text_config=dict(TYPES["llama4_text"].fields), vision_config=vision)
+    model = transformers.Llama4ForConditionalGeneration._from_config(whole, attn_implementation="eager").eval()
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(0.1 * torch.randn(param.shape, generator=generator))
+    model.save_pretrained(tmp_path / "theirs")
+    assert any("vision" in name for name in tensors(tmp_path / "theirs"))
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "ours"))
+    stage = converted(tmp_path / "theirs", tmp_path / "again")
+    raw = json.loads((tmp_path / "theirs/config.json").read_text())
+    with torch.no_grad():
+        assert_equal_logits(stage, random_batch(), model(random_batch().tokens_bs).logits)
+    native_to_hf(NativeToHf(tmp_path / "ours", tmp_path / "text"))
+    assert model_of(json.loads((tmp_path / "text/config.json").read_text())) == stage.model
+    native_to_hf(NativeToHf(tmp_path / "ours", tmp_path / "whole", like=tmp_path / "theirs", verify=False))
+    assert_same_tensors(tmp_path / "whole", tmp_path / "theirs")
+    assert json.loads((tmp_path / "whole/config.json").read_text()) == raw
+
+
 VISION = {
     "depth": 1,
     "hidden_size": 16,

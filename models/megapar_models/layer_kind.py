@@ -22,18 +22,20 @@ from megapar_models.rotary import Rotary
 class Temperature:
     """A factor of queries that grows with the position: 1 + beta ln(1 + floor(position / original)).
 
-    Positions count from the start of a document. It is that of Ministral 3, after the rotation.
+    Positions count from the start of a document, whose first one is `first`. It is that of Ministral 3, after the
+    rotation, and with `first` 1 that of Llama 4.
     """
 
     beta: float
     original: int
+    first: int = 0
 
     def factors(self, batch: MicroBatch) -> Tensor:
         """The factor of each position, fp32 [s, 1]. It is [s, b] if samples have documents."""
         positions = batch.positions_s[:, None]
         if batch.starts is not None:
             positions = batch.document_positions_bs().t()
-        return 1.0 + self.beta * torch.log1p((positions // self.original).to(torch.float32))
+        return 1.0 + self.beta * torch.log1p(((positions + self.first) // self.original).to(torch.float32))
 
 
 @dataclass(frozen=True)
@@ -107,11 +109,11 @@ class LayerKind:
     """
     window: int = 0
     """Attention reads this many keys, the token's own among them. 0: all keys up to its own."""
-    qkv_bias: bool = False
-    out_bias: bool = False
     chunk: int = 0
     """Documents are cut into chunks of so many tokens from their start, and attention reads the keys of the token's own
     chunk. 0: there are none."""
+    qkv_bias: bool = False
+    out_bias: bool = False
     qk_norm: bool = False
     """A norm of queries and keys."""
     qk_norm_over: Literal["head", "each_head", "width"] = "head"
@@ -159,12 +161,12 @@ class LayerKind:
     """Biases of all matrices of the experts."""
     plain_experts: bool = False
     """Whether experts and shared expert have no gate, as mlp "plain"."""
-    expert_latent: int = 0
-    """The width that experts read and write, between two projections of their own. 0: that of the model."""
     averages_shared: bool = False
     """The outputs of a token's experts and of the shared expert are averaged, not added (Cohere)."""
     weighted_inputs: bool = False
     """The weights of a token's experts multiply what they read, and not what they give (Llama 4)."""
+    expert_latent: int = 0
+    """The width that experts read and write, between two projections of their own. 0: that of the model."""
 
     def __post_init__(self) -> None:
         if "none" in (self.mixer, self.mlp) and (self.mixer == self.mlp or self.parallel != "no"):

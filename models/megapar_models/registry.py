@@ -69,6 +69,7 @@ NAMES = (
     "minicpm3",
     "axk1",
     "mistral4",
+    "llama4",
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
     *("jais2", "hyperclovax", "granite_swa", "granitemoe_swa"),
     *(

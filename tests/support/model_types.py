@@ -175,6 +175,13 @@ MIMO: dict[str, Any] = {
 MIMO_PARTS: tuple[Raw, ...] = ({"partial_rotary_factor": 0.2}, {"partial_rotary_factor": 1.0})
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 8, "rope_theta": 300.0}
+LLAMA4: dict[str, Any] = {
+    **{**UNTIED, "num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 20},
+    **{"intermediate_size_mlp": 76, "attention_chunk_size": 7, "floor_scale": 5, "attn_scale": 0.7},
+    "rope_parameters": PLAIN,
+}
+LLAMA4_ROPE = {"rope_parameters": LLAMA3}
+STEP = {**LLAMA3, "high_freq_factor": 1.0}  # nothing between wavelengths that are kept and stretched ones
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 100.0}
 LONGROPE: dict[str, Any] = {
     **{"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
@@ -1041,6 +1048,40 @@ TYPES: dict[str, ModelTypeCase] = {
         },
         unread=("intermediate_size",),
         layout={"cp": 2, "cp_attention": "ulysses", "ep": 2, "packed": True},
+    ),
+    "llama4_text": ModelTypeCase(
+        model_type="llama4_text",
+        fields={**LLAMA4, "interleave_moe_layer_step": 2, "attention_bias": True},
+        layout={"tp": 2, "sequence_parallel": True, "pp": 2},
+        unread=("interleave_moe_layer_step", "no_rope_layer_interval"),
+        changes=(
+            *(EPS, GELU, LLAMA4_ROPE, {"num_experts_per_tok": 1}, {"attention_chunk_size": 11}),
+            *({"attn_scale": 0.2}, {"floor_scale": 4}, {"attn_temperature_tuning": False}, {"use_qk_norm": False}),
+            *({"no_rope_layers": [0, 1, 1, 1]}, {"layer_types": ["chunked_attention", *["full_attention"] * 3]}),
+        ),
+        refused={
+            **{**NO_DROPOUT, "router_jitter_noise": 0.1, "moe_layers": [0, 3], "layer_types": MIXED},
+            **{"attention_chunk_size": None, "no_rope_layers": [1, 0]},
+        },
+    ),
+    "llama4_text, one expert a token": ModelTypeCase(
+        model_type="llama4_text",
+        fields={**LLAMA4, "num_experts_per_tok": 1, "use_qk_norm": False, "rope_parameters": STEP},
+        layout={"cp": 2, "cp_attention": "ring", "packed": True},
+        unread=("intermediate_size_mlp", "interleave_moe_layer_step", "no_rope_layer_interval"),
+    ),
+    "llama4_text, no experts": ModelTypeCase(
+        model_type="llama4_text",
+        fields={
+            **{**LLAMA4, "moe_layers": [], "no_rope_layers": [1, 1, 0, 1], "tie_word_embeddings": True},
+            **{"num_local_experts": 0, "num_experts_per_tok": 0},
+            **{"layer_types": ["chunked_attention", "full_attention", "chunked_attention", "chunked_attention"]},
+        },
+        layout={"cp": 2, "cp_attention": "gather"},
+        unread=(
+            *("interleave_moe_layer_step", "no_rope_layer_interval", "intermediate_size", "num_local_experts"),
+            "num_experts_per_tok",
+        ),
     ),
     "kimi_linear": ModelTypeCase(
         model_type="kimi_linear",

@@ -44,6 +44,7 @@ _SIZES = (
     *("linear_conv_kernel_dim", "full_attention_interval"),
     *("conv_L_cache", "block_multiple_of"),
     *("model_max_length", "layer_group_size", "prefix_dense_sliding_window_pattern"),
+    "floor_scale",
 )
 _WHOLES = (
     *("intermediate_size", "ffn_dim", "ffn_hidden_size", "n_inner"),
@@ -57,10 +58,10 @@ _WHOLES = (
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_num_heads"),
     *("mamba_head_dim", "num_heads", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "attn_rotary_emb"),
     *("moe_latent_size", "moe_shared_expert_intermediate_size"),
-    *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim", "attention_chunk_size"),
+    *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
     *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "short_conv_kernel_size"),
+    *("dim_model_base", "attention_chunk_size", "interleave_moe_layer_step", "intermediate_size_mlp"),
     *("global_attn_every_n_layers", "prefix_dense_intermediate_size", "intermediate_multiple_size"),
-    "dim_model_base",
 )
 _NUMBERS = (
     *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "layerdrop"),
@@ -77,8 +78,7 @@ _NUMBERS = (
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier"),
     *("ssm_in_multiplier", "ssm_out_multiplier"),
     *("kda_lower_bound", "output_dropout", "route_scale", "router_scaling_factor"),
-    "embedding_initializer_range",
-    *("scale_emb", "scale_depth"),
+    *("embedding_initializer_range", "scale_emb", "scale_depth", "attn_scale"),
 )
 _FLAGS = (
     *("add_cross_attention", "alibi", "attention_bias", "attention_out_bias", "bias", "do_layer_norm_before"),
@@ -92,7 +92,7 @@ _FLAGS = (
     *("linear_allow_neg_eigval", "attn_output_gate"),
     *("block_auto_adjust_ff_dim", "block_use_swiglu", "conv_bias", "tie_embedding", "use_attention_gate"),
     *("use_expert_bias", "use_pos_enc", "use_sandwich_norm"),
-    *("moe_renormalize", "kda_safe_gate"),
+    *("moe_renormalize", "kda_safe_gate", "attn_temperature_tuning", "for_llm_compressor"),
     "moe_apply_router_weight_on_input",
     *("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),
     *("enable_moe_fp32_combine", "mup_enabled", "route_norm", "use_post_norm"),
@@ -106,7 +106,7 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(_NUMBERS, NUMBER),
     **dict.fromkeys(_FLAGS, FLAG),
     **dict.fromkeys(("layer_types", "mlp_layer_types", "architectures", "gating_types"), NAMES),
-    **dict.fromkeys(("mlp_only_layers", "no_rope_layers"), NUMBERS),
+    **dict.fromkeys(("mlp_only_layers", "no_rope_layers", "moe_layers"), NUMBERS),
     "full_attn_idxs": NUMBERS,
     "num_attention_heads_per_layer": NUMBERS,
     "hybrid_layer_pattern": NUMBERS,

@@ -146,6 +146,9 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("swa_num_key_value_heads", "swa_head_dim"), ("heads of layers with a window", "mimo_v2_flash")),
     "gating": ("a gate on attention's output", "laguna"),
     "layer_group_size": ("which layers have latent attention", "bailing_hybrid"),
+    **dict.fromkeys(("attention_chunk_size",), ("attention within chunks", "llama4")),
+    **dict.fromkeys(("interleave_moe_layer_step", "moe_layers"), ("which layers have experts", "llama4")),
+    **dict.fromkeys(("attn_temperature_tuning", "attn_scale"), ("a factor of queries by position", "llama4")),
     **dict.fromkeys(("scale_depth", "dim_model_base"), ("factors of branches and logits", "minicpm3")),
 }
 # Beginnings of fields for what no rule here computes.
@@ -154,7 +157,7 @@ MISSING: Mapping[str, str] = {
     **dict.fromkeys(("expand", "mixer_rms_eps", "use_mamba"), "a state-space mixer"),
     **dict.fromkeys(("linear_", "full_attn_", "short_conv"), "linear attention"),
     **dict.fromkeys(("attn_layer_", "layers_block_type"), "layers of two kinds of mixers"),
-    **dict.fromkeys(("index_", "attention_chunk_size"), "attention to chosen keys"),
+    **dict.fromkeys(("index_",), "attention to chosen keys"),
     **dict.fromkeys(("alibi", "position_buckets"), "positions by a bias of scores"),
     **dict.fromkeys(("num_kv_shared_layers", "attention_k_eq_v"), "keys and values of another layer"),
     **dict.fromkeys(("hidden_size_per_layer_input", "per_layer_config"), "sizes or embeddings by layer"),

@@ -19,6 +19,7 @@ class Multimodal:
 MULTIMODAL = {
     # The multimodal model does not read the cap of logits.
     "gemma3": Multimodal("gemma3_text", {"final_logit_softcapping": None}),
+    "llama4": Multimodal("llama4_text"),
     "mistral3": Multimodal("mistral"),
     "qwen3_5": Multimodal("qwen3_5_text"),
     "qwen3_5_moe": Multimodal("qwen3_5_moe_text"),
@@ -26,7 +27,13 @@ MULTIMODAL = {
 # Beginnings of the names of tensors: those of the language model with their counterparts in files of it alone, and
 # those of other parts.
 PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head": "lm_head"}
-OTHER_PARTS = ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector.")
+OTHER_PARTS = (
+    "vision_model.",
+    "vision_tower.",
+    "multi_modal_projector.",
+    "model.vision_tower.",
+    "model.multi_modal_projector.",
+)
 
 
 def language_model(file: Raw) -> Raw:

@@ -267,6 +267,8 @@ def _small_experts(moe: MoEConfig, layouts: Sequence[Config], layers: int, width
     dense: dict[str, Any] = {}
     if numbers := getattr(moe, "mlp_only_layers", ()):  # of families with layers without experts
         dense["mlp_only_layers"] = tuple(number for number in numbers if number < layers)
+    if step := getattr(moe, "interleave_moe_layer_step", 0):
+        dense["interleave_moe_layer_step"] = min(step, layers)
     return replace(
         moe,
         **dense,
