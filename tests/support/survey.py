@@ -67,7 +67,8 @@ SIZES: Mapping[str, Any] = {
 _LATENT = {"head_dim": SIZES["qk_rope_head_dim"], "num_key_value_heads": SIZES["num_attention_heads"]}
 OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "longcat_flash"), _LATENT),
-    "minicpm3": _LATENT,
+    **dict.fromkeys(("minicpm3", "youtu", "axk1"), _LATENT),
+    "mistral4": {**_LATENT, "head_dim": SIZES["qk_nope_head_dim"] + SIZES["qk_rope_head_dim"]},
     "kimi_linear": {**_LATENT, "linear_head_dim": 16, "linear_num_heads": 6, "rms_norm_eps": 1e-2},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
