@@ -1,6 +1,6 @@
 """The fields of a mixture of experts in a config.json: `RoutedExperts`, and what codecs of single families share."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,3 +104,10 @@ def refuse_unwritable(
         problems.append(f"model.moe.balance={model.moe.balance}: {model_type} of transformers has bias")
     if problems:
         raise ConfigError("\n".join(problems))
+
+
+def wrong_mlp_types(types: Sequence[str], layers: int) -> list[str]:
+    """Return a problem of mlp_layer_types, the list of each layer's MLP, unless `types` is one for so many layers."""
+    if {*types} - {"dense", "sparse"} or len(types) != layers:
+        return [f"mlp_layer_types={types!r} should be dense or sparse for each of {layers} layers"]
+    return []

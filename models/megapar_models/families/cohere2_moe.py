@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from megapar.config.model_options import OF_FUNCTION, MixtureModel
 from megapar_models.families.cohere import COHERE, CohereModel, CohereStage, neighbors
-from megapar_models.families.deepseek import DeepseekExperts, mlp_types, with_listed_layers
+from megapar_models.families.deepseek import DeepseekExperts, with_listed_layers
 from megapar_models.families.qwen3_moe import QWEN3_MOE
 from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import Ends, LayerKind
@@ -118,8 +118,7 @@ class _Experts(RoutedExperts):
         moe["norm_topk_prob"] = raw.get("norm_topk_prob", True) or scoring == "softmax"
         moe["shared_expert_combination_strategy"] = raw.get("shared_expert_combination_strategy", "average")
         values = {"moe": Cohere2Experts(**moe), "intermediate_size": width if dense_width is None else dense_width}
-        types, wrong = mlp_types(raw)
-        problems += wrong
+        types = raw.get("mlp_layer_types")
         if scoring not in ("softmax", "sigmoid"):
             problems.append(f"expert_selection_fn={scoring!r} is not supported; softmax and sigmoid are")
         if moe["shared_expert_combination_strategy"] not in ("average", "sum"):
@@ -127,7 +126,7 @@ class _Experts(RoutedExperts):
             problems.append(f"{stated} is not supported; average and sum are")
         if types is None:
             return values, problems
-        listed, problems = with_listed_layers(values, types, problems)
+        listed, problems = with_listed_layers(values, types, raw["num_hidden_layers"], problems)
         return values | listed, problems
 
     def write(self, model: Cohere2MoeModel, fields: dict[str, Any]) -> None:

@@ -26,7 +26,7 @@ from megapar_models.family import Codec, Family, ModelType, Raw, like, overlaid,
 from megapar_models.latent_attention import Latent
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe import router_rule
-from megapar_models.moe_fields import Balanced, read_moe
+from megapar_models.moe_fields import Balanced, read_moe, wrong_mlp_types
 from megapar_models.norms import NormRule
 from megapar_models.rotary import RotaryModel, yarn_mscale
 from megapar_models.rotary_fields import Rope, stated_rope
@@ -189,9 +189,8 @@ class RenamedExperts(SharedExperts):
         defaults = {**self.moe, **self.defaults}
         found = {ours: raw.get(theirs, defaults.get(ours)) for theirs, ours in self.theirs.items()}
         values, problems = super().read(overlaid(raw, found), model_type)
-        types, wrong = mlp_types(raw) if self.lists_layers else (None, [])
-        problems = [*problems, *wrong]
-        return (values, problems) if types is None else with_listed_layers(values, types, problems)
+        types, layers = raw.get("mlp_layer_types") if self.lists_layers else None, raw["num_hidden_layers"]
+        return (values, problems) if types is None else with_listed_layers(values, types, layers, problems)
 
     def write(self, model: Any, fields: dict[str, Any]) -> None:
         if model.moe.scoring_func != "sigmoid" or not model.moe.has_selection_bias:
@@ -223,14 +222,6 @@ class _LiteExperts(SharedExperts):
         return with_listed_layers(values, types, layers, problems)
 
 
-def mlp_types(raw: Raw) -> tuple[Sequence[str] | None, list[str]]:
-    """Return the kind of each layer's MLP, None if a config.json does not list them, and problems."""
-    types, layers = raw.get("mlp_layer_types"), raw["num_hidden_layers"]
-    if types is not None and ({*types} - {"dense", "sparse"} or len(types) != layers):
-        return None, [f"mlp_layer_types={types!r} should be dense or sparse for each of {layers} layers"]
-    return types, []
-
-
 def with_listed_layers(
     values: dict[str, Any], types: Sequence[str], layers: int, problems: list[str]
 ) -> tuple[dict[str, Any], list[str]]:
@@ -238,10 +229,7 @@ def with_listed_layers(
 
     `types` is the field mlp_layer_types of a model of so many layers.
     """
-    if unknown := {*types} - {"dense", "sparse"}:
-        problems = [*problems, f"mlp_layer_types has {', '.join(sorted(unknown))}; dense and sparse are known"]
-    if len(types) != layers:
-        problems = [*problems, f"mlp_layer_types has {len(types)} layers, and num_hidden_layers is {layers}"]
+    problems = [*problems, *wrong_mlp_types(types, layers)]
     dense = types.count("dense")
     if "dense" in types[dense:]:
         return values, [*problems, "mlp_layer_types is not supported unless its dense layers are the first"]

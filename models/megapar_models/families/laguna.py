@@ -20,7 +20,7 @@ from megapar_models.families.qwen3_moe import QWEN3_MOE, Qwen3MoeExperts, number
 from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import HeadSizes, LayerKind
 from megapar_models.moe import router_rule
-from megapar_models.moe_fields import RoutedExperts, read_moe, refuse_unwritable
+from megapar_models.moe_fields import RoutedExperts, read_moe, refuse_unwritable, wrong_mlp_types
 from megapar_models.norms import NormRule
 from megapar_models.rotary_fields import PartialLocalRope
 from megapar_models.stage import Stage
@@ -75,9 +75,7 @@ class ListedExperts(RoutedExperts):
         types = raw.get("mlp_layer_types")
         if types is None:
             types = self.usual_types(raw)
-        if len(types) != raw["num_hidden_layers"] or not {*types} <= {"dense", "sparse"}:
-            text = f"a type for each of {raw['num_hidden_layers']} layers, dense or sparse, is"
-            problems = [*problems, f"mlp_layer_types={types!r} is not supported; {text}"]
+        problems = [*problems, *wrong_mlp_types(types, raw["num_hidden_layers"])]
         dense = tuple(number for number, kind in enumerate(types) if kind == "dense")
         moe |= {**self.always, "mlp_only_layers": dense, "balance": "bias"}
         return {"moe": Qwen3MoeExperts(**moe)}, problems

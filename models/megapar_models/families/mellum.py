@@ -10,12 +10,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megapar.config.options import Config
-from megapar_models.families.deepseek import mlp_types
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
 from megapar_models.families.qwen3_moe import QWEN3_MOE, Qwen3MoeExperts, numbering_problems
 from megapar_models.family import Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
-from megapar_models.moe_fields import RoutedExperts, read_moe
+from megapar_models.moe_fields import RoutedExperts, read_moe, wrong_mlp_types
 from megapar_models.rotary_fields import LocalRope
 from megapar_models.windows import LocalRopeModel, Windows, rotary_of, window_of
 
@@ -51,9 +50,10 @@ class MellumStage(MixtralStage[MellumModel]):
 class _Experts(RoutedExperts):
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         moe, problems = read_moe(raw, {**self.names, **self.aliases}, self.defaults)
-        types, wrong = mlp_types(raw)
-        dense = tuple(number for number, kind in enumerate(types or ()) if kind == "dense")
-        return {"moe": Qwen3MoeExperts(mlp_only_layers=dense, **moe)}, [*problems, *wrong]
+        stated, layers = raw.get("mlp_layer_types"), raw["num_hidden_layers"]
+        types = ["sparse"] * layers if stated is None else stated
+        dense = tuple(number for number, kind in enumerate(types) if kind == "dense")
+        return {"moe": Qwen3MoeExperts(mlp_only_layers=dense, **moe)}, [*problems, *wrong_mlp_types(types, layers)]
 
     def write(self, model: MellumModel, fields: dict[str, Any]) -> None:
         super().write(model, fields)
