@@ -426,7 +426,7 @@ def test_each_option_of_the_model_is_classified():
         *("mamba_proj_bias", "attn_layer_indices", "hybrid_override_pattern", "moe_latent_size", "projectors_bias"),
         *("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "linear_key_head_dim"),
         *("linear_value_head_dim", "linear_head_dim", "linear_conv_kernel_dim", "mamba_rms_norm"),
-        *("num_attention_heads_per_layer", "gating", "swa_num_key_value_heads"),
+        *("num_attention_heads_per_layer", "gating", "swa_num_key_value_heads", "num_sliding_attention_heads"),
         "use_post_norm",
     }
     assert {path.removeprefix("model.") for path in training} == {

@@ -144,6 +144,31 @@ def stacked(stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return found
 
 
+def test_the_text_of_a_step3p7_file_is_converted_without_its_vision(tmp_path: Path) -> None:
+    """It comes back as step3p5, and as what it is with the original beside it, with which it is compared."""
+    transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    vision = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    whole = transformers.AutoConfig.for_model(
+        "step3p7", text_config=TYPES["step3p5"].fields, vision_config={**vision, "mlp_ratio": 1.25}
+    )
+    model = transformers.Step3p7ForConditionalGeneration._from_config(whole, attn_implementation="eager").eval()
+    model.save_pretrained(tmp_path / "theirs")
+    assert any("vision" in name for name in tensors(tmp_path / "theirs"))
+    stage = converted(tmp_path / "theirs", tmp_path / "ours")
+    with torch.no_grad():
+        assert_equal_logits(stage, random_batch(), model(random_batch().tokens_bs).logits)
+    native_to_hf(NativeToHf(tmp_path / "ours", tmp_path / "text", verify=False))
+    written = json.loads((tmp_path / "text/config.json").read_text())
+    assert written["model_type"] == "step3p5"
+    assert model_of(written) == stage.model
+    native_to_hf(NativeToHf(tmp_path / "ours", tmp_path / "whole", like=tmp_path / "theirs", verify=False))
+    assert_same_tensors(tmp_path / "whole", tmp_path / "theirs")
+    hf_to_native(HfToNative(tmp_path / "whole", tmp_path / "compared"))
+    assert (tmp_path / "compared/parity.json").exists()
+    with pytest.raises(ConfigError, match=r"no class of logits for model_type='step3p5'.*--no-verify"):
+        hf_to_native(HfToNative(tmp_path / "text", tmp_path / "alone"))
+
+
 @pytest.mark.parametrize("text_type", ["qwen3_5_text", "qwen3_5_moe_text"])
 def test_an_export_puts_back_what_the_import_left_out(
     text_type: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megapar_kernels.activations import clamped_swiglu, swiglu
+from megapar_kernels.activations import swiglu
+from megapar_kernels.bounded_swiglu import clamped_swiglu
 from megapar_kernels.grouped import RowGroups
 from megapar_tools.verify import logical
 from torch import Tensor

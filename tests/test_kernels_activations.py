@@ -8,7 +8,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from megapar_kernels import activations
-from megapar_kernels.activations import bias_gelu, clamped_swiglu, geglu, gelu, reglu_squared, relu_squared, swiglu
+from megapar_kernels.activations import bias_gelu, geglu, gelu, reglu_squared, relu_squared, swiglu
+from megapar_kernels.bounded_swiglu import clamped_swiglu, swiglu_step
 from torch import Tensor
 
 from tests.support.kernel_checks import DEVICE, Guarded, compare, needs_triton, poisoned, relative_error, strided
@@ -205,6 +206,19 @@ def test_no_rows() -> None:
         assert torch.autograd.grad(y.sum(), x)[0].shape == shape
 
 
+@pytest.mark.parametrize("limit", [0.2, 3.0])
+def test_a_bound_behind_silu_is_that_of_torch(limit: float) -> None:
+    """Value and gradient in fp64 are those of silu, two clamps and a product."""
+    (x,) = inputs(swiglu, 7, 33)
+    gate, up = x.chunk(2, dim=-1)
+    expected = torch.nn.functional.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    found = swiglu_step(x, limit=limit)
+    assert relative_error(found, expected) < 1e-14
+    upstream = torch.randn_like(found)
+    ours, theirs = (torch.autograd.grad(y, x, upstream, retain_graph=True)[0] for y in (found, expected))
+    assert relative_error(ours, theirs) < 1e-14
+
+
 # Weights of rows
 
 
@@ -214,7 +228,7 @@ def weighted_inputs(rows: int, columns: int) -> list[Tensor]:
     return [*inputs(swiglu, rows, columns), weights.requires_grad_()]
 
 
-@pytest.mark.parametrize("op", [*GATED, partial(clamped_swiglu, limit=1.5)])
+@pytest.mark.parametrize("op", [*GATED, partial(clamped_swiglu, limit=1.5), partial(swiglu_step, limit=0.5)])
 def test_weights_multiply_rows(op: Op) -> None:
     """Values and both gradients are those of a product behind the activation."""
     x, weights = weighted_inputs(7, 33)

@@ -378,12 +378,12 @@ class _TorchGated(torch.autograd.Function):
         if weights is None:
             return grad, None, None
         # The output is linear in up: up times its gradient is the output times the upstream gradient.
-        grad_weights = _row_sums(grad_up * up, weights.dtype)
+        grad_weights = row_sums(grad_up * up, weights.dtype)
         grad.mul_(weights)
         return grad, grad_weights, None
 
 
-def _row_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
+def row_sums(x: Tensor, dtype: torch.dtype) -> Tensor:
     """The sum of each row, [..., 1], added in fp32 if x is narrower."""
     return x.sum(-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32)).to(dtype)
 
@@ -515,49 +515,6 @@ def reglu(
 ) -> Tensor:
     """relu(gate) * up, [..., f]. The arguments are as in `swiglu`."""
     return _gated(gate_up, weights, "relu", impl, packed)
-
-
-class _ClampedSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weights: Tensor | None, limit: float, alpha: float) -> Tensor:
-        ctx.save_for_backward(gate_up, weights)
-        ctx.limit = limit
-        ctx.alpha = alpha
-        gate, up = gate_up.chunk(2, dim=-1)
-        gate = gate.clamp(max=limit)
-        y = (gate * (gate * alpha).sigmoid_()).mul_(up.clamp(-limit, limit).add_(1.0))
-        return y if weights is None else y.mul_(weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        gate_up, weights = ctx.saved_tensors
-        limit = ctx.limit
-        gate, up = gate_up.chunk(2, dim=-1)
-        clamped = gate.clamp(max=limit)
-        sigmoid = (clamped * ctx.alpha).sigmoid_()
-        up_factor = up.clamp(-limit, limit).add_(1.0)
-        grad = torch.empty_like(gate_up, memory_format=torch.contiguous_format)
-        grad_gate, grad_up = grad.chunk(2, dim=-1)
-        by_gate = grad_y * clamped * sigmoid
-        # A clamped element has no slope.
-        torch.mul(by_gate, up.abs() <= limit, out=grad_up)
-        slope = sigmoid * (1.0 + ctx.alpha * clamped * (1.0 - sigmoid))
-        torch.mul(grad_y * up_factor * slope, gate <= limit, out=grad_gate)
-        if weights is None:
-            return grad, None, None, None
-        grad_weights = _row_sums(by_gate.mul_(up_factor), weights.dtype)
-        grad.mul_(weights)
-        return grad, grad_weights, None, None
-
-
-def clamped_swiglu(gate_up: Tensor, weights: Tensor | None = None, *, limit: float, alpha: float = 1.702) -> Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), [..., f], as in gpt-oss.
-
-    The gate is at most `limit` here, and up lies between -limit and limit. `gate_up` and `weights` are as in `swiglu`.
-    torch's ops compute it on every device.
-    """
-    return _ClampedSwiGLU.apply(gate_up, weights, limit, alpha)
 
 
 def silu(x: Tensor, impl: Implementation = "torch") -> Tensor:

@@ -44,6 +44,8 @@ _MAY_BE_ZERO = {
     "data.fim_tokens",
     "optimizer.zero_stage",
     "model.moe.mlp_only_layers",
+    "model.swiglu_limits",
+    "model.swiglu_limits_shared",
     "model.no_rope_layers",
     "model.attn_layer_indices",
     "model.layer_rope_theta",

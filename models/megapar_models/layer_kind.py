@@ -146,7 +146,7 @@ class LayerKind:
     activation: str = ""
     """The activation of the MLP or of the experts: a name in `megapar_models.mlp`. Empty: model.hidden_act."""
     activation_limit: float = 0.0
-    """The bound of activation clamped_swiglu."""
+    """The bound of activation clamped_swiglu, and of swiglu_step, for which 0 is none."""
     mlp_bias: bool = False
     """Biases of all matrices of the MLP."""
     mixture: MoEConfig | None = None
@@ -165,6 +165,8 @@ class LayerKind:
     """The outputs of a token's experts and of the shared expert are averaged, not added (Cohere)."""
     weighted_inputs: bool = False
     """The weights of a token's experts multiply what they read, and not what they give (Llama 4)."""
+    shared_activation_limit: float | None = None
+    """The bound of the shared expert's activation. None: as `activation_limit`."""
     expert_latent: int = 0
     """The width that experts read and write, between two projections of their own. 0: that of the model."""
 

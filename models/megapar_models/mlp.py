@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 from megapar_kernels.activations import (
     bias_gelu,
-    clamped_swiglu,
     geglu,
     geglu_erf,
     gelu,
@@ -21,6 +20,7 @@ from megapar_kernels.activations import (
     silu,
     swiglu,
 )
+from megapar_kernels.bounded_swiglu import clamped_swiglu, swiglu_step
 from megapar_kernels.dispatch import Implementation
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -57,18 +57,23 @@ PLAIN: Mapping[str, Callable[..., Tensor]] = {
 }
 
 
-def gated_activation(kind: LayerKind, model: ModelConfig, impl: Implementation) -> Callable[..., Tensor]:
+def gated_activation(
+    kind: LayerKind, model: ModelConfig, impl: Implementation, limit: float | None = None
+) -> Callable[..., Tensor]:
     """The activation of a layer's gated MLP or experts: maps [..., gate then up] to [..., f].
 
-    A second argument has weights [..., 1], which multiply the result.
+    A second argument has weights [..., 1], which multiply the result. `limit` is None for `LayerKind.activation_limit`.
 
     Raises ConfigError for a name that GATED does not have.
     """
     name = kind.activation or model.hidden_act
+    limit = kind.activation_limit if limit is None else limit
     if name == "clamped_swiglu":
-        return partial(clamped_swiglu, limit=kind.activation_limit)
+        return partial(clamped_swiglu, limit=limit)
+    if name == "swiglu_step":
+        return partial(swiglu_step, limit=limit) if limit else partial(swiglu, impl=impl)
     if name not in GATED:
-        raise _unknown(name, "gated", (*GATED, "clamped_swiglu"))
+        raise _unknown(name, "gated", (*GATED, "clamped_swiglu", "swiglu_step"))
     return partial(GATED[name], impl=impl)
 
 

@@ -222,7 +222,8 @@ class SharedExpert(nn.Module):
         if kind.plain_experts:
             self.mlp = UngatedMLP(f"{name}.shared", width, kind, model, factory)
         else:
-            activation = gated_activation(kind, model, factory.kernels.activation)
+            limit = kind.shared_activation_limit
+            activation = gated_activation(kind, model, factory.kernels.activation, limit)
             self.mlp = GatedMLP(f"{name}.shared", model.hidden_size, width, activation, factory)
         self.gate = None
         if moe.shared_expert_gate:

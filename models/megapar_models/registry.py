@@ -57,7 +57,7 @@ NAMES = (
     "ministral3",
     "ernie4_5_moe",
     "minimax_m2",
-    *("laguna", "mimo_v2_flash"),
+    *("laguna", "mimo_v2_flash", "step3p5"),
     "stablelm",
     "phi",
     "opt",

@@ -183,6 +183,14 @@ LLAMA4: dict[str, Any] = {
 LLAMA4_ROPE = {"rope_parameters": LLAMA3}
 STEP = {**LLAMA3, "high_freq_factor": 1.0}  # nothing between wavelengths that are kept and stretched ones
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 100.0}
+OF_STEP = ("mlp_layer_types", "num_sliding_attention_heads", "rope_parameters", "swiglu_limits")
+STEP: dict[str, Any] = {
+    **{**RMS, "num_sliding_attention_heads": 6, "layer_types": TURNS, "sliding_window": 7, "share_expert_dim": 12},
+    **{"mlp_layer_types": ["dense", "sparse", "sparse", "dense"], "rope_parameters": LAGUNA_ROPE},
+    **{"n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "moe_router_scaling_factor": 1.5},
+    **{"swiglu_limits": [None, 0.07, 0.04, 0.0], "swiglu_limits_shared": [0.05, 0.0, 0.06, 0.0]},
+    **{"query_pre_attn_scalar": 13, "pad_token_id": 0},
+}
 LONGROPE: dict[str, Any] = {
     **{"rope_type": "longrope", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
     **{"short_factor": [1.0, 1.5, 2.0], "long_factor": [1.5, 3.0, 9.0]},
@@ -1354,6 +1362,44 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"tp": 2, "cp": 2, "cp_attention": "ring", "packed": True},
         unread=("sliding_window",),
         changes=({"rope_parameters": {"full_attention": {**PLAIN, "partial_rotary_factor": 0.7}}},),
+    ),
+    "step3p5": ModelTypeCase(
+        model_type="step3p5",
+        fields=STEP,
+        layout={"tp": 2, "pp": 2, "sequence_parallel": True},
+        unread=("num_nextn_predict_layers",),
+        changes=(
+            *({"num_experts_per_tok": 2}, EPS, {"sliding_window": 3}, {"sliding_window": 64}),
+            *({"query_pre_attn_scalar": 5}, {"moe_router_scaling_factor": 1.0}, {"swiglu_limits": None}),
+            *({"swiglu_limits": [0.0, 0.05, None, 0.02]}, {"swiglu_limits_shared": [0.03, 0.0, 0.02, None]}),
+            *({"rope_parameters": {**LAGUNA_ROPE, "full_attention": {**PLAIN, **part}}} for part in PARTS),
+            {"rope_parameters": None, "rope_theta": [50.0, 80.0] * 2, "partial_rotary_factors": [0.6, 1.0] * 2},
+            {"rope_parameters": None, "rope_theta": 90.0, "rope_scaling": LLAMA3},
+        ),
+        refused={
+            **{**NO_DROPOUT, "attention_bias": True, "mlp_bias": True, "hidden_act": "gelu", "gating": False},
+            **{
+                "swiglu_limits": [0.1, 0.2],
+                "mlp_layer_types": ["dense", "sparse", "moe", "dense"],
+                "share_expert_dim": 0,
+            },
+            **{"per_layer_config": {"1": {"num_attention_heads": 6}, "3": {"num_attention_heads": 4}}},
+            **{"zero_centered": False, "use_rope_layers": [True, False], "yarn_only_types": ["sliding_attention"]},
+            **{"moe_router_activation": "softmax", "partial_rotary_factors": [0.6, 1.0, 0.4, 1.0]},
+        },
+        refuses=WINDOWS,
+    ),
+    "step3p5, fields by layer": ModelTypeCase(
+        model_type="step3p5",
+        fields={
+            **{name: value for name, value in STEP.items() if name not in OF_STEP},
+            **{"layer_types": [*TURNS, "sliding_attention"], "num_nextn_predict_layers": 1, "moe_layers_enum": "1,3"},
+            **{"attention_other_setting": {"num_attention_heads": 6}, "rope_theta": [50.0, 80.0, 50.0, 80.0, 80.0]},
+            **{"partial_rotary_factors": [0.6, 1.0, 0.6, 1.0, 1.0], "swiglu_limits": [0.0, 0.07, 0.0, 0.04, 0.0]},
+        },
+        layout={"dp": 2, "ep": 2, "zero_stage": 3},
+        unread=("num_nextn_predict_layers",),
+        refuses=WINDOWS,
     ),
     "ernie4_5_moe": ModelTypeCase(
         model_type="ernie4_5_moe",

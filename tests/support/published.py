@@ -32,7 +32,7 @@ from megapar.declare.batch import MicroBatch
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.train.trainer import assemble
-from tests.support import close
+from tests.support import close, judges
 from tests.support.config_fields import OF_FILES, others
 from tests.support.hugging_face import assert_same_tensors
 from tests.support.model_types import LENGTH, VOCABULARY
@@ -245,6 +245,8 @@ def transformers_model(kind: str, fields: Mapping[str, Any]) -> Any:
     """A model of transformers in fp32 with its eager attention."""
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
     config = transformers.AutoConfig.for_model(kind, **deepcopy(dict(fields)))  # it changes rope_parameters in place
+    if kind in judges.JUDGES:
+        return judges.JUDGES[kind](config).eval()
     found = causal_class(config)
     make = getattr(found, "from_config", None) or found._from_config
     return make(config, attn_implementation="eager").eval()
@@ -279,6 +281,8 @@ def published_model(kind: str, fields: Mapping[str, Any]) -> ModelConfig:
 def loaded(folder: Path, dtype: torch.dtype) -> Any:
     """The model of a folder as transformers loads it. In bf16 its grouped experts would need round sizes."""
     transformers = pytest.importorskip("transformers", reason="not run: needs transformers, pip install '.[convert]'")
+    if (judge := judges.judge_of(folder)) is not None:
+        return judge.from_pretrained(folder, dtype)
     options = {"dtype": dtype, "attn_implementation": "eager", "experts_implementation": "eager"}
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
     return causal_class(config).from_pretrained(folder, local_files_only=True, **options).eval()

@@ -33,6 +33,7 @@ _COUNTS = (
     *("num_hidden_layers", "n_layer", "num_nextn_predict_layers", "num_mtp_layers"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts"),
     "num_dense_layers",
+    "moe_top_k",
     *("moe_num_shared_experts", "n_group", "topk_group", "num_experts_per_tok", "moe_k", "first_k_dense_replace"),
     *("num_expert_group", "num_experts_per_token", "num_shared_experts"),
 )
@@ -59,6 +60,7 @@ _WHOLES = (
     *("mamba_head_dim", "num_heads", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "attn_rotary_emb"),
     *("moe_latent_size", "moe_shared_expert_intermediate_size"),
     *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
+    *("num_attention_groups", "share_expert_dim", "share_expert_dims", "num_sliding_attention_heads"),
     *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "short_conv_kernel_size"),
     *("dim_model_base", "attention_chunk_size", "interleave_moe_layer_step", "intermediate_size_mlp"),
     *("global_attn_every_n_layers", "prefix_dense_intermediate_size", "intermediate_multiple_size"),
@@ -69,10 +71,10 @@ _NUMBERS = (
     *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "init_std", "initializer_range"),
     *("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps", "logit_scale"),
     *("logits_scaling", "moe_norm_min", "partial_rotary_factor", "query_pre_attn_scalar", "rope_local_base_freq"),
-    *("rope_theta", "rotary_emb_base", "rotary_pct", "routed_scaling_factor", "router_aux_loss_coef"),
+    *("rotary_emb_base", "rotary_pct", "routed_scaling_factor", "router_aux_loss_coef"),
     *("router_jitter_noise", "swiglu_alpha", "swiglu_limit"),
     *("moe_routed_scaling_factor", "moe_router_logit_softcapping"),
-    *("attention_value_scale", "layernorm_epsilon", "swa_rope_theta"),
+    *("attention_value_scale", "layernorm_epsilon", "swa_rope_theta", "moe_router_scaling_factor"),
     "block_ffn_dim_multiplier",
     *("router_jitter_noise", "swiglu_alpha", "swiglu_limit", "mamba_expand", "expand"),
     *("attention_in_multiplier", "attention_out_multiplier", "key_multiplier", "lm_head_multiplier"),
@@ -96,6 +98,7 @@ _FLAGS = (
     "moe_apply_router_weight_on_input",
     *("add_full_attention_sink_bias", "add_swa_attention_sink_bias"),
     *("enable_moe_fp32_combine", "mup_enabled", "route_norm", "use_post_norm"),
+    *("use_moe", "use_head_wise_attn_gate", "use_moe_router_bias", "norm_expert_weight", "zero_centered", "sink"),
 )
 
 KINDS: Mapping[str, Kind] = {
@@ -110,6 +113,11 @@ KINDS: Mapping[str, Kind] = {
     "full_attn_idxs": NUMBERS,
     "num_attention_heads_per_layer": NUMBERS,
     "hybrid_layer_pattern": NUMBERS,
+    "rope_theta": either(NUMBER, LIST),
+    **dict.fromkeys(("swiglu_limits", "swiglu_limits_shared", "partial_rotary_factors", "use_rope_layers"), LIST),
+    "yarn_only_types": NAMES,
+    "moe_layers_enum": either(TEXT, NUMBERS),
+    **dict.fromkeys(("attention_other_setting", "per_layer_config"), OBJECT),
     "gating": either(FLAG, TEXT),
     "attn_layer_indices": NUMBERS,
     "layers_block_type": NAMES,

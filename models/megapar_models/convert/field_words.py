@@ -144,6 +144,8 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "moe_routed_scaling_factor": ("how experts are weighted", "laguna"),
     "attention_value_scale": ("a factor of values", "mimo_v2_flash"),
     **dict.fromkeys(("swa_num_key_value_heads", "swa_head_dim"), ("heads of layers with a window", "mimo_v2_flash")),
+    "num_sliding_attention_heads": ("heads of layers with a window", "step3p5"),
+    **dict.fromkeys(("swiglu_limits", "swiglu_limits_shared"), ("a bound of the activation by layer", "step3p5")),
     "gating": ("a gate on attention's output", "laguna"),
     "layer_group_size": ("which layers have latent attention", "bailing_hybrid"),
     **dict.fromkeys(("attention_chunk_size",), ("attention within chunks", "llama4")),

@@ -23,16 +23,14 @@ MULTIMODAL = {
     "mistral3": Multimodal("mistral"),
     "qwen3_5": Multimodal("qwen3_5_text"),
     "qwen3_5_moe": Multimodal("qwen3_5_moe_text"),
+    "step3p7": Multimodal("step3p5"),
 }
 # Beginnings of the names of tensors: those of the language model with their counterparts in files of it alone, and
 # those of other parts.
 PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model.", "language_model.lm_head": "lm_head"}
 OTHER_PARTS = (
-    "vision_model.",
-    "vision_tower.",
-    "multi_modal_projector.",
-    "model.vision_tower.",
-    "model.multi_modal_projector.",
+    *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    *("vision_model.", "vit_large_projector.", "model.vision_model."),
 )
 
 

@@ -48,7 +48,7 @@ def check_transformers(wanted: bool) -> None:
 
 
 def transformers_reference(folder: Path) -> Reference:
-    """The model in a Hugging Face folder, in fp32."""
+    """The model in a Hugging Face folder, in fp32. Raises ConfigError if transformers has no class for its type."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils.logging import disable_progress_bar
 
@@ -57,8 +57,8 @@ def transformers_reference(folder: Path) -> Reference:
     # Left at None, transformers would ask at the terminal whether to run code of the folder.
     how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **how)
-    for name, value in known_type(config.model_type).judged_with.items():
-        setattr(config, name, value)
+    for field, value in known_type(config.model_type).judged_with.items():
+        setattr(config, field, value)
     how["config"] = config
     if "/" in str(config._attn_implementation):  # a file that names a kernel of a hub is no reason to run one
         how["attn_implementation"] = "eager"
@@ -76,12 +76,21 @@ def transformers_reference(folder: Path) -> Reference:
 
 
 def causal_class(config: Any) -> Any:
-    """Return transformers' class for the causal models of a config: AutoModelForCausalLM, or one that it lacks."""
+    """Return transformers' class that gives logits of the next token for a config: one of the Auto classes, or its own.
+
+    Raises ConfigError if there is none.
+    """
     import transformers
 
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         return transformers.AutoModelForCausalLM
-    return getattr(transformers, known_type(config.model_type).architecture, transformers.AutoModelForCausalLM)
+    if type(config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return transformers.AutoModelForImageTextToText
+    found = getattr(transformers, known_type(config.model_type).architecture, None)
+    if found is None:
+        text = f"transformers has no class of logits for model_type={config.model_type!r}"
+        raise ConfigError(f"--verify: {text}, so nothing can be compared; --no-verify converts")
+    return found
 
 
 def native_reference(checkpoint: Path, family: str = "") -> Reference:

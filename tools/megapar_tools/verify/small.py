@@ -208,6 +208,9 @@ def _with_few_heads_of_layers(small: ModelConfig, model: ModelConfig, heads_unit
         numbers = [model.num_attention_heads, *sorted({*listed} - {model.num_attention_heads})]
         few = {number: small.num_attention_heads + step * index for index, number in enumerate(numbers)}
         changes["num_attention_heads_per_layer"] = tuple(few[number] for number in listed)
+    if getattr(model, "num_sliding_attention_heads", 0) > _HEADS:
+        step = math.lcm(heads_unit, small.num_key_value_heads)
+        changes["num_sliding_attention_heads"] = small.num_attention_heads + step
     if keys := getattr(model, "swa_num_key_value_heads", 0):
         most = max(small.num_key_value_heads * keys // model.num_key_value_heads, 1)
         fit = [number for number in range(1, most + 1) if small.num_attention_heads % number == 0]
