@@ -198,6 +198,9 @@ _READ_BY_INDEX = ("embedding", "index_select", "gather", "index")
 _WRITE_BY_INDEX = ("index_add_", "index_put_", "index_copy_", "scatter_add_", "scatter_")
 _FILLS = ("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros", "arange")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
+# Operations that need not run on the meta device if the tensor that they write is given. A layer with a state has
+# thousands of them for a long sample, and torch's shapes of addcmul take ten times as long as the rest of a record.
+_INTO_GIVEN = (*_PRODUCTS, "addcmul", "addcmul_")
 _WEIGHT_GRADIENTS = "grouped_weight_gradients"  # of experts, by our kernel
 # Of FP8 codes: by torch, and as `megapar_kernels.dispatch` declares them for plans.
 _SCALED = ("_scaled_mm", "_scaled_mm_v2", "scaled_product", "scaled_weight_gradient")
@@ -243,9 +246,9 @@ class _Watch(TorchDispatchMode):
 
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor of the meta device that a product writes into, so that it need not run. None for other operations."""
+    """The tensor of the meta device that an operation writes into, if the operation need not run; else None."""
     name = func.overloadpacket.__name__
-    if name not in _PRODUCTS:
+    if name not in _INTO_GIVEN:
         return None
     written = args[0] if name.endswith("_") else kwargs.get("out")
     if isinstance(written, Tensor) and written.is_meta:
