@@ -273,6 +273,9 @@ def test_what_it_writes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
     fullest = max(report.total for report in reports(validate(config, 2), PARTS))
     assert first["memory_bytes"] == fullest == max(rank["memory_bytes"] for rank in written["explained"]["ranks"])
     assert sum(first["bytes_by_kind"].values()) == fullest
+    (layers,) = written["explained"]["layers"]
+    assert layers["layers"] == 4
+    assert 0 < layers["seconds"] < first["step_seconds"]
     # It has one row if it is the given layout, too.
     few = ("--fix", *FEW[:1], *FEW[2:])
     assert run(monkeypatch, "--config", "best.toml", "--gpus", 2, *few, "--json", "again.json") == 0

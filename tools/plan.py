@@ -376,14 +376,16 @@ def explained(
     time = planner.timeline(row.config)
     reports = memory.reports(row.config, planner.parts)
     traffic = explain.traffic(config, planner.parts, machine, time)
+    layers = explain.layer_times(config, planner.parts, machine)
     title = f"row {number}: {layout_in_words(config.parallel)}, {config.parallel.schedule}"
     files = explain.draw(time, number, title, Path())
     write(console, ["", f"row {number}: {layout_in_flags(row)}"])
     write(console, explain.seconds_in_words(time))
+    console.print(explain.layer_table(layers, time.seconds))
     console.print(explain.bytes_by_rank(reports))
     console.print(explain.traffic_table(traffic))
     write(console, [str(path) for path in files])
-    return explain.as_json(reports, traffic, files)
+    return explain.as_json(reports, traffic, layers, files)
 
 
 def _progress(

@@ -1,4 +1,5 @@
-"""Explains one layout: the bytes of its ranks, what each axis sends over which link, and the timeline of a step."""
+"""Explains one layout: the bytes of its ranks, the time of its layers, what each axis sends over which link, and the
+timeline of a step."""
 
 import re
 from collections import Counter
@@ -15,6 +16,7 @@ from megapar.config.messages import first_few
 from megapar.config.options import Config
 from megapar.launch.grid import grid_of
 from megapar.pipeline.schedules import placement
+from megapar_tools.plan.durations import duration
 from megapar_tools.plan.hardware import Hardware
 from megapar_tools.plan.memory import RankReport
 from megapar_tools.plan.network import Network
@@ -42,6 +44,53 @@ class LayerTraffic:
     calls: int
     nbytes: int
     exposed: float
+
+
+@dataclass(frozen=True)
+class LayerTime:
+    """What the kernels of a kind of layer take in a step, forward and backward: the mean of the pipeline's ranks.
+
+    `first` is the number of the first of so many `layers` of the kind. `sent` counts the bytes of one layer and one
+    micro-batch by axis, as `LayerTraffic`.
+    """
+
+    first: int
+    layers: int
+    seconds: float
+    sent: Mapping[str, int]
+
+
+def layer_times(config: Config, parts: Parts, hardware: Hardware) -> list[LayerTime]:
+    """Return the times of all kinds of layers. `config` has the kernels of the planned machine."""
+    ctx = parts.context(config, 0)
+    network = Network(grid_of(config), hardware)
+    found = []
+    for part, layers in Counter(parts.layer_parts(config, ctx)).items():
+        recording = parts.recording(config, ctx, part)
+        operations = (*recording.forward, *recording.backward)
+        busy = duration(operations, hardware, network).busy
+        times = layers * num_microbatches(config) / config.parallel.pp
+        sent: Counter[str] = Counter()
+        for operation in operations:
+            if isinstance(operation, Started):
+                sent[operation.axis] += operation.nbytes
+        found.append(LayerTime(part.number, layers, times * sum(busy.values()), sent))
+    return found
+
+
+def layer_table(rows: list[LayerTime], step_seconds: float) -> Table:
+    """Make a table of the times of kinds of layers."""
+    shown = Table(box=None, header_style="bold", title="Kernels of layers in a step", title_justify="left")
+    shown.add_column("layers like")
+    axes = list(dict.fromkeys(axis for row in rows for axis in row.sent))
+    for name in ("number", "ms", "share", *(f"{axis} MB a layer" for axis in axes)):
+        shown.add_column(name, justify="right")
+    for row in rows:
+        sent = [f"{row.sent.get(axis, 0) / 1e6:,.1f}" for axis in axes]
+        shown.add_row(
+            str(row.first), str(row.layers), f"{1e3 * row.seconds:,.1f}", f"{row.seconds / step_seconds:.1%}", *sent
+        )
+    return shown
 
 
 def bytes_by_rank(reports: Mapping[RankReport, list[int]]) -> Table:
@@ -164,7 +213,9 @@ def draw(time: StepTime, number: int, title: str, folder: Path) -> list[Path]:
     return [picture, trace]
 
 
-def as_json(reports: Mapping[RankReport, list[int]], rows: list[LayerTraffic], files: list[Path]) -> dict[str, Any]:
+def as_json(
+    reports: Mapping[RankReport, list[int]], rows: list[LayerTraffic], layers: list[LayerTime], files: list[Path]
+) -> dict[str, Any]:
     """The explanation for --json."""
     return {
         "ranks": [
@@ -172,5 +223,6 @@ def as_json(reports: Mapping[RankReport, list[int]], rows: list[LayerTraffic], f
             for report, ranks in reports.items()
         ],
         "axes": [vars(row) for row in rows],
+        "layers": [vars(row) for row in layers],
         "files": [str(path) for path in files],
     }
