@@ -120,6 +120,36 @@ def test_it_is_the_recurrence(name: str) -> None:
     check(**CASES[name])
 
 
+def over_three(maps: Tensor, states: Tensor, backwards: bool) -> Tensor:
+    """Pass states over three runs of one sample."""
+    state, found = torch.zeros_like(states[0]), torch.empty_like(states)
+    for run in (2, 1, 0) if backwards else (0, 1, 2):
+        found[run] = state
+        state = maps[run] @ state + states[run]
+    return found
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("decays", slow_but([1], [1, 6]))
+def test_runs_that_pass_states_are_one_sample(decays: int, impl: Any) -> None:
+    """With a start in the second run, and at the start of the third."""
+    *inputs, _ = inputs_of((3 * 70, 1, 2), (6, 10), decays, (100, 140) if decays == 6 else (), 0.1)
+    do = random(210, 1, 2, 10)
+
+    def outputs_and_gradients(kind: torch.dtype, runs: bool) -> list[Tensor]:
+        given = [x.to(kind).to(DEVICE).requires_grad_() for x in inputs]
+        if runs:
+            cut = [torch.cat(x.chunk(3), dim=1) for x in given]
+            o = torch.cat(delta_rule(*cut, impl=impl, across=over_three)[0].chunk(3, dim=1))
+        else:
+            o = delta_rule(*given)[0]
+        return [o, *torch.autograd.grad(o, given, do.to(kind).to(DEVICE))]
+
+    found, exact = outputs_and_gradients(torch.float32, True), outputs_and_gradients(torch.float64, False)
+    for name, mine, right in zip((NAMES[0], *NAMES[2:7]), found, exact, strict=True):
+        assert relative_error(mine, right) < LIMITS[torch.float32], name
+
+
 def test_what_the_kernels_do_not_serve_is_torchs() -> None:
     q, k, v, g, beta, state = inputs_of((3, 1, 1), (4, 4), 1, (), 0.5)
     assert not delta_fused.serves("triton", q, k, v, CHUNK)  # fp64

@@ -5,9 +5,11 @@ as they would take more memory than the inputs. All of them are in the dtype of 
 summed over tokens: fp32. So is a state while it goes from chunk to chunk.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -18,6 +20,10 @@ from megapar_kernels.dispatch import Implementation, interpreting, launches, nex
 
 WIDEST = 256
 """The most channels of a query and a key. A value may have any number."""
+Across = Callable[[Tensor, Tensor, bool], Tensor]
+"""Takes M [b, n, d, d] and B [b, n, d, e] of runs of positions, each a map S -> M S + B of the state in front of it.
+Returns these states. With True it takes the maps of gradients of states, which lead from behind a run to its front, and
+returns the gradients of the states behind the runs. The runs of b may be those of a sample, and of other processes."""
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Of the GPUs that give a program the shared memory of these tiles."""
 
@@ -52,6 +58,10 @@ class _Sizes(NamedTuple):
         return cls(length, samples, heads, width, v_sbne.shape[-1], g_sbnw.shape[-1] > 1)
 
     @property
+    def state(self) -> tuple[int, int, int, int]:
+        return self.samples, self.heads, self.width, self.v_width
+
+    @property
     def all_heads(self) -> int:
         return self.samples * self.heads
 
@@ -63,14 +73,18 @@ class _Sizes(NamedTuple):
     def numbers(self) -> tuple[int, int, int]:
         return self.heads, self.length, self.chunks
 
-    def note_products(self, like: Tensor, *, backward: bool) -> None:
-        """Tell a plan the FLOPs of the products of a pass. Their bytes are told by `launches`."""
+    def note_products(self, like: Tensor, *, backward: bool, passes: bool) -> None:
+        """Tell a plan the FLOPs of the products of a pass, which may pass states. `launches` tells their bytes."""
         if not like.is_meta:
             return
         pairs, states = CHUNK**2, CHUNK * self.width * self.v_width
         each = pairs * (3 * self.width + 2 * self.v_width) + 3 * states
         if backward:  # all but the outputs again, and their gradients
             each = pairs * (7 * self.width + 6 * self.v_width) + 9 * states
+        if passes and backward:  # the gradients of states once more
+            each += pairs * self.v_width + 3 * states
+        elif passes:  # the states once more, with those of the map
+            each += 2 * CHUNK * self.width * (self.width + self.v_width)
         flops = 2 * each * self.chunks * self.all_heads
         torch.ops.megapar.linear_attention(like, flops, self.width, backward)
 
@@ -86,8 +100,8 @@ class _Sizes(NamedTuple):
         return launch(kernel, self.width, self.per_channel)
 
     def states(self, like: Tensor) -> Tensor:
-        """Return memory for a state of each chunk of each head, [heads, c, d, e]."""
-        shape = self.all_heads, self.chunks, self.width, self.v_width
+        """Return memory for a state of each chunk of each head, [heads, c, d, e], with the columns of `like`."""
+        shape = self.all_heads, self.chunks, self.width, like.shape[-1]
         return torch.empty(shape, dtype=like.dtype, device=like.device)
 
 
@@ -115,6 +129,18 @@ def launch(kernel: str, width: int, per_channel: bool) -> dict[str, int]:
     return {"num_warps": 4, "num_stages": 1 if per_channel and kernel in ("pairs", "solved") else 2}
 
 
+def map_of_run(over: Callable[[Tensor], Tensor], like: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Return B [b, n, d, e] and M [b, n, d, d] of the map S -> M S + B of a run of positions.
+
+    `sizes` are b, n, d and e. `over` leads a state over the run: its first e columns have values, all others have none.
+    """
+    *heads, width, v_width = sizes
+    first = like.new_zeros(*heads, width, v_width + width)
+    first[..., v_width:].diagonal(dim1=-2, dim2=-1).fill_(1.0)
+    state, run_map = over(first).split([v_width, width], dim=-1)
+    return state, run_map.contiguous()
+
+
 def _strides(*tensors: Tensor) -> list[int]:
     return [stride for x in tensors for stride in x.stride()[:3]]
 
@@ -125,7 +151,7 @@ def _lines(x: Tensor) -> Tensor:
 
 
 class _Chunks(NamedTuple):
-    """What forward and backward know of all chunks; `delta_kernels` says what each is."""
+    """What forward and backward know of all chunks; `delta_kernels` says what each is. `u` are T Diag(beta) V."""
 
     sums: Tensor
     starts: Tensor
@@ -136,14 +162,10 @@ class _Chunks(NamedTuple):
     u: Tensor
     q_in: Tensor
     k_out: Tensor
-    states: Tensor
-    last: Tensor
 
 
-def _in_chunks(
-    z: _Sizes, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state_bnde: Tensor | None
-) -> _Chunks:
-    """Compute all chunks up to U, and the states."""
+def _in_chunks(z: _Sizes, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> _Chunks:
+    """Compute what all chunks have without a state."""
     w_width = g.shape[-1]
     sums, starts = z.rows(w_width, g, torch.float32), z.rows(1, g, torch.int32)
     if launches(g, sums, starts):
@@ -166,19 +188,25 @@ def _in_chunks(
             q, k, v, beta, sums, starts, inverse, w, u, q_in, k_out, *z.numbers, *_strides(q, k, v, beta),
             *width, *v_width, z.per_channel, CHUNK, **z.launch("solved"),
         )  # fmt: skip
-    states = z.states(q)
-    last = torch.empty(z.samples, z.heads, z.width, z.v_width, dtype=torch.float32, device=q.device)
-    if launches(states, w, k_out, sums, starts, state_bnde, u, last):
-        tile = columns(z.v_width, state_columns(z.width))
-        kernels.states_kernel[triton.cdiv(z.v_width, tile), z.all_heads](
-            w, k_out, sums, starts, state_bnde, u, states, last, z.chunks,
-            z.width, columns(z.width, WIDEST), z.v_width, tile, z.per_channel, CHUNK, **z.launch("states"),
+    return _Chunks(sums, starts, a, p, inverse, w, u, q_in, k_out)
+
+
+def _states(z: _Sizes, x: _Chunks, u: Tensor, state_bnde: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return the states in front of all chunks, and the one behind them. `u`, T Diag(beta) V, becomes U."""
+    width = u.shape[-1]
+    states = z.states(u)
+    last = torch.empty(z.samples, z.heads, z.width, width, dtype=torch.float32, device=u.device)
+    if launches(states, x.w, x.k_out, x.sums, x.starts, state_bnde, u, last):
+        tile = columns(width, state_columns(z.width))
+        kernels.states_kernel[triton.cdiv(width, tile), z.all_heads](
+            x.w, x.k_out, x.sums, x.starts, state_bnde, u, states, last, z.chunks,
+            z.width, columns(z.width, WIDEST), width, tile, z.per_channel, CHUNK, **z.launch("states"),
         )  # fmt: skip
-    return _Chunks(sums, starts, a, p, inverse, w, u, q_in, k_out, states, last)
+    return states, last
 
 
 class FusedDeltaRule(torch.autograd.Function):
-    """`delta_rule` by kernels. It keeps its inputs."""
+    """`delta_rule` by kernels. It keeps its inputs, and with `across` the state and the map that this has asked for."""
 
     @staticmethod
     def forward(
@@ -189,39 +217,50 @@ class FusedDeltaRule(torch.autograd.Function):
         g_sbnw: Tensor,
         beta_sbn: Tensor,
         state_bnde: Tensor | None,
+        across: Across | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v, g = map(_lines, (q_sbnd, k_sbnd, v_sbne, g_sbnw))
-        state = None if state_bnde is None else state_bnde.contiguous()
-        ctx.save_for_backward(q, k, v, g, beta_sbn, state)
+        state, run_map = None if state_bnde is None else state_bnde.contiguous(), None
         z = _Sizes.of(k, v, g)
-        z.note_products(q, backward=False)
-        x = _in_chunks(z, q, k, v, g, beta_sbn, state)
+        z.note_products(q, backward=False, passes=across is not None)
+        x = _in_chunks(z, q, k, v, g, beta_sbn)
+        if across is not None:
+            u = F.pad(x.u, (0, z.width))
+            last, run_map = map_of_run(lambda first: _states(z, x, u, first)[1], x.sums, z.state)
+            state = across(run_map, last, False)
+        ctx.save_for_backward(q, k, v, g, beta_sbn, state, run_map)
+        ctx.across = across
+        states, last = _states(z, x, x.u, state)
         o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
         tile = columns(z.v_width)
-        if launches(o, x.q_in, x.p, x.u, x.states):
+        if launches(o, x.q_in, x.p, x.u, states):
             kernels.outputs_kernel[z.grid(triton.cdiv(z.v_width, tile))](
-                x.q_in, x.p, x.u, x.states, o, *z.numbers, *_strides(o),
+                x.q_in, x.p, x.u, states, o, *z.numbers, *_strides(o),
                 z.width, columns(z.width), z.v_width, tile, CHUNK, **z.launch("outputs"),
             )  # fmt: skip
-        return o, x.last
+        return o, last
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do_sbne: Tensor, dlast_bnde: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, g, beta, state = ctx.saved_tensors
+        q, k, v, g, beta, state, run_map = ctx.saved_tensors
         z = _Sizes.of(k, v, g)
-        z.note_products(q, backward=True)
-        x = _in_chunks(z, q, k, v, g, beta, state)
-        do = _lines(do_sbne)
-        du, dstates, dstate = _of_states(z, x, do, dlast_bnde.contiguous())
+        z.note_products(q, backward=True, passes=ctx.across is not None)
+        x = _in_chunks(z, q, k, v, g, beta)
+        states, _ = _states(z, x, x.u, state)
+        do, dlast = _lines(do_sbne), dlast_bnde.contiguous()
+        if ctx.across is not None:
+            dlast = dlast + ctx.across(run_map.mT, _of_states(z, x, do, dlast)[2], True)
+        du, dstates, dstate = _of_states(z, x, do, dlast)
         dx, dv, dp, da, dbeta, dg = _of_pairs(z, x, do, du, v, beta)
-        grads = _of_inputs(z, x, do, dx, dp, da, dstates, q, k, g, beta)
+        grads = _of_inputs(z, x, do, dx, dp, da, states, dstates, q, k, g, beta)
         dq, dk = grads[:2]
         dbeta_sbn = _by_position(z, dbeta + grads[3])
         dg_sbnw = grads[2] if z.per_channel else _by_position(z, dg + grads[2])[..., None]
+        has_state = state is not None and ctx.across is None
         return (
             *(dq, dk, dv, dg_sbnw.to(g.dtype), dbeta_sbn.to(beta.dtype)),
-            None if state is None else dstate.to(state.dtype),
+            *(dstate.to(state.dtype) if has_state else None, None),
         )
 
 
@@ -232,7 +271,7 @@ def _by_position(z: _Sizes, x: Tensor) -> Tensor:
 
 def _of_states(z: _Sizes, x: _Chunks, do: Tensor, dlast: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return dU, the gradients of the states behind all chunks, and the gradient of the first state."""
-    du, dstates, dstate = z.rows(z.v_width, x.u), z.states(x.u), torch.empty_like(x.last)
+    du, dstates, dstate = z.rows(z.v_width, x.u), z.states(x.u), torch.empty_like(dlast)
     if launches(do, x.w, x.q_in, x.k_out, x.p, x.sums, x.starts, dlast, du, dstates, dstate):
         tile = columns(z.v_width, state_columns(z.width))
         backward_kernels.state_gradients_kernel[triton.cdiv(z.v_width, tile), z.all_heads](
@@ -257,7 +296,7 @@ def _of_pairs(z: _Sizes, x: _Chunks, do: Tensor, du: Tensor, v: Tensor, beta: Te
 
 
 def _of_inputs(
-    z: _Sizes, x: _Chunks, do: Tensor, dx: Tensor, dp: Tensor, da: Tensor, dstates: Tensor,
+    z: _Sizes, x: _Chunks, do: Tensor, dx: Tensor, dp: Tensor, da: Tensor, states: Tensor, dstates: Tensor,
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return dq and dk, dg (of a head with one decay [heads, c C], without that of pairs), and the rest of dbeta."""
@@ -268,9 +307,9 @@ def _of_inputs(
     dg, dbeta = (torch.empty(shape, dtype=torch.float32, device=q.device) for _ in range(2))
     if z.per_channel:
         dg = torch.empty(g.shape, dtype=torch.float32, device=g.device)
-    if launches(q, do, k, beta, x.sums, x.starts, dp, da, dx, x.u, x.states, dstates, dq, dk, dg, dbeta):
+    if launches(q, do, k, beta, x.sums, x.starts, dp, da, dx, x.u, states, dstates, dq, dk, dg, dbeta):
         backward_kernels.input_gradients_kernel[z.grid(tiles)](
-            do, q, k, beta, x.sums, x.starts, dp, da, dx, x.u, x.states, dstates, dq, dk, dg, dbeta,
+            do, q, k, beta, x.sums, x.starts, dp, da, dx, x.u, states, dstates, dq, dk, dg, dbeta,
             *z.numbers, z.all_heads, *_strides(do, q, k, beta),
             z.width, tile, z.v_width, columns(z.v_width), z.per_channel, CHUNK, **z.launch("input gradients"),
         )  # fmt: skip

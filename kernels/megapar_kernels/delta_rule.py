@@ -21,6 +21,7 @@ Shapes: s positions, b samples, n heads, d width of a query and a key, e width o
 head, c chunks, C tokens of a chunk.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,10 @@ from torch.autograd.function import once_differentiable
 
 from megapar_kernels import delta_fused, fla
 from megapar_kernels.chunks import CHUNK, in_chunks, joined, sum_before, sum_from_here
+from megapar_kernels.delta_fused import Across, map_of_run
 from megapar_kernels.dispatch import Implementation, apply_function, given, main_grad_of
 
-__all__ = ["NOTHING", "delta_rule", "log_decay"]
+__all__ = ["NOTHING", "Across", "delta_rule", "log_decay"]
 
 # exp(-800) is 0 in fp64 too, and sums of several of these still have twelve digits for the decays between.
 NOTHING = -800.0
@@ -48,6 +50,7 @@ def delta_rule(
     state_bnde: Tensor | None = None,
     chunk: int = CHUNK,
     impl: Implementation = "torch",
+    across: Across | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the outputs o [s, b, n, e] in the dtype of v, and the state after the last token, [b, n, d, e].
 
@@ -56,21 +59,24 @@ def delta_rule(
 
     Kernels serve the chunk of `CHUNK`, and on a GPU queries and keys of 16 bits: products then have their dtype. torch
     serves all others.
+
+    With `across` the positions are runs of longer samples, and the states in front of them are asked for: `state_bnde`
+    is None. flash-linear-attention has no such call.
     """
     inputs = q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, state_bnde
     if impl == "fla":
-        if fla.serves_rule(q_sbnd, chunk, CHUNK):
+        if across is None and fla.serves_rule(q_sbnd, chunk, CHUNK):
             return fla.delta_rule(*inputs)
         impl = "triton" if q_sbnd.is_meta else "torch"  # in a plan, where kernels of both keep their inputs
     if delta_fused.serves(impl, q_sbnd, k_sbnd, v_sbne, chunk):
-        o, state = apply_function(delta_fused.FusedDeltaRule, *inputs)
+        o, state = apply_function(delta_fused.FusedDeltaRule, *inputs, across)
         return o, state
-    o, state = apply_function(_DeltaRule, *inputs, chunk)
+    o, state = apply_function(_DeltaRule, *inputs, chunk, across)
     return o, state
 
 
 class _DeltaRule(torch.autograd.Function):
-    """`delta_rule` by torch's products. It keeps its inputs, U and the states in front of all chunks."""
+    """`delta_rule` by torch's products. It keeps its inputs, U, the states in front of all chunks, and the map."""
 
     @staticmethod
     def forward(
@@ -82,51 +88,40 @@ class _DeltaRule(torch.autograd.Function):
         beta_sbn: Tensor,
         state_bnde: Tensor | None,
         chunk: int,
+        across: Across | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v, g, beta = _chunked(q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, chunk)
         decays = _Decays(g)
-        lower = _lower(decays.products(k, k).tril_(-1), beta)
-        k_in, k_out = k * decays.from_start, k * decays.to_end
-        samples, heads, chunks = k.shape[:3]
-        states = k.new_empty(samples, heads, chunks + 1, k.shape[-1], v.shape[-1])
-        states[:, :, 0] = 0.0 if state_bnde is None else state_bnde
-        u = torch.empty_like(v)
-        for at in range(chunks):
-            state = states[:, :, at]
-            rest = beta[:, :, at] * (v[:, :, at] - k_in[:, :, at] @ state)
-            u[:, :, at] = _solve(lower[:, :, at], rest)
-            new = k_out[:, :, at].mT @ u[:, :, at]
-            states[:, :, at + 1] = new.addcmul_(decays.whole[:, :, at].mT, state)
-        o = (q * decays.from_start) @ states[:, :, :-1] + decays.products(q, k) @ u
-        ctx.save_for_backward(q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, u, states)
-        ctx.chunk = chunk
+        steps = _Steps(decays, k, beta, decays.products(k, k).tril_(-1))
+        sizes = *k.shape[:2], k.shape[-1], v.shape[-1]
+        first, run_map = k.new_zeros(sizes) if state_bnde is None else state_bnde, None
+        if across is not None:
+            last, run_map = map_of_run(partial(steps.over, v), k, sizes)
+            first = across(run_map, last, False)
+        states, u = k.new_empty(*k.shape[:3], *first.shape[2:]), torch.empty_like(v)
+        last = steps.over(v, first, u, states)
+        o = (q * decays.from_start) @ states + decays.products(q, k) @ u
+        ctx.save_for_backward(q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, u, states, run_map)
+        ctx.chunk, ctx.across = chunk, across
         ctx.has_state = state_bnde is not None
-        return joined(o, len(q_sbnd)).to(v_sbne.dtype), states[:, :, -1].clone()
+        return joined(o, len(q_sbnd)).to(v_sbne.dtype), last
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, do_sbne: Tensor, dstate_bnde: Tensor) -> tuple[Tensor | None, ...]:
-        q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, u, states = ctx.saved_tensors
+    def backward(ctx: Any, do_sbne: Tensor, dlast_bnde: Tensor) -> tuple[Tensor | None, ...]:
+        q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, u, before, run_map = ctx.saved_tensors
         q, k, v, g, beta = _chunked(q_sbnd, k_sbnd, v_sbne, g_sbnw, beta_sbn, ctx.chunk)
         (do,) = in_chunks(ctx.chunk, k.dtype, do_sbne)
         decays = _Decays(g)
         a, p = decays.products(k, k).tril_(-1), decays.products(q, k)
-        lower = _lower(a, beta)
-        q_in, k_in, k_out = q * decays.from_start, k * decays.from_start, k * decays.to_end
-        # From the last chunk back: the gradient of U, of E = V - K_in S, and of the state in front.
-        du, de, dx = p.mT @ do, torch.empty_like(v), torch.empty_like(v)
-        dstates = torch.empty_like(states)
-        dstates[:, :, -1] = dstate_bnde
-        for at in range(k.shape[2] - 1, -1, -1):
-            after = dstates[:, :, at + 1]
-            du[:, :, at] += k_out[:, :, at] @ after
-            dx[:, :, at] = _solve(lower[:, :, at], du[:, :, at], transposed=True)
-            de[:, :, at] = beta[:, :, at] * dx[:, :, at]
-            before = q_in[:, :, at].mT @ do[:, :, at]
-            before -= k_in[:, :, at].mT @ de[:, :, at]
-            dstates[:, :, at] = before.addcmul_(decays.whole[:, :, at].mT, after)
-        before, after = states[:, :, :-1], dstates[:, :, 1:]
-        dbeta = (dx * (v - k_in @ before - a @ u)).sum(-1, keepdim=True)
+        steps = _Steps(decays, k, beta, a)
+        q_in, du = q * decays.from_start, p.mT @ do
+        if ctx.across is not None:
+            dlast_bnde = dlast_bnde + ctx.across(run_map.mT, steps.back(q_in, do, du, dlast_bnde), True)
+        dx, after = torch.empty_like(v), torch.empty_like(before)  # of E = V - K_in S by beta, of states behind chunks
+        dfirst = steps.back(q_in, do, du, dlast_bnde, dx, after)
+        de = beta * dx
+        dbeta = (dx * (v - steps.k_in @ before - a @ u)).sum(-1, keepdim=True)
         dq, dk, dg = decays.products_backward(q, k, p, (do @ u.mT).tril_(), a, (de @ u.mT).tril_(-1).neg_())
         dq_in = decays.from_start * (do @ before.mT)
         dk_in = decays.from_start * (de @ before.mT)
@@ -140,7 +135,53 @@ class _DeltaRule(torch.autograd.Function):
             joined(x, length).to(like.dtype) for x, like in ((dq, q_sbnd), (dk, k_sbnd), (de, v_sbne), (dg, g_sbnw))
         ]
         dbeta_sbn = joined(dbeta, length).squeeze(-1).to(beta_sbn.dtype)
-        return (*grads, dbeta_sbn, dstates[:, :, 0] if ctx.has_state else None, None)
+        return (*grads, dbeta_sbn, dfirst if ctx.has_state else None, None, None)
+
+
+class _Steps:
+    """How a state passes over chunks with keys k [b, n, c, C, d] and products a of keys, forward and backward."""
+
+    def __init__(self, decays: "_Decays", k: Tensor, beta: Tensor, a: Tensor):
+        self._beta, self._lower, self._whole = beta, a * beta, decays.whole.mT
+        self.k_in, self._k_out = k * decays.from_start, k * decays.to_end
+
+    def over(self, v: Tensor, state: Tensor, u: Tensor | None = None, states: Tensor | None = None) -> Tensor:
+        """Return the state behind all chunks, from that in front of the first. `u` and `states` are filled, if given.
+
+        Columns of a state beyond those of v have values of 0.
+        """
+        for at in range(v.shape[2]):
+            rest = self.k_in[:, :, at] @ state
+            rest[..., : v.shape[-1]] -= v[:, :, at]
+            u_at = _solve(self._lower[:, :, at], rest.mul_(-self._beta[:, :, at]))
+            if u is not None and states is not None:
+                u[:, :, at], states[:, :, at] = u_at, state
+            state = (self._k_out[:, :, at].mT @ u_at).addcmul_(self._whole[:, :, at], state)
+        return state
+
+    def back(
+        self,
+        q_in: Tensor,
+        do: Tensor,
+        du: Tensor,
+        after: Tensor,
+        dx: Tensor | None = None,
+        dstates: Tensor | None = None,
+    ) -> Tensor:
+        """Return the gradient of the state in front of all chunks, from that of the state `after` them.
+
+        `du` is the part of the gradient of U that outputs have. `dx` and `dstates`, of the states behind all chunks,
+        are filled, if given.
+        """
+        for at in range(du.shape[2] - 1, -1, -1):
+            of_u = (self._k_out[:, :, at] @ after).add_(du[:, :, at])
+            dx_at = _solve(self._lower[:, :, at], of_u, transposed=True)
+            if dx is not None and dstates is not None:
+                dx[:, :, at], dstates[:, :, at] = dx_at, after
+            before = q_in[:, :, at].mT @ do[:, :, at]
+            before -= self.k_in[:, :, at].mT @ (self._beta[:, :, at] * dx_at)
+            after = before.addcmul_(self._whole[:, :, at], after)
+        return after
 
 
 class _Decays:
@@ -183,7 +224,7 @@ class _Decays:
         the token and a column in front of it: nothing cancels in it but the terms themselves.
         """
         if self._pairs is not None:
-            pairs = sum_from_here(dp * p + da * a)
+            pairs = (dp * p + da * a).flip(-2).cumsum(-2).flip(-2)
             dp, da = dp * self._pairs, da * self._pairs
             return dp @ k, da @ k + dp.mT @ q + da.mT @ k, pairs.tril_(-1).sum(-1, keepdim=True)
         diagonal = dp.diagonal(dim1=-2, dim2=-1)[..., None]
@@ -232,13 +273,11 @@ def _blocks(x: Tensor, half: int) -> Tensor:
     return tiles.diagonal(dim1=-4, dim2=-2)[..., half:, :half, :].movedim(-1, -3)
 
 
-def _lower(a: Tensor, beta: Tensor) -> Tensor:
-    """Return the lower triangle Diag(beta) A. The solution takes its diagonal as 1."""
-    return a * beta
-
-
 def _solve(lower: Tensor, x: Tensor, *, transposed: bool = False) -> Tensor:
-    """Return (I + lower)^-1 x by forward substitution, or with the transposed triangle by backward substitution."""
+    """Return (I + lower)^-1 x by forward substitution, or with the transposed triangle by backward substitution.
+
+    The diagonal of `lower` is not read.
+    """
     if transposed:
         return torch.linalg.solve_triangular(lower.mT, x, upper=True, unitriangular=True)
     return torch.linalg.solve_triangular(lower, x, upper=False, unitriangular=True)

@@ -1,9 +1,9 @@
 """The gated delta rule of a layer, with any number of context-parallel ranks.
 
 The ranks of a sample pass states (`states`), and need no number of heads. A run of positions is the map of the state
-S -> M S + B. Both come from one call of the rule, whose values have d further columns: with values of 0 and the
-identity as their first state, the state of these columns is M, and their outputs are what a token reads of the state in
-front of the run. With parallel.cp_attention ulysses, ranks exchange positions for heads where cp divides the heads.
+S -> M S + B. The rule computes the maps of its runs, asks for the state in front of each, and goes on as if it had been
+given the states. Backward, it asks for the gradients of the states behind its runs alike. With parallel.cp_attention
+ulysses, ranks exchange positions for heads where cp divides the heads.
 
 Shapes: s positions of this rank, b samples, n heads, k of them with a key of their own, d width of a query and a key, e
 width of a value, w 1 or d: the decays of a head.
@@ -30,7 +30,7 @@ class DeltaRule(nn.Module):
     """The outputs of one layer's states, with a part of each sample's positions on each rank of `cp`.
 
     `form` is the option parallel.cp_attention. `key_heads[i]` is the local key head of the local value head i. `impl`
-    computes the rule.
+    computes the rule; our kernels do where ranks pass states and it is "fla".
     """
 
     key_index: Tensor | None
@@ -47,12 +47,14 @@ class DeltaRule(nn.Module):
     ):
         super().__init__()
         self.cp = cp
-        self.impl: Implementation = impl
         self.heads = len(key_heads)
         self.key_width = key_width
         self.value_width = value_width
         self.exchanges = cp.size > 1 and form == "ulysses" and self.heads % cp.size == 0
         """Whether ranks exchange positions for heads. Else they pass states."""
+        # flash-linear-attention passes no states (`megapar_kernels.delta_rule.delta_rule`).
+        passes = cp.size > 1 and not self.exchanges
+        self.impl: Implementation = "triton" if passes and impl == "fla" else impl
         key_index = None
         if list(key_heads) != list(range(self.heads)):
             key_index = torch.tensor(key_heads, device=device)
@@ -86,23 +88,16 @@ class DeltaRule(nn.Module):
         return to_positions(o, self.cp)
 
     def _passing_states(self, batch: MicroBatch, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
-        samples, heads = v.shape[1:3]
-        dtype, wide = v.dtype, g.dtype
-        further = v.new_zeros(*v.shape[:-1], self.key_width, dtype=wide)
-        values = torch.cat([v.to(wide), further], dim=-1)
+        inputs = (q, k, v, decays_in_documents(g, batch), beta)
         # Both runs of a rank at once, as if they were samples.
-        inputs = (q, k, values, decays_in_documents(g, batch), beta)
-        q, k, values, g, beta = (torch.cat(runs_of(x, self.cp), dim=1) for x in inputs)
-        sizes = (2 * samples, heads, self.key_width)
-        identity = torch.eye(self.key_width, dtype=wide, device=g.device).expand(*sizes, self.key_width)
-        first = torch.cat([g.new_zeros(*sizes, self.value_width), identity], dim=-1)
-        o, last = delta_rule(q, k, values, g, beta, first, impl=self.impl)
-        widths = [self.value_width, self.key_width]
-        o_own, o_read = o.split(widths, dim=-1)
-        states, maps = (x.unflatten(0, (2, samples)) for x in last.split(widths, dim=-1))
-        before = incoming_states(maps, states, self.cp, torch.matmul).flatten(0, 1)
-        o = o_own + torch.einsum("sbnd,bnde->sbne", o_read, before)
-        return torch.cat(o.chunk(2, dim=1)).to(dtype)
+        q, k, v, g, beta = (torch.cat(runs_of(x, self.cp), dim=1) for x in inputs)
+        o, _ = delta_rule(q, k, v, g, beta, impl=self.impl, across=self._across)
+        return torch.cat(o.chunk(2, dim=1))
+
+    def _across(self, maps: Tensor, states: Tensor, backwards: bool) -> Tensor:
+        """Return the states in front of this rank's runs, or backwards (`megapar_kernels.delta_rule.Across`)."""
+        maps, states = (x.unflatten(0, (2, -1)) for x in (maps, states))
+        return incoming_states(maps, states, self.cp, torch.matmul, backwards=backwards).flatten(0, 1)
 
     def with_cache(self, first_b: Tensor, capacity: int) -> nn.Module:
         """Return the module that takes this one's place while text is generated: it keeps the state."""

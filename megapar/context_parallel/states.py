@@ -43,9 +43,16 @@ def runs_of(x_s: Tensor, cp: Axis) -> tuple[Tensor, ...]:
 
 
 def incoming_states(
-    maps: Tensor, states: Tensor, cp: Axis, apply: Callable[[Tensor, Tensor], Tensor] = torch.mul
+    maps: Tensor,
+    states: Tensor,
+    cp: Axis,
+    apply: Callable[[Tensor, Tensor], Tensor] = torch.mul,
+    *,
+    backwards: bool = False,
 ) -> Tensor:
     """Return the state in front of each of this rank's runs: [runs, ...], the shape of `states`.
+
+    With `backwards` runs follow each other from the last to the first, as gradients of states do.
 
     `maps` [runs, ...] and `states` [runs, ...] are M and B of the runs in the order of positions. `apply(M, S)` is M S:
     an elementwise product, or a matrix product such as torch.matmul. A collective over `cp`, in forward and in
@@ -59,7 +66,7 @@ def incoming_states(
     order = [2 * rank + half for rank, half in holders(cp.size)] if cp.size > 1 else [0]
     state = torch.zeros_like(states[0])
     incoming: dict[int, Tensor] = {}
-    for place in order:
+    for place in reversed(order) if backwards else order:
         incoming[place] = state
         run_map = everyones[place, :width].view_as(maps[0])
         state = apply(run_map, state) + everyones[place, width:].view_as(states[0])

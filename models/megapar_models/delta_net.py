@@ -124,8 +124,8 @@ class DeltaNet(nn.Module):
         steps = rule.key_width if rule.decays_channels else 1
         self.dt_bias = self._by_heads(f"{name}.dt_bias", steps, Init("time_step", 0.1))
         widths, impl = (rule.key_width, rule.value_width), factory.kernels.linear_attention
-        check_once(factory, check_delta_rule, widths, steps)
         self.core = DeltaRule(sharding.cp, factory.cp_attention, heads.kv_heads, *widths, sharding.device, impl)
+        check_once(factory, self.core.impl, check_delta_rule, widths, steps)
         self.norm = HeadNorm(f"{name}.norm", rule.value_width, rule.norm, sharding, factory.kernels.norm)
         self.out = factory.row_parallel(f"{name}.o", values * rule.value_width, hidden)
 

@@ -34,7 +34,7 @@ class ShortConvolution(nn.Module):
         self.width = width
         self.silu = silu
         self.impl = factory.kernels.linear_attention
-        check_once(factory, check_short_conv, width)
+        check_once(factory, factory.kernels.linear_attention, check_short_conv, width)
         weights = tuple(c.piece("weight", (c.size, 1, width), sharding.tp) for c in columns)
         self.channels = sum(c.stop - c.start for c in columns)
         # As torch's Conv1d.

@@ -3,7 +3,7 @@ thread; and over context-parallel ranks by passing states, beside exchanging pos
 
 All contenders take turns on the same tensors. Each is compared with the rule in fp64. transformers and
 flash-linear-attention are those of a CPU: their chunked references in torch. Rows of ranks have the bytes that a rank
-sends; all ranks share this machine's cores and memory.
+sends and keeps; all ranks share this machine's cores and memory. CPU time counts no waiting.
 """
 
 import importlib
@@ -149,8 +149,9 @@ def in_one_process(options: Options) -> list[dict[str, Any]]:
             contenders = {name: partial(with_gradients, rule, given) for name, rule in rules.items()}
             turns = Case(contenders, options.rounds, note=lambda name, result: None).measure()
             for name, rule in list(rules.items())[1:]:
-                figures = {"speed": ratio(turns[name].wall, turns["megapar"].wall)}
-                seconds = {"seconds": spread(turns["megapar"].wall), "their_seconds": spread(turns[name].wall)}
+                mine, theirs = turns["megapar"], turns[name]
+                figures = {"speed": ratio(theirs.wall, mine.wall), "cpu": ratio(theirs.cpu, mine.cpu)}
+                seconds = {"seconds": spread(mine.wall), "their_seconds": spread(theirs.wall)}
                 kept = {"kept_bytes": kept_bytes(ours, given), "their_kept_bytes": kept_bytes(rule, given)}
                 far = {"from_fp64": errors["megapar"], "theirs_from_fp64": errors[name]}
                 facts = {"a decay for each": decays, "tokens": length, "beside": name}
@@ -158,8 +159,8 @@ def in_one_process(options: Options) -> list[dict[str, Any]]:
     return rows
 
 
-def _of_rank(axis: Axis, form: str, length: int, decays: str) -> Callable[[], int]:
-    """Return what a rank does in a turn: forward and backward; it returns the bytes sent."""
+def _of_rank(axis: Axis, form: str, length: int, decays: str) -> Callable[[], tuple[int, int]]:
+    """Return what a rank does in a turn: forward and backward; it returns the bytes sent, and those kept."""
     own = torch.tensor(deal.positions(length, axis.size, axis.rank))
     given = tuple(x.detach()[own].requires_grad_() for x in inputs(length, decays))
     rule = DeltaRule(axis, form, range(HEADS), WIDTH, WIDTH, torch.device("cpu"))
@@ -167,10 +168,16 @@ def _of_rank(axis: Axis, form: str, length: int, decays: str) -> Callable[[], in
     whole = MicroBatch.of_samples(tokens_bs, tokens_bs, torch.ones(1, length), torch.zeros(1, dtype=torch.int64))
     batch = whole.columns(own)
 
-    def work() -> int:
+    def outputs(*given: Tensor) -> Tensor:
+        o: Tensor = rule(*given, batch)
+        return o
+
+    kept = kept_bytes(outputs, given)
+
+    def work() -> tuple[int, int]:
         before = axis.traffic.total()
-        with_gradients(lambda *given: rule(*given, batch), given)
-        return axis.traffic.total() - before
+        with_gradients(outputs, given)
+        return axis.traffic.total() - before, kept
 
     return work
 
@@ -190,9 +197,11 @@ def over_ranks(options: Options) -> list[dict[str, Any]]:
                 first = on_ranks(cp, partial(_case, cp, length, decays, options.rounds))[0]
                 states, heads = first["states"], first["heads"]
                 facts = {"a decay for each": decays, "ranks": cp, "tokens": length}
-                figures = {"speed": ratio(heads.wall, states.wall), "seconds": spread(states.wall)}
-                sent = {"sent_bytes": states.notes[-1], "sent_bytes_by_heads": heads.notes[-1]}
-                rows.append({**facts, **figures, **sent})
+                figures = {"speed": ratio(heads.wall, states.wall), "cpu": ratio(heads.cpu, states.cpu)}
+                row = {**facts, **figures, "seconds": spread(states.wall)}
+                for name, turns in (("", states), ("_by_heads", heads)):
+                    row[f"sent_bytes{name}"], row[f"kept_bytes{name}"] = turns.notes[-1]
+                rows.append(row)
     return rows
 
 
