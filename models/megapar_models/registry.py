@@ -61,6 +61,7 @@ NAMES = (
     "stablelm",
     "phi",
     "opt",
+    "gpt_neo",
     "gptj",
     "gpt_neox",
     "gpt_bigcode",

@@ -9,7 +9,7 @@ from typing import Any
 
 from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
-from megapar.config.model_options import OF_FUNCTION
+from megapar.config.model_options import OF_FUNCTION, ModelConfig
 from megapar.config.options import Config
 from megapar_models.family import Codec, Raw, overlaid
 from megapar_models.rotary import Rotary, RotaryModel
@@ -19,7 +19,7 @@ SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
-class WindowModel(RotaryModel):
+class WindowedModel(ModelConfig):
     """The options of a family whose layers may have a window."""
 
     sliding_window: int = field(default=0, metadata=OF_FUNCTION)
@@ -28,14 +28,19 @@ class WindowModel(RotaryModel):
     """sliding_attention or full_attention for each layer; without any, all layers have the window."""
 
 
-def is_full(model: WindowModel, number: int) -> bool:
+@dataclass(frozen=True)
+class WindowModel(WindowedModel, RotaryModel):
+    """The options of a family with rotary positions whose layers may have a window."""
+
+
+def is_full(model: WindowedModel, number: int) -> bool:
     """Whether the layer attends to all keys."""
     # A list of the wrong length is reported by `window_problems`.
     listed = model.layer_types[number : number + 1]
     return not model.sliding_window or listed == (FULL,)
 
 
-def window_of(model: WindowModel, number: int) -> int:
+def window_of(model: WindowedModel, number: int) -> int:
     """The window of a layer, for `LayerKind.window`."""
     if is_full(model, number):
         return 0
@@ -96,7 +101,7 @@ def full_every(interval: int, layers: int) -> list[str]:
     return [SLIDING if number % interval else FULL for number in range(1, layers + 1)]
 
 
-def window_problems(config: Config, model: WindowModel) -> Iterator[str]:
+def window_problems(config: Config, model: WindowedModel) -> Iterator[str]:
     """Yield the problems of the window and of the list of layers that have it."""
     types = model.layer_types
     if model.sliding_window < 0:

@@ -404,6 +404,22 @@ TYPES: dict[str, ModelTypeCase] = {
         layout={"tp": 2},
         unread=("attention_dropout", "resid_pdrop", "embd_pdrop"),
     ),
+    "gpt_neo": ModelTypeCase(
+        model_type="gpt_neo",
+        fields={
+            **{"hidden_size": 48, "num_layers": 4, "num_heads": 4, "intermediate_size": 76, "window_size": 5},
+            **{"max_position_embeddings": 64, "vocab_size": VOCABULARY, "initializer_range": 0.1},
+            **{"attention_types": [[["global", "local"], 1], [["local"], 2]], "layer_norm_epsilon": 1e-3},
+        },
+        layout={"tp": 2, "pp": 2},
+        unread=("embed_dropout",),
+        changes=(
+            *({"activation_function": "relu"}, {"layer_norm_epsilon": 1e-1}, {"window_size": 3}),
+            {"attention_types": [[["local", "global"], 2]], "attention_layers": ["local", "global"] * 2},
+        ),
+        refused={"attention_types": [[["global"], 3]], "attention_layers": ["global"] * 4},
+        refuses=WINDOWS,
+    ),
     "gptj": ModelTypeCase(
         model_type="gptj",
         fields={**GPT2, "rotary_dim": 6, "n_inner": 76, "tie_word_embeddings": False},

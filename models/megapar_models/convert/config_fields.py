@@ -30,7 +30,7 @@ _TEXTS = (
     *("topk_method", "norm_type", "qk_norm_type", "position_embedding_type", "order_of_interleaved_layers"),
 )
 _COUNTS = (
-    *("num_hidden_layers", "n_layer", "num_nextn_predict_layers", "num_mtp_layers"),
+    *("num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "num_mtp_layers"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts"),
     "num_dense_layers",
     "moe_top_k",
@@ -39,7 +39,7 @@ _COUNTS = (
 )
 # Others are divided by these.
 _SIZES = (
-    *("hidden_size", "n_embd", "vocab_size", "num_attention_heads", "n_head", "max_position_embeddings"),
+    *("hidden_size", "n_embd", "vocab_size", "num_attention_heads", "n_head", "num_heads", "max_position_embeddings"),
     *("n_positions", "original_max_position_embeddings"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "full_attention_interval"),
@@ -54,10 +54,10 @@ _WHOLES = (
     *("kv_lora_rank", "q_lora_rank", "rotary_dim", "sliding_window", "sliding_window_size", "max_window_layers"),
     *("decoder_sparse_step", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index", "no_rope_layer_interval", "layer_switch"),
-    *("num_ln_in_parallel_attn",),
-    *("block_ff_dim", "block_dim", "conv_dim", "conv_dim_out", "num_heads"),
+    *("num_ln_in_parallel_attn", "window_size"),
+    *("block_ff_dim", "block_dim", "conv_dim", "conv_dim_out"),
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_num_heads"),
-    *("mamba_head_dim", "num_heads", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "attn_rotary_emb"),
+    *("mamba_head_dim", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "attn_rotary_emb"),
     *("moe_latent_size", "moe_shared_expert_intermediate_size"),
     *("swa_num_attention_heads", "swa_num_key_value_heads", "swa_head_dim", "swa_v_head_dim"),
     *("num_attention_groups", "share_expert_dim", "share_expert_dims", "num_sliding_attention_heads"),
@@ -67,7 +67,8 @@ _WHOLES = (
 )
 _NUMBERS = (
     *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "layerdrop"),
-    *("resid_pdrop", "residual_dropout", "attention_multiplier", "embedding_multiplier", "residual_multiplier"),
+    *("resid_pdrop", "resid_dropout", "embed_dropout", "residual_dropout"),
+    *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
     *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "init_std", "initializer_range"),
     *("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps", "logit_scale"),
     *("logits_scaling", "moe_norm_min", "partial_rotary_factor", "query_pre_attn_scalar", "rope_local_base_freq"),
@@ -120,7 +121,7 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("attention_other_setting", "per_layer_config"), OBJECT),
     "gating": either(FLAG, TEXT),
     "attn_layer_indices": NUMBERS,
-    "layers_block_type": NAMES,
+    **{"layers_block_type": NAMES, "attention_layers": NAMES, "attention_types": LIST},
     "mamba_d_head": either(WHOLE, TEXT),
     "hybrid_override_pattern": TEXT,
     **dict.fromkeys(("time_step_limit", "mlp_multipliers", "ssm_multipliers"), LIST),

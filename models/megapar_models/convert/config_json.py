@@ -20,7 +20,7 @@ from megapar_models.registry import FAMILIES, find
 from megapar_models.rotary_fields import contradictory_ropes
 
 # Tensors that old versions of transformers stored among the weights: causal masks and rotary wavelengths.
-_DERIVED = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
+_DERIVED = re.compile(r"\.attn\.(attention\.)?(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 
 def names_of(model: ModelConfig) -> HuggingFace:

@@ -127,17 +127,23 @@ class GPTStage(Stage[GPTModel]):
         return x_sbh * keep_mask(keys, x_sbh.shape[-1], p) / (1.0 - p)
 
 
+@dataclass(frozen=True)
 class Dropout(Codec):
     """Dropout of embeddings and of the residual stream: ours is one for both."""
 
+    embedding: str = "embd_pdrop"
+    residual: str = "resid_pdrop"
+    default: float = 0.1
+    """transformers' value for absent fields."""
+
     def warnings(self, raw: Raw, family: str) -> Iterator[str]:
-        embedding, residual = raw.get("embd_pdrop", 0.1), raw.get("resid_pdrop", 0.1)
+        embedding, residual = (raw.get(name, self.default) for name in (self.embedding, self.residual))
         if embedding != residual:
             both = "model.hidden_dropout is the latter for both, and training may choose another"
-            yield f"config.json: embd_pdrop={embedding} differs from resid_pdrop={residual}: {both}"
+            yield f"config.json: {self.embedding}={embedding} differs from {self.residual}={residual}: {both}"
 
     def write(self, model: GPTModel, fields: dict[str, Any]) -> None:
-        fields["embd_pdrop"] = model.hidden_dropout
+        fields[self.embedding] = model.hidden_dropout
 
 
 class _Heads(Codec):
@@ -154,11 +160,10 @@ class _Heads(Codec):
             fields["activation_function"] = "gelu_new"
 
 
-WITHOUT_EFFECT = (
-    # The number of positions under its old name, the head of classifiers, and an order of operations for fp16.
-    *("n_ctx", "reorder_and_upcast_attn", "summary_activation", "summary_first_dropout", "summary_proj_to_labels"),
-    *("summary_type", "summary_use_proj"),
-)
+# Fields of the head of classifiers.
+SUMMARY = tuple(f"summary_{name}" for name in ("activation", "first_dropout", "proj_to_labels", "type", "use_proj"))
+# The number of positions under its old name, and an order of operations for fp16.
+WITHOUT_EFFECT = ("n_ctx", "reorder_and_upcast_attn", *SUMMARY)
 _FIXED = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
 _LAYER = "transformer.h.*"
 # Modules of the class Conv1D, whose weights are [in, out]. Those of Linear are [out, in].

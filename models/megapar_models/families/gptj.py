@@ -9,7 +9,7 @@ import math
 from typing import Any
 
 from megapar_models.codecs import GELUS, Always, Dropouts
-from megapar_models.families.gpt import GPT
+from megapar_models.families.gpt import GPT, SUMMARY
 from megapar_models.families.gpt_neox import GPTNeoXModel, GPTNeoXStage
 from megapar_models.family import Codec, Family, ModelType, Raw, like
 from megapar_models.rotary import RopeScaling
@@ -45,7 +45,6 @@ def _pairs(model: GPTNeoXModel) -> dict[str, Pairs]:
 
 _ALWAYS = {"parallel_residual": "one_norm", "attention_bias": False, "mlp_bias": True, "head_bias": True}
 _ALWAYS |= {"qk_norm": False, "rope_theta": 10000.0, "rope_scaling": RopeScaling()}
-_SUMMARY = ("activation", "first_dropout", "proj_to_labels", "type", "use_proj")  # of classifiers
 _LAYER = "transformer.h.*"
 
 GPTJ = Family(
@@ -76,6 +75,6 @@ GPTJ = Family(
         defaults={"tie_word_embeddings": False},
         activations=GELUS,
         base_prefix="",
-        without_effect=("n_ctx", "rotary", "scale_attn_weights", *(f"summary_{name}" for name in _SUMMARY)),
+        without_effect=("n_ctx", "rotary", "scale_attn_weights", *SUMMARY),
     ),
 )
