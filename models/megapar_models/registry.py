@@ -63,6 +63,7 @@ NAMES = (
     "opt",
     "gpt_neo",
     "gptj",
+    "codegen",
     "gpt_neox",
     "gpt_bigcode",
     "falcon",

@@ -11,17 +11,19 @@ from torch import Tensor
 class Packing:
     """How one of their tensors holds several of ours.
 
-    `groups` names the option of the model with the number of groups, such as num_key_value_heads: each group has its
-    rows of the first of ours, then its rows of the second, and so on. "rows": each group has one row of each. "": all
-    rows are one group. `transposed`: the tensor is [in, out], of an expert too. `by_group`: the tensor is [groups, rows
+    `groups` is the number of groups, or names the option of the model with it, such as num_key_value_heads: each group
+    has its rows of the first of ours, then its rows of the second, and so on. "rows": each group has one row of each.
+    "": all rows are one group. `order` are the last names of ours as they lie in a group, if not in our order.
+    `transposed`: the tensor is [in, out], of an expert too. `by_group`: the tensor is [groups, rows
     of a group], such as a norm's weights by heads. `axes` are the numbers of axes of size 1 in front of theirs and
     behind.
     """
 
-    groups: str = ""
+    groups: str | int = ""
     transposed: bool = False
     by_group: bool = False
     axes: tuple[int, int] = (0, 0)
+    order: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -428,6 +428,14 @@ TYPES: dict[str, ModelTypeCase] = {
         changes=({"activation_function": "relu"}, {"layer_norm_epsilon": 1e-1}),
         refused={"rotary_dim": 0},
     ),
+    "codegen": ModelTypeCase(
+        model_type="codegen",
+        fields={**GPT2, "n_head": 8, "rotary_dim": 4, "n_inner": 76, "tie_word_embeddings": False},
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("attn_pdrop", "embd_pdrop", "resid_pdrop", "n_positions"),
+        changes=({"activation_function": "relu"}, {"layer_norm_epsilon": 1e-1}),
+        refused={"rotary_dim": 0, "n_head": 6},
+    ),
     "stablelm": ModelTypeCase(
         model_type="stablelm",
         fields={

@@ -135,7 +135,7 @@ def recipes(
         layout = (layouts or {}).get(theirs) or (layouts or {}).get(theirs.rpartition(".")[0], Packing())
         target = _numbered(theirs, numbers)
         if len(numbers) < theirs.count("*"):
-            divided |= _divided(target, name, shape, getattr(sizes, layout.groups), pairs_of(name, pairs or {}))
+            divided |= _divided(target, name, shape, getattr(sizes, str(layout.groups)), pairs_of(name, pairs or {}))
             continue
         expert = ""
         if len(numbers) > theirs.count("*"):
@@ -169,13 +169,15 @@ def _recipe(
     ours = sorted(ours, key=lambda tensor: int(tensor[2] or 0))
     for number, (expert, of_expert) in enumerate(groupby(ours, key=lambda tensor: tensor[2])):
         members = list(of_expert)
+        if layout.order:
+            members.sort(key=lambda tensor: layout.order.index(tensor[0].split(".")[-2]))
         transposed = layout.transposed and len(members[0][1]) == 2  # a bias has nothing to transpose
         rows = sum(tensor[1][0] for tensor in members)
         groups = 1
         if layout.groups == "rows":
             groups = members[0][1][0]
         elif layout.groups:
-            groups = getattr(sizes, layout.groups)
+            groups = layout.groups if isinstance(layout.groups, int) else getattr(sizes, layout.groups)
         if any(tensor[1][0] % groups for tensor in members):
             raise ConfigError(f"{target}: rows {[tensor[1][0] for tensor in members]} do not divide by {groups} groups")
         first = 0

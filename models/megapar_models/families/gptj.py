@@ -17,7 +17,7 @@ from megapar_models.rotary_fields import partial_problems
 from megapar_models.tensor_layouts import Pairs
 
 
-class _Rotated(Codec):
+class Rotated(Codec):
     """A number of rotated dimensions of each head. The base of its rotary positions is no field."""
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
@@ -39,12 +39,12 @@ class _Rotated(Codec):
             fields["activation_function"] = "gelu_new"  # two names of one function; GPT-J's own file has this one
 
 
-def _pairs(model: GPTNeoXModel) -> dict[str, Pairs]:
+def pairs_of(model: GPTNeoXModel) -> dict[str, Pairs]:
     return dict.fromkeys(("layers.*.attention.q", "layers.*.attention.k"), Pairs(model.head_dim, 0, model.rotary_width))
 
 
-_ALWAYS = {"parallel_residual": "one_norm", "attention_bias": False, "mlp_bias": True, "head_bias": True}
-_ALWAYS |= {"qk_norm": False, "rope_theta": 10000.0, "rope_scaling": RopeScaling()}
+ALWAYS = {"parallel_residual": "one_norm", "attention_bias": False, "mlp_bias": True, "head_bias": True}
+ALWAYS |= {"qk_norm": False, "rope_theta": 10000.0, "rope_scaling": RopeScaling()}
 _LAYER = "transformer.h.*"
 
 GPTJ = Family(
@@ -57,8 +57,8 @@ GPTJ = Family(
         GPT,
         model_types={"gptj": ModelType("GPTJForCausalLM")},
         codecs=(
-            Always(_ALWAYS, key_per_head=True),
-            _Rotated(),
+            Always(ALWAYS, key_per_head=True),
+            Rotated(),
             Dropouts(("attn_pdrop", "resid_pdrop", "embd_pdrop"), written=True),
         ),
         modules={
@@ -70,7 +70,7 @@ GPTJ = Family(
             "layers.*.mlp.down": f"{_LAYER}.mlp.fc_out",
         },
         layouts={},
-        pairs=_pairs,
+        pairs=pairs_of,
         fields={"resid_pdrop": None, "attn_pdrop": None},
         defaults={"tie_word_embeddings": False},
         activations=GELUS,
