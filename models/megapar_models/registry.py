@@ -65,6 +65,7 @@ NAMES = (
     "gptj",
     "codegen",
     "gpt_neox",
+    "persimmon",
     "gpt_bigcode",
     "falcon",
     "youtu",

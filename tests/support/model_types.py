@@ -420,6 +420,22 @@ TYPES: dict[str, ModelTypeCase] = {
         refused={"attention_types": [[["global"], 3]], "attention_layers": ["global"] * 4},
         refuses=WINDOWS,
     ),
+    "persimmon": ModelTypeCase(
+        model_type="persimmon",
+        fields={**NEOX, "rope_parameters": {**PLAIN, "partial_rotary_factor": 0.5}},
+        layout={"tp": 2, "pp": 2, "sequence_parallel": True},
+        unread=("attention_dropout", "hidden_dropout"),
+        changes=(SILU, {"layer_norm_eps": 1e-1}, {"rope_parameters": YARN | {"partial_rotary_factor": 1.0}}),
+    ),
+    "persimmon, no norms": ModelTypeCase(
+        model_type="persimmon",
+        fields={
+            **{**NEOX, "qk_layernorm": False, "tie_word_embeddings": True, "hidden_act": "gelu"},
+            "rope_parameters": {**PLAIN, "partial_rotary_factor": 1.0},
+        },
+        layout={"pp": 2},
+        unread=("attention_dropout", "hidden_dropout"),
+    ),
     "gptj": ModelTypeCase(
         model_type="gptj",
         fields={**GPT2, "rotary_dim": 6, "n_inner": 76, "tie_word_embeddings": False},
