@@ -27,7 +27,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
     LayerKind: {
         "mixer": "a mixer other than attention with keys and values of heads, such as Mamba-2, or none",
         "mlp": "an MLP without a gate, with experts, or none",
-        "norms": "norms behind a branch, or on both sides of a branch",
+        "norms": "norms behind a branch, on both sides of a branch, or of the residual stream",
         "mlp_norms": "norms of the MLP in other places than those of attention",
         "parallel": "attention and MLP read the same residual stream",
         "residual_multiplier": "a factor of both branches",
@@ -64,6 +64,8 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "embedding_multiplier": "a factor of embeddings",
         "head_bias": "a bias of logits",
         "logits": "a factor or a cap of logits",
+        "width": "embeddings of another width than the layers",
+        "norm": "no norm before the head",
     },
     NormRule: {
         "kind": "LayerNorm",

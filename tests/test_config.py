@@ -424,6 +424,7 @@ def test_each_option_of_the_model_is_classified():
         *("conv_width", "conv_bias", "use_attention_gate", "use_sandwich_norm"),
         *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_conv_bias"),
         *("mamba_proj_bias", "attn_layer_indices", "hybrid_override_pattern", "moe_latent_size", "projectors_bias"),
+        *("do_layer_norm_before", "word_embed_proj_dim"),
         *("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "linear_key_head_dim"),
         *("linear_value_head_dim", "linear_head_dim", "linear_conv_kernel_dim", "mamba_rms_norm"),
         *("num_attention_heads_per_layer", "gating", "swa_num_key_value_heads", "num_sliding_attention_heads"),

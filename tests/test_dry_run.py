@@ -3,6 +3,7 @@ preset consistent numbers."""
 
 import importlib.util
 import math
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -347,14 +348,14 @@ def test_every_preset_adds_up(path: Path) -> None:
     derived = validate(config, tp * pp * dp).model
     whole = WholeModel(derived)
     count = whole.parameters()
-    copies = model.vocab_size * model.hidden_size * model.tie_word_embeddings
+    copies = math.prod(whole.tensors()["embedding.weight"].shape) * model.tie_word_embeddings
     held = sum(kind.parameters * len(ranks) for kind, ranks in kinds.items())
     vectors = tp * 20 * (model.num_hidden_layers + 1) * model.hidden_size
     positions = 0
     if "positions.weight" in whole.tensors():
         positions = (tp - 1) * model.max_position_embeddings * model.hidden_size  # each tensor rank has the whole table
-    # Each tensor rank has all of a router, and of the biases behind the experts.
-    everywhere = [name for name in whole.tensors() if ".router." in name or ".down.bias" in name]
+    # Each tensor rank has all of a router, of the biases behind the experts, and of projections of embeddings.
+    everywhere = [name for name in whole.tensors() if re.search(r"\.router\.|\.down\.bias|project_", name)]
     repeated = (tp - 1) * sum(math.prod(whole.tensors()[name].shape) for name in everywhere)
     least = count + copies + positions + repeated
     assert held >= least

@@ -143,7 +143,7 @@ class WholeModel:
             total += 2 * passes * torch.Size(piece.shape).numel() * spec.token_share
         # The head is alone at its depth: its input needs a gradient only if a parameter before it is trained.
         passes = _passes(input_gradient=first <= layers, weight_gradient=head in trained)
-        total += 2 * passes * self.model.head_rows * self.model.hidden_size
+        total += 2 * passes * torch.Size(self.declarations[head][0].shape).numel()
         for depth, flops in self._products(seq_length):
             total += 3 * flops if first <= depth else flops
         return round(total)  # a whole number: each layer has num_experts_per_tok times an expert's FLOPs
@@ -171,7 +171,7 @@ class WholeModel:
         if module == "layers":
             return int(rest.partition(".")[0])
         # A name that is not known here counts as one before the layers: the count is then never too small.
-        return {"norm": layers, "head": layers + 1, "score": layers + 1}.get(module, -1)
+        return {"norm": layers, "project_out": layers, "head": layers + 1, "score": layers + 1}.get(module, -1)
 
 
 def _everywhere(option: str, patterns: Sequence[str], text: str) -> ConfigError:

@@ -17,16 +17,17 @@ from megapar_models.factory import Factory
 from megapar_models.score_head import score_weight, scores
 
 
-def head_weight(model: ModelConfig, factory: Factory, tied_over: Axis | None) -> nn.Parameter:
-    """Make the head's weight [v, h], or with model.head=score [1, h].
+def head_weight(model: ModelConfig, factory: Factory, width: int, tied_over: Axis | None) -> nn.Parameter:
+    """Make the head's weight [v, width], or with model.head=score [1, width]. `width` 0 is that of the layers.
 
     The copy of a tied embedding has the embedding's name: it is one tensor in a checkpoint.
     """
+    width = width or model.hidden_size
     if model.head == "score":
-        return score_weight(model.hidden_size, factory)
+        return score_weight(width, factory)
     tie = model.tie_word_embeddings
     name = "embedding.weight" if tie else "head.weight"
-    return factory.vocabulary(name, model.vocab_size, model.hidden_size, tied_over=tied_over if tie else None)
+    return factory.vocabulary(name, model.vocab_size, width, tied_over=tied_over if tie else None)
 
 
 @dataclass(frozen=True)

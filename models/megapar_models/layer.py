@@ -43,6 +43,8 @@ class Layer(nn.Module):
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()
+        if kind.norms == "stream":
+            raise ValueError("LayerKind.norms stream: a layer of the family's own has it, such as GPT-2's")
         self.parallel = kind.parallel
         self.multiplier = kind.residual_multiplier
 

@@ -86,8 +86,11 @@ class LayerKind:
     """What works on each token: a name in `megapar_models.layer.MLPS`, or MODULE:NAME of a class of your own. "none":
     the layer is its mixer alone."""
     norm: NormRule
-    norms: Literal["before", "after", "both"] = "before"
-    """Norms of a branch's input, of its output before it is added to the residual stream, or of both."""
+    norms: Literal["before", "after", "both", "stream"] = "before"
+    """Norms of a branch's input, of its output before it is added to the residual stream, or of both.
+
+    "stream": of the residual stream itself, behind each branch (arXiv 1706.03762). `Layer` does not have it.
+    """
     mlp_norms: Literal["", "before", "after", "both"] = ""
     """Norms of the MLP, where they are placed in another way than those of the mixer. Empty: as `norms`."""
     parallel: Literal["no", "one_norm", "two_norms"] = "no"
@@ -201,3 +204,7 @@ class Ends:
     """A bias of the logits, `head.bias`."""
     logits: LogitRule = PLAIN_LOGITS
     """What becomes of the products of the head."""
+    width: int = 0
+    """The width of embeddings and of the head's input, between two projections. 0: that of the layers (OPT 350M)."""
+    norm: bool = True
+    """A norm before the head."""

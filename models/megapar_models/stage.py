@@ -22,6 +22,7 @@ from megapar.declare.batch import MicroBatch, PipelineStage, Targets, TensorSpec
 from megapar.declare.stage_set import AddedLoss, Declared
 from megapar.tensor_parallel.layers import vocabulary_bias
 from megapar_models.adapters_off import adapters_off
+from megapar_models.ends import Embedding, last_norm
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
 from megapar_models.head import HeadRule, head_weight
@@ -109,19 +110,17 @@ class Stage(LayerRules[M], PipelineStage, Generic[M]):
         self.head_rule = HeadRule(model, factory, self.ends.logits, loss_chunk)
         self.embedding = self.norm = self.head_bias = None
         if first or (last and model.embeds_on_last_stage):
-            self.embedding = factory.embedding(
-                "embedding", model.vocab_size, model.hidden_size, tied_over=tied_over, weight=tied_weight
-            )
+            self.embedding = Embedding(model, self.ends, factory, tied_over=tied_over, weight=tied_weight)
         kinds = {number: self.layer_kind(model, number) for number in layers}
         self.layers = nn.ModuleDict({str(number): self.make_layer(number, kind) for number, kind in kinds.items()})
         # Each table once, in the order of the layers.
         self.rotary = list(dict.fromkeys(kind.rotary for kind in kinds.values() if kind.rotary is not None))
         if last:
-            self.norm = factory.norm("norm", model.hidden_size, self.last_norm(model))
+            self.norm = last_norm(model, self.ends, self.last_norm(model), factory)
             if model.tie_word_embeddings and self.embedding is not None:
                 tied_weight = self.embedding.weight  # this stage has the embedding too: its parameter is the head
             tied = tied_weight if model.tie_word_embeddings else None
-            self.head = head_weight(model, factory, tied_over) if tied is None else tied
+            self.head = head_weight(model, factory, self.ends.width, tied_over) if tied is None else tied
             if self.ends.head_bias and model.head == "vocabulary":
                 self.head_bias = vocabulary_bias("head.bias", model.vocab_size, factory.sharding)
             # A loss in chunks adds the gradient of the head while it has the gradients of logits.

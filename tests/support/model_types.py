@@ -509,7 +509,17 @@ TYPES: dict[str, ModelTypeCase] = {
         },
         unread=("init_std",),
         layout={"tp": 2, "pp": 2, "sequence_parallel": True},
-        refused={"word_embed_proj_dim": 24, "do_layer_norm_before": False, "enable_bias": False, "layerdrop": 0.1},
+        refused={"word_embed_proj_dim": 0, "enable_bias": False, "layerdrop": 0.1},
+    ),
+    "opt, narrow embeddings": ModelTypeCase(
+        model_type="opt",
+        fields={
+            **{name: value for name, value in WITHOUT_WIDTHS.items() if name != "initializer_range"},
+            **{"ffn_dim": 76, "word_embed_proj_dim": 28, "init_std": 0.2, "dropout": 0.0},
+            **{"do_layer_norm_before": False, "tie_word_embeddings": True},
+        },
+        unread=("init_std",),
+        layout={"tp": 2, "pp": 2, "sequence_parallel": True},
     ),
     "gpt_bigcode": ModelTypeCase(
         model_type="gpt_bigcode",

@@ -41,13 +41,17 @@ class GPTModel(ModelConfig):
 
 
 class GPTLayer(nn.Module):
-    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x)))."""
+    """x + dropout(attention(norm(x))), then x + dropout(mlp(norm(x))).
+
+    With norms of the stream, norm(x + dropout(attention(x))), then norm(x + dropout(mlp(x))).
+    """
 
     def __init__(self, number: int, kind: LayerKind, model: GPTModel, factory: Factory):
         super().__init__()
         name = f"layers.{number}"
         self.number = number
         self.sharding = factory.sharding
+        self.norms = kind.norms
         self.dropout = model.hidden_dropout
         self.impl = factory.kernels.dropout
         self.attention_norm = factory.norm(f"{name}.attention_norm", model.hidden_size, kind.norm)
@@ -56,6 +60,11 @@ class GPTLayer(nn.Module):
         self.mlp = PlainMLP(number, kind, model, factory)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        if self.norms == "stream":
+            y_sbh = self._add(self.attention(x_sbh, context), x_sbh, context, DropoutSite.ATTENTION_OUTPUT)
+            x_sbh = self.attention_norm(y_sbh)
+            y_sbh = self._add(self.mlp(x_sbh, context), x_sbh, context, DropoutSite.MLP_OUTPUT)
+            return self.mlp_norm(y_sbh)
         y_sbh = self.attention(add_and_norm(self.attention_norm, x_sbh)[0], context)
         if self._dropout():
             x_sbh = self._add(y_sbh, x_sbh, context, DropoutSite.ATTENTION_OUTPUT)
