@@ -61,6 +61,8 @@ NAMES = (
     "stablelm",
     "phi",
     "opt",
+    "biogpt",
+    "xglm",
     "gpt_neo",
     "gptj",
     "codegen",

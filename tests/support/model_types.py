@@ -521,6 +521,29 @@ TYPES: dict[str, ModelTypeCase] = {
         unread=("init_std",),
         layout={"tp": 2, "pp": 2, "sequence_parallel": True},
     ),
+    "biogpt": ModelTypeCase(
+        model_type="biogpt",
+        fields={
+            **{name: value for name, value in NEOX.items() if name != "layer_norm_eps"},
+            **{"initializer_range": 0.2, **dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)},
+        },
+        layout={"tp": 2, "pp": 2, "sequence_parallel": True},
+        unread=("activation_dropout",),
+        changes=({"scale_embedding": False}, GELU),
+        refused={"layerdrop": 0.1},
+    ),
+    "xglm": ModelTypeCase(
+        model_type="xglm",
+        fields={
+            **{"d_model": 48, "num_layers": 4, "attention_heads": 4, "ffn_dim": 76, "max_position_embeddings": 64},
+            **{"vocab_size": VOCABULARY, "init_std": 0.2, "pad_token_id": None},
+            **dict.fromkeys(("dropout", "attention_dropout"), 0.0),
+        },
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("activation_dropout", "init_std"),
+        changes=({"scale_embedding": False}, {"activation_function": "relu"}),
+        refused={"layerdrop": 0.1, "pad_token_id": 2, "add_cross_attention": True},
+    ),
     "gpt_bigcode": ModelTypeCase(
         model_type="gpt_bigcode",
         # With weights of 0.1 the gradients of q and k are so small that they are rounding.

@@ -39,7 +39,17 @@ _COUNTS = (
 )
 # Others are divided by these.
 _SIZES = (
-    *("hidden_size", "n_embd", "vocab_size", "num_attention_heads", "n_head", "num_heads", "max_position_embeddings"),
+    *(
+        "hidden_size",
+        "n_embd",
+        "vocab_size",
+        "num_attention_heads",
+        "n_head",
+        "num_heads",
+        "attention_heads",
+        "d_model",
+    ),
+    "max_position_embeddings",
     *("n_positions", "original_max_position_embeddings"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "full_attention_interval"),
@@ -67,6 +77,7 @@ _WHOLES = (
 )
 _NUMBERS = (
     *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "layerdrop"),
+    *("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"),
     *("resid_pdrop", "resid_dropout", "embed_dropout", "residual_dropout"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
     *("attn_logit_softcapping", "final_logit_softcapping", "clip_qkv", "init_std", "initializer_range"),
@@ -90,7 +101,7 @@ _FLAGS = (
     *("qkv_bias", "rope_interleave", "scale_attn_by_inverse_layer_idx", "scale_attn_weights"),
     *("tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm"),
     *("mamba_conv_bias", "mamba_proj_bias", "mamba_norm_before_gate", "mamba_rms_norm", "projectors_bias"),
-    *("use_conv_bias", "residual_in_fp32"),
+    *("use_conv_bias", "residual_in_fp32", "scale_embedding"),
     *("use_embedding_sharing", "use_qkv_bias", "use_rotary_pos_emb", "use_routing_bias", "use_sliding_window"),
     *("linear_allow_neg_eigval", "attn_output_gate"),
     *("block_auto_adjust_ff_dim", "block_use_swiglu", "conv_bias", "tie_embedding", "use_attention_gate"),

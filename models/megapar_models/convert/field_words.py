@@ -10,7 +10,7 @@ from typing import NamedTuple
 SIZES: Mapping[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
     "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
-    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads"),
     "num_key_value_heads": ("num_key_value_heads", "num_kv_heads"),
     "head_dim": ("head_dim",),
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
@@ -115,6 +115,7 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "output_router_logits": ("a loss that balances experts", "mixtral"),
     **dict.fromkeys(("router_jitter_noise", "input_jitter_noise"), ("noise on a router's input", "mixtral")),
     **dict.fromkeys(("attention_types", "window_size"), ("windows of some layers", "gpt_neo")),
+    "scale_embedding": ("embeddings times the root of hidden_size", "biogpt"),
     "rotary_dim": ("a number of rotated dimensions of a head", "glm"),
     "multi_query": ("one head of keys and values", "llama"),
     "activation": ("an activation", "starcoder2"),

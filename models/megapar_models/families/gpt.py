@@ -8,7 +8,7 @@ At Hugging Face: gpt2. Checkpoints of Megatron-LM's GPT are read and written too
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.nn.functional as F
 from megapar_kernels.dropout import dropout_add, keep_mask
@@ -92,11 +92,13 @@ class GPTStage(Stage[GPTModel]):
     sizes_of_weights = ("model.max_position_embeddings",)
     first_position = 0
     """The row of the table for position 0."""
+    learns_positions: ClassVar[bool] = True
+    """Whether the table is a parameter. If not, a subclass computes its rows (`embedded_positions`)."""
 
     def __init__(self, model: GPTModel, factory: Factory, layers: range, **options: Any):
         super().__init__(model, factory, layers, **options)
         self.positions = None
-        if self.first:
+        if self.first and self.learns_positions:
             sharding = factory.sharding
             shape = (self.first_position + model.max_position_embeddings, model.hidden_size)
             # Under sequence parallelism each tp rank adds the positions of its part of the sequence. Its gradient of
@@ -123,17 +125,21 @@ class GPTStage(Stage[GPTModel]):
 
         Positions count from the start of a document. Under sequence parallelism each rank adds those of its rows.
         """
-        assert self.positions is not None
         batch = context.batch
         sharding = self.factory.sharding
         x_sbh = super().embed(context)
         p = self.model.hidden_dropout if self.training else 0.0
         positions = batch.positions_s[:, None] if batch.starts is None else batch.document_positions_bs().t()
-        x_sbh = x_sbh + F.embedding(rows_of_rank(positions, sharding) + self.first_position, self.positions)
+        x_sbh = x_sbh + self.embedded_positions(rows_of_rank(positions, sharding) + self.first_position)
         if not p:
             return x_sbh
         keys = hidden_keys(context, dropout_use(0, DropoutSite.EMBEDDING), sharding)
         return x_sbh * keep_mask(keys, x_sbh.shape[-1], p) / (1.0 - p)
+
+    def embedded_positions(self, rows: Tensor) -> Tensor:
+        """Return these rows of the table of positions, [..., h] of int64 [...]."""
+        assert self.positions is not None
+        return F.embedding(rows, self.positions)
 
 
 @dataclass(frozen=True)
