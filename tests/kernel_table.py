@@ -530,7 +530,7 @@ def _norm(
 
 def _tiled_attention() -> Iterator[Shipped]:
     """With all that takes registers but dropout: documents, a window, a cap and sinks. With dropout, which no model has
-    beside a cap or sinks. And with none of these."""
+    beside a cap or sinks. With ALiBi alone. And with none of these."""
     kernels = [
         ("forward", attention_tiles.forward_kernel, lambda *sizes, **_: tiled_attention.forward_config(*sizes)),
         ("queries", attention_tiles.queries_kernel, tiled_attention.queries_config),
@@ -538,7 +538,9 @@ def _tiled_attention() -> Iterator[Shipped]:
     ]
     special = {**dict.fromkeys(("lse_ptr", "delta_ptr", "scale", "cap", "keep_scale"), "fp32")}
     special |= dict.fromkeys(("starts_ptr", "stops_ptr"), "i32") | dict.fromkeys(("random_ptr", "columns_ptr"), "i64")
+    special |= {"slopes_ptr": "fp32", "rows_at_ptr": "i64", "keys_at_ptr": "i64"}
     rules, drops = ("starts_ptr", "stops_ptr", "sinks_ptr"), ("random_ptr", "columns_ptr")
+    bias = ("slopes_ptr", "rows_at_ptr", "keys_at_ptr")
     sizes = [(*widths, 0) for widths in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))]
     for width, v_width, window in (*sizes, (64, 64, tiled_attention.NARROW)):
         narrow = ", narrow window" if window else ""
@@ -564,9 +566,10 @@ def _tiled_attention() -> Iterator[Shipped]:
                         aligned=[name for name in types if "stride" in name],
                     )
                 )  # fmt: skip
-            for what, left_out in (("", drops), (", dropout", rules), (", plain", (*rules, *drops))):
+            of_variants = {"": (*drops, *bias), ", dropout": (*rules, *bias), ", plain": (*rules, *drops, *bias)}
+            for what, left_out in {**of_variants, ", ALiBi": (*rules, *drops)}.items():
                 absent = {name: None for name in types if name in left_out}
-                constant = absent if left_out == drops else {**absent, "CAPPED": False}
+                constant = {**absent, "CAPPED": False} if what else absent
                 ampere, hopper = (
                     replace(
                         full, variant=f"{full.variant}{what}", constants={**full.constants, **constant},

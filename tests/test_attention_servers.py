@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_kernels import tiled_attention
+from megapar_kernels.alibi import Alibi
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import ScoreRule
 from torch import nn
@@ -21,13 +22,14 @@ from tests.support.attention_blocks import Calls
 FUSED = Kernels(masked_attention="triton", attention="cudnn")
 TORCH = Kernels()
 CAPPED = ScoreRule(0.3, 3.0)
+SLOPES = (0.5, 0.25, 0.125, 0.0625)
 ONE = Axis("cp")
 
 
 def server(device: str, ranks: int = 1, kernels: Kernels = FUSED, **given: Any) -> str:
     """Who would compute attention of 8 positions with 4 heads that read 2, on one of so many ranks of cp."""
     widths = given.get("widths", (64, 64))
-    options = {key: given[key] for key in ("window", "rule") if key in given}
+    options = {key: given[key] for key in ("window", "rule", "slopes") if key in given}
     cp = ONE if ranks == 1 else Axis("cp", ranks, 0, tuple(range(ranks)))
     core = CoreAttention(cp, "gather", [0, 0, 1, 1], kernels, torch.device("cpu"), *widths, **options)
     tokens = torch.zeros(1, 8, dtype=torch.long)
@@ -39,7 +41,8 @@ def server(device: str, ranks: int = 1, kernels: Kernels = FUSED, **given: Any) 
         k, v = (torch.empty(8, 1, 2, width, device=device, dtype=dtype) for width in widths)
         sinks = torch.empty(4, device=device) if given.get("sinks") else None
         drops = AttentionDropout(0.5, 1, 2, range(4), tokens[:, 0], tokens[0]) if given.get("drops") else None
-        scoring = Scoring(core.rule, kernels, core.window, drops)
+        alibi = Alibi(core.slopes_n, tokens[0], tokens[0]) if core.slopes_n is not None else None
+        scoring = Scoring(core.rule, kernels, core.window, drops, alibi=alibi)
         return core._server(q, k, v, batch, scoring, sinks)
 
 
@@ -56,6 +59,8 @@ ON_GPUS: list[tuple[dict[str, Any], str]] = [
     ({"rule": CAPPED}, "our kernels"),
     ({"rule": CAPPED, "kernels": TORCH}, "torch's ops with scores in memory"),
     ({"rule": CAPPED, "widths": (320, 320)}, "torch's ops with scores in memory"),
+    ({"slopes": SLOPES, "documents": True}, "our kernels"),
+    ({"slopes": SLOPES, "kernels": TORCH}, "torch's ops with scores in memory"),
     ({"drops": True}, "our kernels"),
     ({"drops": True, "window": 4, "documents": True}, "our kernels"),
     ({"drops": True, "kernels": TORCH}, "torch's ops with scores in memory"),
@@ -66,6 +71,8 @@ ON_GPUS: list[tuple[dict[str, Any], str]] = [
     ({"ranks": 2, "dtype": torch.float32}, "torch's ops with scores in memory in blocks"),
     ({"ranks": 2, "rule": CAPPED}, "our kernels in blocks"),
     ({"ranks": 2, "rule": CAPPED, "kernels": TORCH}, "torch's ops with scores in memory in blocks"),
+    ({"ranks": 2, "slopes": SLOPES, "documents": True}, "our kernels in blocks"),
+    ({"ranks": 2, "slopes": SLOPES, "kernels": TORCH}, "torch's ops with scores in memory in blocks"),
     ({"ranks": 2, "drops": True}, "our kernels in blocks"),
     ({"ranks": 2, "drops": True, "dtype": torch.float32}, "torch's ops with scores in memory in blocks"),
 ]

@@ -32,7 +32,8 @@ from megapar.context_parallel import deal
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.order import parts_of, whole_of
-from megapar.context_parallel.partial import Dropped, Gradient, Result
+from megapar.context_parallel.partial import Gradient, Places, Result
+from megapar.context_parallel.scoring import PLAIN
 from megapar.declare import context
 from megapar.declare.batch import MicroBatch
 from megapar.declare.random import row_keys
@@ -332,7 +333,7 @@ def test_blocks_merged_are_the_whole() -> None:
     blocks = [deal.KeyBlock(rows, slice(0, 9), slice(first, first + 3), False) for first in (0, 3, 6)]
     result.out.zero_()
     result.lse.fill_(-torch.inf)
-    none = Dropped(None, [(0, 9)])
+    none = Places(PLAIN, [(0, 9)])
     result.add(q, k, v, blocks, none)
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
     expected = explicit(*leaves, mask)

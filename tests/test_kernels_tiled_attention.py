@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from megapar_kernels import block_attention, tiled_attention
+from megapar_kernels.alibi import Alibi
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule, add_sinks, reference, reference_backward
 from megapar_kernels.dropout import RowDropout
@@ -16,7 +17,7 @@ from megapar.comm.axis import Axis
 from megapar.context_parallel import attention, deal
 from megapar.context_parallel.attention import CoreAttention
 from megapar.context_parallel.dropout import AttentionDropout
-from megapar.context_parallel.partial import Dropped, Gradient, Result
+from megapar.context_parallel.partial import Gradient, Places, Result
 from megapar.context_parallel.scoring import Scoring
 from megapar.context_parallel.whole import whole_attention
 from megapar.declare.batch import MicroBatch
@@ -77,6 +78,14 @@ def dropout(b: int, heads: int, queries: int, keys: int, p: float) -> RowDropout
     return RowDropout(random_keys[:, :, ::2].to(DEVICE), positions.to(DEVICE), p)
 
 
+def alibi_of(heads: int, queries: int, keys: int) -> Alibi:
+    """With slopes that are no powers of two, and a jump between positions, as in a ring."""
+    slopes_n = torch.linspace(0.03, 0.7, heads, device=DEVICE)
+    positions = torch.arange(max(queries, keys), device=DEVICE)
+    positions = positions + 5 * (positions > keys // 2)
+    return Alibi(slopes_n, positions[-queries:], positions[-keys:])
+
+
 def check(
     heads: tuple[int, int] = (2, 1),
     sizes: tuple[int, int] = (50, 50),
@@ -86,6 +95,7 @@ def check(
     attended: Attended = ALL_BEFORE,
     sinks: bool = False,
     p: float = 0.0,
+    biased: bool = False,
     layout: str = "guarded",
     b: int = 2,
 ) -> None:
@@ -101,16 +111,17 @@ def check(
     if attended.starts is not None and attended.stops is not None:
         attended = replace(attended, starts=attended.starts.to(DEVICE), stops=attended.stops.to(DEVICE))
     dropped = dropout(b, heads[0], *sizes, p) if p else None
+    alibi = alibi_of(heads[0], *sizes) if biased else None
     exact = [x.double() for x in (q, k, v)]
-    how: dict[str, Any] = {"causal": False, "dropped": dropped, "rule": rule, "seen": seen}
+    how: dict[str, Any] = {"causal": False, "dropped": dropped, "alibi": alibi, "rule": rule, "seen": seen}
     out, lse = reference(*exact, **how)
     if sinks_n is not None:
         add_sinks(out, lse, sinks_n.double())
     expected = [out, *reference_backward(grad.double(), *exact, out, lse, **how)]
     scores = rule.factor(q), rule.cap, attended
     with poisoned():
-        found, found_lse = tiled_attention.forward(q, k, v, *scores, sinks_n, dropped)
-        *gradients, rows = tiled_attention.backward(grad, q, k, v, found, found_lse, *scores, dropped)
+        found, found_lse = tiled_attention.forward(q, k, v, *scores, sinks_n, dropped, alibi)
+        *gradients, rows = tiled_attention.backward(grad, q, k, v, found, found_lse, *scores, dropped, alibi)
     attends = seen.any(-1).expand_as(lse)
     if sinks_n is None:
         assert torch.equal(found_lse == -torch.inf, ~attends)
@@ -168,6 +179,10 @@ CASES: dict[str, dict[str, Any]] = {
     "dropout of most, not causal": {"p": 0.9, "sizes": (20, 50), "attended": Attended(causal=False)},
     "dropout, whole tiles": {"p": 0.5, "sizes": (170, 170), "heads": (2, 1), "b": 1},
     "dropout, width 256": {"p": 0.3, "widths": (256, 256), "b": 1, "sizes": (20, 20)},
+    "bias": {"biased": True, "dtype": torch.float32, "heads": (4, 2)},
+    "bias, whole tiles in documents": {"biased": True, "sizes": (170, 170), "attended": LONG_DOCUMENTS, "b": 2},
+    "bias, not causal, dropout": {"biased": True, "p": 0.3, "sizes": (20, 50), "attended": Attended(causal=False)},
+    "bias, sinks, width 192": {"biased": True, "sinks": True, "widths": (192, 128), "b": 1, "sizes": (40, 40)},
     "all": {
         "attended": Attended(window=9, starts=documents(50, PACKED).starts, stops=documents(50, PACKED).stops),
         "rule": ScoreRule(0.3, 3.0),
@@ -178,7 +193,7 @@ CASES: dict[str, dict[str, Any]] = {
         "layout": "sbnd",
     },
 }
-QUICK = ["odd", "whole tiles in documents", "more queries", "dropout", "all"]
+QUICK = ["odd", "whole tiles in documents", "more queries", "dropout", "bias", "all"]
 names = list(CASES)
 
 
@@ -227,7 +242,7 @@ def test_the_shipped_tiles_are_right(name: str, window: int, monkeypatch: pytest
     check(**{**CASES[name], "sizes": (150, 150), "attended": Attended(window=window)})
 
 
-@pytest.mark.parametrize("attention", ["cap and sinks", "window", "dropout"])
+@pytest.mark.parametrize("attention", ["cap and sinks", "window", "dropout", "bias"])
 def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str) -> None:
     """Also of the sinks. q, k and v are slices of a wider row, and the first sample has two documents."""
     with_sinks = attention == "cap and sinks"
@@ -239,13 +254,15 @@ def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str
     drops = None
     if attention == "dropout":  # of the second of two tp ranks
         drops = AttentionDropout(0.3, 11, 5, range(4, 8), batch.sample_ids_b, batch.positions_s)
+    alibi = replace(alibi_of(4, 1, 1), queries_q=batch.positions_s, keys_k=batch.positions_s)
     outputs: dict[str, list[Tensor]] = {}
     for impl in ("torch", "triton"):
         kernels = Kernels(masked_attention=impl)  # type: ignore[arg-type]
         qkv = random((20, 2, 8, 16), torch.bfloat16, "guarded").requires_grad_()
         sinks = torch.linspace(-1, 2, 4, device=DEVICE, requires_grad=True) if with_sinks else None
         q, k, v = qkv.split([4, 2, 2], dim=2)
-        y = whole_attention(q, k, v, batch, Scoring(rule, kernels, window, drops), sinks)
+        scoring = Scoring(rule, kernels, window, drops, alibi=alibi if attention == "bias" else None)
+        y = whole_attention(q, k, v, batch, scoring, sinks)
         leaves = [x for x in (qkv, sinks) if x is not None]
         grad = random(tuple(y.shape), torch.bfloat16, "guarded")
         outputs[impl] = [y, *torch.autograd.grad(y, leaves, grad)]
@@ -267,13 +284,15 @@ def no_scores_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_attention, "reference_backward", None)
 
 
-CAP_AND_DROPOUT = [(CAPPED, 0.0), (PLAIN_SCORES, 0.3)]
+SEVERAL = (0, 1, 4, 17, 40, 70, 80)
+BIASED = (PLAIN_SCORES, 0.0)
+CAP_AND_DROPOUT = [(CAPPED, 0.0), (PLAIN_SCORES, 0.3)]  # and scores with a bias, without a rule or dropout
 
 
 @pytest.mark.parametrize(
     ("rule", "p", "causal"),
-    slow_but([0, 3], [(*how, causal) for how in CAP_AND_DROPOUT for causal in (True, False)]),
-    ids=["cap, causal", "cap", "dropout, causal", "dropout"],
+    slow_but([0, 3, 4], [(*how, causal) for how in (*CAP_AND_DROPOUT, BIASED) for causal in (True, False)]),
+    ids=["cap, causal", "cap", "dropout, causal", "dropout", "bias, causal", "bias"],
 )
 @pytest.mark.usefixtures("no_scores_in_memory")
 def test_a_block_of_earlier_keys(rule: ScoreRule, p: float, causal: bool) -> None:
@@ -283,6 +302,7 @@ def test_a_block_of_earlier_keys(rule: ScoreRule, p: float, causal: bool) -> Non
         *(random((2, 2, 50, e), DTYPE, "bnsd") for e in (24, 10)),
     )
     how: dict[str, Any] = {"causal": causal, "rule": rule, "dropped": dropout(2, 4, 20, 50, p) if p else None}
+    how["alibi"] = alibi_of(4, 20, 50) if (rule, p) == BIASED else None
     wide = [x.double() for x in (q, k, v)]
     expected, expected_lse = reference(*wide, **how)
     out, lse = block_attention.attention_block(q, k, v, **how, kernels=TILES)
@@ -295,8 +315,11 @@ def test_a_block_of_earlier_keys(rule: ScoreRule, p: float, causal: bool) -> Non
 
 @pytest.mark.parametrize(
     ("rule", "p", "starts"),
-    slow_but([1, 2], [(*how, starts) for how in CAP_AND_DROPOUT for starts in (None, (0, 1, 4, 17, 40, 70, 80))]),
-    ids=["cap", "cap, documents", "dropout", "dropout, documents"],
+    slow_but(
+        [1, 2, 5],
+        [(*how, starts) for how in (*CAP_AND_DROPOUT, BIASED) for starts in (None, SEVERAL)],
+    ),
+    ids=["cap", "cap, documents", "dropout", "dropout, documents", "bias", "bias, documents"],
 )
 @pytest.mark.usefixtures("no_scores_in_memory")
 def test_blocks_of_a_rank_are_merged(rule: ScoreRule, p: float, starts: tuple[int, ...] | None) -> None:
@@ -312,14 +335,17 @@ def test_blocks_of_a_rank_are_merged(rule: ScoreRule, p: float, starts: tuple[in
     drops = AttentionDropout(p, 11, 5, range(4), torch.tensor([4, 9], device=DEVICE), held) if p else None
     q, grad = q[:, :, held], grad[:, :, held]
     blocks = deal.blocks(deal.chunks(length, 2, 1), [(0, length)], length, starts)
-    dropped = Dropped(drops, [(0, length)])
-    result = Result(q, 16, Scoring(rule, TILES, dropout=drops))
-    result.add(q, k, v, blocks, dropped)
-    gradient = Gradient(grad, q, result.out.to(DTYPE), result.lse, Scoring(rule, TILES, dropout=drops))
+    alibi = replace(alibi_of(4, 1, 1), queries_q=held, keys_k=held) if (rule, p) == BIASED else None
+    scoring = Scoring(rule, TILES, dropout=drops, alibi=alibi)
+    places = Places(scoring, [(0, length)])
+    result = Result(q, 16, scoring)
+    result.add(q, k, v, blocks, places)
+    gradient = Gradient(grad, q, result.out.to(DTYPE), result.lse, scoring)
     grad_k, grad_v = torch.zeros_like(k, dtype=torch.float32), torch.zeros_like(v, dtype=torch.float32)
-    gradient.add(k, v, blocks, dropped, grad_k, grad_v)
+    gradient.add(k, v, blocks, places, grad_k, grad_v)
     wide = [x.double() for x in (q, k, v)]
     how: dict[str, Any] = {"causal": False, "rule": rule, "dropped": drops.of(everywhere) if drops else None}
+    how["alibi"] = replace(alibi, keys_k=everywhere) if alibi else None
     expected, lse = reference(*wide, **how, seen=seen)
     right = reference_backward(grad.double(), *wide, expected, lse, **how, seen=seen)
     for mine, theirs in zip((result.out, gradient.q, grad_k, grad_v), (expected, *right), strict=True):

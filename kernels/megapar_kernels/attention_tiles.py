@@ -3,7 +3,8 @@
 Tiles at an edge of what a block of queries attends are masked (`_seen`), and whole ones are not. Shapes and names are
 those of `tiled_attention`. WIDTH is d, in two parts of MAIN and REST columns; V_WIDTH is e, in V_COLUMNS. With dropout
 `random_ptr` has the random keys of rows and `columns_ptr` the numbers of their columns (`dropout.RowDropout`). A tile
-computes its own mask from them, forward and backward.
+computes its own mask from them, forward and backward. With ALiBi `slopes_ptr` has the slopes of heads, `rows_at_ptr`
+the positions of queries, and `keys_at_ptr` those of keys (`alibi.Alibi`).
 """
 
 from megapar_kernels.dispatch import LOG2_E, tl, triton
@@ -219,9 +220,24 @@ def _kept_of_tile(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def _bias(slope, position, key_at):  # type: ignore[no-untyped-def]
+    """ALiBi, in units of scores. Positions are fp32, which has whole numbers up to 2^24."""
+    return slope * (key_at - position)
+
+
+@triton.jit
+def _of_alibi(slopes_ptr, rows_at_ptr, head, query, queries, scale):  # type: ignore[no-untyped-def]
+    """The slope of a head in units of scores, and the positions of queries, fp32. Anything without ALiBi."""
+    if slopes_ptr is None:
+        return 0.0, query
+    else:
+        return tl.load(slopes_ptr + head) / scale, _of_rows(rows_at_ptr, query, queries, False).to(tl.float32)
+
+
+@triton.jit
 def _attend(  # type: ignore[no-untyped-def]
-    out, highest, total, q, q_rest, k_ptr, v_ptr, k_stride, v_stride, query, first, random, columns_ptr, first_key,
-    queries, keys, window, scale, cap,
+    out, highest, total, q, q_rest, k_ptr, v_ptr, k_stride, v_stride, query, first, random, columns_ptr,
+    bias_slope, position, keys_at_ptr, first_key, queries, keys, window, scale, cap,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -232,6 +248,9 @@ def _attend(  # type: ignore[no-untyped-def]
     v_ptr += tl.cast(first_key, tl.int64) * v_stride
     k, k_rest = _parts(k_ptr, column, k_stride, keys_left, WIDTH, MAIN, REST, WHOLE)
     scores, _ = _scores(_products(q, q_rest, k, k_rest, REST), scale, cap, CAPPED)
+    if keys_at_ptr is not None:
+        key_at = _of_rows(keys_at_ptr, first_key + column, keys, WHOLE).to(tl.float32)
+        scores += _bias(bias_slope, position[:, None], key_at[None, :])
     if WHOLE:
         most_now = tl.maximum(highest, tl.max(scores, 1))
         shift = most_now
@@ -255,7 +274,8 @@ def _attend(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q_ptr, k_ptr, v_ptr, sinks_ptr, starts_ptr, random_ptr, columns_ptr, out_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, sinks_ptr, starts_ptr, random_ptr, columns_ptr, slopes_ptr, rows_at_ptr, keys_at_ptr,
+    out_ptr, lse_ptr,
     heads, run, queries, keys, window, scale, cap, keep_scale,
     q_stride_b, q_stride_n, q_stride_s, k_stride_b, k_stride_n, k_stride_s, v_stride_b, v_stride_n, v_stride_s,
     out_stride_b, out_stride_n, out_stride_s,
@@ -282,6 +302,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     random = first
     if random_ptr is not None:
         random = _of_rows(random_ptr + (sample * heads + head) * queries, query, queries, False)
+    bias_slope, position = _of_alibi(slopes_ptr, rows_at_ptr, head, query, queries, scale)
     q, q_rest = _parts(q_ptr, row, q_stride_s, rows_left, WIDTH, MAIN, REST, False)
     most = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
@@ -289,14 +310,14 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     for first_key in range(whole_start, whole_stop, KEYS):
         out, most, total = _attend(
             out, most, total, q, q_rest, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first, random, columns_ptr,
-            first_key, queries, keys, window, scale, cap,
+            bias_slope, position, keys_at_ptr, first_key, queries, keys, window, scale, cap,
             WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, KEYS, True,
         )  # fmt: skip
     for number in range(0, tl.cdiv(stop - start - (whole_stop - whole_start), KEYS)):
         first_key = _edge_tile(number, start, whole_start, whole_stop, KEYS)
         out, most, total = _attend(
             out, most, total, q, q_rest, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first, random, columns_ptr,
-            first_key, queries, keys, window, scale, cap,
+            bias_slope, position, keys_at_ptr, first_key, queries, keys, window, scale, cap,
             WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, KEYS, False,
         )  # fmt: skip
     most *= _unit(scale, cap, CAPPED)
@@ -317,7 +338,7 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _add_to_queries(  # type: ignore[no-untyped-def]
     grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride, v_stride, query, first, random,
-    columns_ptr, first_key, queries, keys, window, scale, cap, keep_scale,
+    columns_ptr, bias_slope, position, keys_at_ptr, first_key, queries, keys, window, scale, cap, keep_scale,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, KEYS: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
@@ -329,6 +350,9 @@ def _add_to_queries(  # type: ignore[no-untyped-def]
     k, k_rest = _parts(k_ptr, column, k_stride, keys_left, WIDTH, MAIN, REST, WHOLE)
     v = _tile(v_ptr, column, v_stride, keys_left, 0, V_WIDTH, V_COLUMNS, WHOLE)
     scores, slope = _scores(_products(q, q_rest, k, k_rest, REST), scale, cap, CAPPED)
+    if keys_at_ptr is not None:
+        key_at = _of_rows(keys_at_ptr, first_key + column, keys, WHOLE).to(tl.float32)
+        scores += _bias(bias_slope, position[:, None], key_at[None, :])
     probabilities = tl.exp2(scores * _unit(scale, cap, CAPPED) - lse[:, None])
     if not WHOLE:
         key = first_key + column
@@ -348,7 +372,8 @@ def _add_to_queries(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def queries_kernel(  # type: ignore[no-untyped-def]
-    grad_out_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, random_ptr, columns_ptr, out_ptr, lse_ptr, delta_ptr, grad_q_ptr,
+    grad_out_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, random_ptr, columns_ptr, slopes_ptr, rows_at_ptr, keys_at_ptr,
+    out_ptr, lse_ptr, delta_ptr, grad_q_ptr,
     heads, run, queries, keys, window, scale, cap, keep_scale,
     grad_out_stride_b, grad_out_stride_n, grad_out_stride_s, q_stride_b, q_stride_n, q_stride_s,
     k_stride_b, k_stride_n, k_stride_s, v_stride_b, v_stride_n, v_stride_s,
@@ -384,20 +409,23 @@ def queries_kernel(  # type: ignore[no-untyped-def]
     random = first
     if random_ptr is not None:
         random = tl.load(random_ptr + row_of_all, query < queries, other=0)
+    bias_slope, position = _of_alibi(slopes_ptr, rows_at_ptr, head, query, queries, scale)
     q, q_rest = _parts(q_ptr, row, q_stride_s, rows_left, WIDTH, MAIN, REST, False)
     grad = tl.zeros((QUERIES, MAIN), tl.float32)
     grad_rest = tl.zeros((QUERIES, REST if REST > 0 else 16), tl.float32)
     for first_key in range(whole_start, whole_stop, KEYS):
         grad, grad_rest = _add_to_queries(
             grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first,
-            random, columns_ptr, first_key, queries, keys, window, scale, cap, keep_scale,
+            random, columns_ptr, bias_slope, position, keys_at_ptr, first_key, queries, keys, window, scale, cap,
+            keep_scale,
             WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, KEYS, True,
         )  # fmt: skip
     for number in range(0, tl.cdiv(stop - start - (whole_stop - whole_start), KEYS)):
         first_key = _edge_tile(number, start, whole_start, whole_stop, KEYS)
         grad, grad_rest = _add_to_queries(
             grad, grad_rest, q, q_rest, grad_out, lse, delta, k_ptr, v_ptr, k_stride_s, v_stride_s, query, first,
-            random, columns_ptr, first_key, queries, keys, window, scale, cap, keep_scale,
+            random, columns_ptr, bias_slope, position, keys_at_ptr, first_key, queries, keys, window, scale, cap,
+            keep_scale,
             WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, KEYS, False,
         )  # fmt: skip
     _write_parts(grad_q_ptr, grad * scale, grad_rest * scale, row, grad_q_stride_s, rows_left, WIDTH, MAIN, REST)
@@ -406,7 +434,8 @@ def queries_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def _add_to_keys(  # type: ignore[no-untyped-def]
     grad_k, grad_k_rest, grad_v, k, k_rest, v, q_ptr, grad_out_ptr, lse_ptr, delta_ptr, q_stride, grad_out_stride,
-    starts_ptr, random_ptr, columns, sample, key, first_query, queries, keys, window, scale, cap, keep_scale,
+    starts_ptr, random_ptr, columns, bias_slope, rows_at_ptr, key_at, sample, key, first_query, queries, keys,
+    window, scale, cap, keep_scale,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
     CAUSAL: tl.constexpr, CAPPED: tl.constexpr, THRESHOLD: tl.constexpr, QUERIES: tl.constexpr,
     OF_KEYS: tl.constexpr, OF_VALUES: tl.constexpr, WHOLE: tl.constexpr,
@@ -419,6 +448,9 @@ def _add_to_keys(  # type: ignore[no-untyped-def]
     grad_out_ptr += tl.cast(first_query, tl.int64) * grad_out_stride
     q, q_rest = _parts(q_ptr, column, q_stride, rows_left, WIDTH, MAIN, REST, WHOLE)
     scores, slope = _scores(_products(k, k_rest, q, q_rest, REST), scale, cap, CAPPED)
+    if rows_at_ptr is not None:
+        position = _of_rows(rows_at_ptr, query, queries, WHOLE).to(tl.float32)
+        scores += _bias(bias_slope, position[None, :], key_at[:, None])
     lse = _of_rows(lse_ptr, query, queries, WHOLE) * LOG2_E
     probabilities = tl.exp2(scores * _unit(scale, cap, CAPPED) - lse[None, :])
     if not WHOLE:
@@ -446,9 +478,9 @@ def _add_to_keys(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def keys_values_kernel(  # type: ignore[no-untyped-def]
-    grad_out_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, stops_ptr, random_ptr, columns_ptr, lse_ptr, delta_ptr,
-    grad_k_ptr, grad_v_ptr, heads, run, queries, keys, window, scale, cap, keep_scale,
-    grad_out_stride_b, grad_out_stride_n, grad_out_stride_s, q_stride_b, q_stride_n, q_stride_s,
+    grad_out_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, stops_ptr, random_ptr, columns_ptr, slopes_ptr, rows_at_ptr,
+    keys_at_ptr, lse_ptr, delta_ptr, grad_k_ptr, grad_v_ptr, heads, run, queries, keys, window, scale, cap,
+    keep_scale, grad_out_stride_b, grad_out_stride_n, grad_out_stride_s, q_stride_b, q_stride_n, q_stride_s,
     k_stride_b, k_stride_n, k_stride_s, v_stride_b, v_stride_n, v_stride_s,
     grad_k_stride_b, grad_k_stride_n, grad_k_stride_s, grad_v_stride_b, grad_v_stride_n, grad_v_stride_s,
     WIDTH: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, V_WIDTH: tl.constexpr, V_COLUMNS: tl.constexpr,
@@ -467,9 +499,9 @@ def keys_values_kernel(  # type: ignore[no-untyped-def]
     keys_left = keys - block * KEYS
     start, stop = _queries_of(block, stops_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS)
     whole_start, whole_stop = _whole_queries_of(
-        block, start, stops_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS
-    )
+        block, start, stops_ptr, sample, queries, keys, window, CAUSAL, QUERIES, KEYS)  # fmt: skip
     columns = key if columns_ptr is None else _of_rows(columns_ptr, key, keys, False)
+    key_at = key if keys_at_ptr is None else _of_rows(keys_at_ptr, key, keys, False).to(tl.float32)
     k, k_rest = _parts(k_ptr, row, k_stride_s, keys_left, WIDTH, MAIN, REST, False)
     v = _tile(v_ptr, row, v_stride_s, keys_left, 0, V_WIDTH, V_COLUMNS, False)
     grad_k = tl.zeros((KEYS, MAIN), tl.float32)
@@ -481,20 +513,21 @@ def keys_values_kernel(  # type: ignore[no-untyped-def]
         lse_head = lse_ptr + (sample * heads + head) * queries
         delta_head = delta_ptr + (sample * heads + head) * queries
         random_head = None if random_ptr is None else random_ptr + (sample * heads + head) * queries
+        bias_slope = 0.0 if slopes_ptr is None else tl.load(slopes_ptr + head) / scale
         for first_query in range(whole_start, whole_stop, QUERIES):
             grad_k, grad_k_rest, grad_v = _add_to_keys(
-                grad_k, grad_k_rest, grad_v, k, k_rest, v, q_head, grad_out_head, lse_head, delta_head, q_stride_s,
-                grad_out_stride_s, starts_ptr, random_head, columns, sample, key, first_query, queries, keys, window,
-                scale, cap, keep_scale, WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, QUERIES,
-                OF_KEYS, OF_VALUES, True,
+                grad_k, grad_k_rest, grad_v, k, k_rest, v, q_head, grad_out_head, lse_head, delta_head,
+                q_stride_s, grad_out_stride_s, starts_ptr, random_head, columns, bias_slope, rows_at_ptr, key_at,
+                sample, key, first_query, queries, keys, window, scale, cap, keep_scale, WIDTH, MAIN, REST, V_WIDTH,
+                V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, QUERIES, OF_KEYS, OF_VALUES, True,
             )  # fmt: skip
         for number in range(0, tl.cdiv(stop - start - (whole_stop - whole_start), QUERIES)):
             first_query = _edge_tile(number, start, whole_start, whole_stop, QUERIES)
             grad_k, grad_k_rest, grad_v = _add_to_keys(
-                grad_k, grad_k_rest, grad_v, k, k_rest, v, q_head, grad_out_head, lse_head, delta_head, q_stride_s,
-                grad_out_stride_s, starts_ptr, random_head, columns, sample, key, first_query, queries, keys, window,
-                scale, cap, keep_scale, WIDTH, MAIN, REST, V_WIDTH, V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, QUERIES,
-                OF_KEYS, OF_VALUES, False,
+                grad_k, grad_k_rest, grad_v, k, k_rest, v, q_head, grad_out_head, lse_head, delta_head,
+                q_stride_s, grad_out_stride_s, starts_ptr, random_head, columns, bias_slope, rows_at_ptr, key_at,
+                sample, key, first_query, queries, keys, window, scale, cap, keep_scale, WIDTH, MAIN, REST, V_WIDTH,
+                V_COLUMNS, CAUSAL, CAPPED, THRESHOLD, QUERIES, OF_KEYS, OF_VALUES, False,
             )  # fmt: skip
     if OF_VALUES:
         grad_v_ptr += sample * grad_v_stride_b + kv_head * grad_v_stride_n + first_row * grad_v_stride_s

@@ -12,13 +12,14 @@ and values may have fewer heads than queries. Then each of their heads serves a 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from megapar_kernels import tiled_attention
+from megapar_kernels.alibi import Alibi
 from megapar_kernels.backend import TORCH, Kernels
 from megapar_kernels.dropout import RowDropout
 from megapar_kernels.tiled_attention import Attended
@@ -80,10 +81,17 @@ SERVERS: dict[Server, str] = {
 
 
 def server_of(
-    q: Tensor, k: Tensor, v: Tensor, rule: ScoreRule = PLAIN_SCORES, kernels: Kernels = TORCH, *, drops: bool
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rule: ScoreRule = PLAIN_SCORES,
+    kernels: Kernels = TORCH,
+    *,
+    drops: bool,
+    biased: bool = False,
 ) -> Server:
-    """Who computes a block of these shapes, with dropout if it `drops`."""
-    if drops or rule.cap:
+    """Who computes a block of these shapes, with dropout if it `drops`, with a bias of scores if it is `biased`."""
+    if drops or biased or rule.cap:
         return "tiles" if tiled_attention.serves(kernels.masked_attention, q, v) else "scores"
     if _cudnn_serves(q, k, v, kernels):
         return "cudnn"
@@ -120,7 +128,10 @@ def takes_earlier_keys(q: Tensor, k: Tensor, v: Tensor, kernels: Kernels = TORCH
 
 
 def takes_documents(q: Tensor, v: Tensor, rule: ScoreRule = PLAIN_SCORES) -> bool:
-    """Whether `attention_documents` takes these queries and values. It has no dropout."""
+    """Whether `attention_documents` takes these queries and values. It has no dropout and no bias of scores.
+
+    Torch's FlashAttention 2 takes slopes of ALiBi forward alone: its backward has no argument for them.
+    """
     return _flash_serves(q, v) and not rule.cap
 
 
@@ -189,19 +200,22 @@ def attention_block(
     *,
     causal: bool,
     dropped: RowDropout | None = None,
+    alibi: Alibi | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     kernels: Kernels = TORCH,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scores) v of a block, [b, n, q, e], and the lse of its scores (`rule`) in fp32 (fp64 for fp64).
 
     `causal`: the last query attends all keys, the one before it all but the last, and so on. `dropped` drops
-    probabilities. Raises ValueError for a causal block with more keys than queries where `takes_earlier_keys` is false.
+    probabilities, and `alibi` is added to scores. Raises ValueError for a causal block with more keys than queries if
+    `takes_earlier_keys` is false.
     """
-    server = server_of(q, k, v, rule, kernels, drops=dropped is not None)
+    server = server_of(q, k, v, rule, kernels, drops=dropped is not None, biased=alibi is not None)
     if server == "tiles":
-        return tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, Attended(causal), dropped=dropped)
+        special: dict[str, Any] = {"dropped": dropped, "alibi": alibi}
+        return tiled_attention.forward(q, k, v, rule.factor(q), rule.cap, Attended(causal), **special)
     if server == "scores":
-        return reference(q, k, v, causal=causal, dropped=dropped, rule=rule)
+        return reference(q, k, v, causal=causal, dropped=dropped, alibi=alibi, rule=rule)
     if server == "cudnn":
         _check_square(q, k, causal)
         out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
@@ -232,16 +246,18 @@ def attention_block_backward(
     *,
     causal: bool,
     dropped: RowDropout | None = None,
+    alibi: Alibi | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     kernels: Kernels = TORCH,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v of a block. `out` and `lse` are the merged results of all blocks of these queries."""
-    server = server_of(q, k, v, rule, kernels, drops=dropped is not None)
+    server = server_of(q, k, v, rule, kernels, drops=dropped is not None, biased=alibi is not None)
     if server == "tiles":
-        scores = rule.factor(q), rule.cap, Attended(causal), dropped
+        scores = rule.factor(q), rule.cap, Attended(causal), dropped, alibi
         return tiled_attention.backward(grad_out, q, k, v, out, lse, *scores)[:3]
     if server == "scores":
-        return reference_backward(grad_out, q, k, v, out, lse, causal=causal, dropped=dropped, rule=rule)
+        special: dict[str, Any] = {"dropped": dropped, "alibi": alibi}
+        return reference_backward(grad_out, q, k, v, out, lse, causal=causal, **special, rule=rule)
     if server == "cudnn":
         _check_square(q, k, causal)
         if grad_out.stride() != out.stride():
@@ -290,7 +306,7 @@ def in_blocks_of_rows(q: Tensor) -> bool:
 
 
 def _blocks_of_rows(
-    q: Tensor, window: int, documents_bs: Tensor | None
+    q: Tensor, window: int, documents_bs: Tensor | None, alibi: Alibi | None = None
 ) -> Iterator[tuple[slice, slice, Tensor | None]]:
     """Yield the query positions and key positions of each block of queries, and what is added to its scores."""
     length = q.shape[2]
@@ -310,23 +326,31 @@ def _blocks_of_rows(
         if documents_bs is not None:
             apart = documents_bs[:, start:stop, None] != documents_bs[:, None, first:stop]
             mask = torch.where(apart, -math.inf, block)[:, None]
-        elif start == 0 and stop <= window:
+        elif start == 0 and stop <= window and alibi is None:
             mask = None  # torch's own `causal` is right where keys and queries begin at one position
+        if alibi is not None and mask is not None:
+            mask = alibi.of(slice(start, stop), slice(first, stop)).bias(q.dtype)[None] + mask
         yield slice(start, stop), slice(first, stop), mask
 
 
 def forward_by_rows(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int = 0, documents_bs: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    window: int = 0,
+    documents_bs: Tensor | None = None,
+    alibi: Alibi | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The result of causal attention on a CPU and its lse, block by block of queries, each with its own keys.
 
-    With a `window` a query attends so many keys at most, and with `documents_bs` [b, s] those of its own document. q, k
-    and v have one width, and 32 or 64 bits.
+    With a `window` a query attends so many keys at most, and with `documents_bs` [b, s] those of its own document.
+    `alibi` is added to scores. q, k and v have one width, and 32 or 64 bits.
     """
     samples, heads, length, _ = q.shape
     out = q.new_empty(samples, heads, length, v.shape[-1])  # laid out as torch's: a plan counts on it
     lse = q.new_empty(samples, heads, length)
-    for rows, keys, mask in _blocks_of_rows(q, window, documents_bs):
+    for rows, keys, mask in _blocks_of_rows(q, window, documents_bs, alibi):
         out[:, :, rows], lse[:, :, rows] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q[:, :, rows], k[:, :, keys], v[:, :, keys], 0.0, mask is None, attn_mask=mask, scale=scale
         )
@@ -344,12 +368,13 @@ def backward_by_rows(
     scale: float,
     window: int = 0,
     documents_bs: Tensor | None = None,
+    alibi: Alibi | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v in `forward_by_rows`."""
     grad_q = torch.empty_like(q)
     grad_k = torch.zeros_like(k)
     grad_v = torch.zeros_like(v)
-    for rows, keys, mask in _blocks_of_rows(q, window, documents_bs):
+    for rows, keys, mask in _blocks_of_rows(q, window, documents_bs, alibi):
         grad_q[:, :, rows], by_keys, by_values = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
             grad_out[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows], lse[:, :, rows],
             0.0, mask is None, attn_mask=mask, scale=scale,
@@ -371,7 +396,7 @@ def merge_block(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) 
 
 
 def _scores(
-    q: Tensor, k: Tensor, causal: bool, rule: ScoreRule, seen: Tensor | None = None
+    q: Tensor, k: Tensor, causal: bool, rule: ScoreRule, seen: Tensor | None = None, alibi: Alibi | None = None
 ) -> tuple[Tensor, Tensor | float]:
     """The scores [b, n, q, k] in the wide dtype, -inf where a query may not attend, and their slopes by the products.
 
@@ -383,6 +408,8 @@ def _scores(
         tanh = scores.div_(rule.cap).tanh_()
         scores = tanh * rule.cap
         slope = tanh.square_().neg_().add_(1.0).mul_(slope)
+    if alibi is not None:
+        scores += alibi.bias(scores.dtype)
     if causal:
         queries, keys = scores.shape[-2:]
         future = torch.ones(queries, keys, dtype=torch.bool, device=q.device).triu(1 + keys - queries)
@@ -404,11 +431,12 @@ def reference(
     *,
     causal: bool,
     dropped: RowDropout | None = None,
+    alibi: Alibi | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`attention_block` with explicit scores, in the wide dtype. It takes any number of keys, and a mask `seen`."""
-    scores, _ = _scores(q, k, causal, rule, seen)
+    scores, _ = _scores(q, k, causal, rule, seen, alibi)
     lse = scores.logsumexp(-1)
     # Not exp(scores - lse): scores near 10,000 leave an lse rounded by 5e-4, so a row would not sum to 1. The gradient
     # of scores is P (dP - rowsum(dO O)), and rounds P and O alike only if O comes from a row that does.
@@ -433,6 +461,7 @@ def reference_backward(
     *,
     causal: bool,
     dropped: RowDropout | None = None,
+    alibi: Alibi | None = None,
     rule: ScoreRule = PLAIN_SCORES,
     seen: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -442,7 +471,7 @@ def reference_backward(
     score by its product: dV = (P D)^T dO, dS = c P ((dO V^T) D - rowsum(dO O)), dQ = dS K, dK = dS^T Q.
     """
     dtype = wide(q.dtype)
-    scores, slope = _scores(q, k, causal, rule, seen)
+    scores, slope = _scores(q, k, causal, rule, seen, alibi)
     probabilities = _probabilities(scores, lse)
     grad_out = grad_out.to(dtype)
     grad_probabilities = grad_out @ _heads_of(q, v).transpose(-1, -2)
@@ -475,6 +504,7 @@ def largest_scores(
 ) -> Tensor:
     """The largest score of each head before a cap, [n] in the wide dtype, block by block. -inf if none is attended.
 
+    ALiBi is no part of it: it does not follow from weights.
     `causal` is as in `attention_block`. With a `window` a query attends so many keys at most, and with `documents_bs`,
     of all positions, those of its own document.
     """

@@ -1,4 +1,4 @@
-"""Causal attention with what torch's fused operations do not have: caps of scores, sinks, windows, and dropout by keys.
+"""Causal attention with what torch's fused operations lack: caps of scores, sinks, windows, ALiBi, dropout by keys.
 
 `tiled_attention` computes it where it serves. Elsewhere torch's ops do, for a block of queries at a time, in forward
 and in backward. A CPU has a fused operation that takes a block's mask. With a cap or dropout, and on GPUs, scores are
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels import tiled_attention
+from megapar_kernels.alibi import Alibi
 from megapar_kernels.block_attention import (
     ScoreRule,
     Server,
@@ -91,6 +92,7 @@ def _explicit(
     rule: ScoreRule,
     window: int,
     dropped: RowDropout | None,
+    alibi: Alibi | None,
 ) -> tuple[Tensor, Tensor]:
     """The result and its lse, in the wide dtype."""
     out = q.new_empty(*q.shape[:3], v.shape[-1], dtype=wide(q.dtype))
@@ -98,8 +100,9 @@ def _explicit(
     for queries, keys in _blocks(q, window):
         seen = _seen(queries, keys, window, documents_bs, q.device)
         part = None if dropped is None else dropped.of(queries, keys)
+        bias = None if alibi is None else alibi.of(queries, keys)
         out[:, :, queries], lse[:, :, queries] = reference(
-            q[:, :, queries], k[:, :, keys], v[:, :, keys], causal=False, dropped=part, rule=rule, seen=seen
+            q[:, :, queries], k[:, :, keys], v[:, :, keys], causal=False, dropped=part, alibi=bias, rule=rule, seen=seen
         )
     return out, lse
 
@@ -115,6 +118,7 @@ def _explicit_backward(
     rule: ScoreRule,
     window: int,
     dropped: RowDropout | None,
+    alibi: Alibi | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v. That of q has its dtype, the others the wide one."""
     grad_q = torch.empty_like(q)
@@ -125,8 +129,9 @@ def _explicit_backward(
         rows = (x[:, :, queries] for x in (grad_out, q))
         block = (*rows, k[:, :, keys], v[:, :, keys], out[:, :, queries], lse[:, :, queries])
         part = None if dropped is None else dropped.of(queries, keys)
+        bias = None if alibi is None else alibi.of(queries, keys)
         grad_q[:, :, queries], part_k, part_v = reference_backward(
-            *block, causal=False, dropped=part, rule=rule, seen=seen
+            *block, causal=False, dropped=part, alibi=bias, rule=rule, seen=seen
         )
         grad_k[:, :, keys] += part_k
         grad_v[:, :, keys] += part_v
@@ -145,13 +150,14 @@ class _RuledAttention(torch.autograd.Function):
         rule: ScoreRule,
         window: int,
         drops: Drops | None,
+        alibi: Alibi | None,
     ) -> Tensor:
         if _is_fused(q, rule, drops=drops is not None):
             q_wide, k_wide, v_wide = _as_fused(q, k, v)
-            wide_out, lse = forward_by_rows(q_wide, k_wide, v_wide, rule.factor(q), window, documents_bs)
+            wide_out, lse = forward_by_rows(q_wide, k_wide, v_wide, rule.factor(q), window, documents_bs, alibi)
             wide_out = wide_out[..., : v.shape[-1]]
         else:
-            wide_out, lse = _explicit(q, k, v, documents_bs, rule, window, drops() if drops else None)
+            wide_out, lse = _explicit(q, k, v, documents_bs, rule, window, drops() if drops else None, alibi)
         if sinks_n is not None:
             add_sinks(wide_out, lse, sinks_n)
         b, n, s, _ = q.shape
@@ -161,6 +167,7 @@ class _RuledAttention(torch.autograd.Function):
         ctx.rule = rule
         ctx.window = window
         ctx.drops = drops
+        ctx.alibi = alibi
         return out
 
     @staticmethod
@@ -169,17 +176,16 @@ class _RuledAttention(torch.autograd.Function):
         q, k, v, sinks_n, documents_bs, out, lse = ctx.saved_tensors
         if _is_fused(q, ctx.rule, drops=ctx.drops is not None):
             inputs = _as_fused(grad_out, q, k, v, out)
-            wide_grads = backward_by_rows(
-                *inputs, lse=lse, scale=ctx.rule.factor(q), window=ctx.window, documents_bs=documents_bs
-            )
+            options = {"window": ctx.window, "documents_bs": documents_bs, "alibi": ctx.alibi}
+            wide_grads = backward_by_rows(*inputs, lse=lse, scale=ctx.rule.factor(q), **options)
         else:
-            dropped = ctx.drops() if ctx.drops else None
-            wide_grads = _explicit_backward(grad_out, q, k, v, documents_bs, out, lse, ctx.rule, ctx.window, dropped)
+            rules = ctx.rule, ctx.window, ctx.drops() if ctx.drops else None, ctx.alibi
+            wide_grads = _explicit_backward(grad_out, q, k, v, documents_bs, out, lse, *rules)
         grads = (grad[..., : x.shape[-1]].to(x.dtype) for grad, x in zip(wide_grads, (q, k, v), strict=True))
         grad_sinks = None
         if sinks_n is not None:
             grad_sinks = sink_gradient(rowsums(grad_out, out, lse.dtype), lse, sinks_n)
-        return *grads, grad_sinks, None, None, None, None
+        return *grads, grad_sinks, None, None, None, None, None
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -194,18 +200,20 @@ class _TiledAttention(torch.autograd.Function):
         rule: ScoreRule,
         window: int,
         drops: Drops | None,
+        alibi: Alibi | None,
     ) -> Tensor:
         starts = stops = None
         if documents_bs is not None:
             starts, stops = of_documents(documents_bs)
         attended = Attended(window=window, starts=starts, stops=stops)
         out, lse = tiled_attention.forward(
-            q, k, v, rule.factor(q), rule.cap, attended, sinks_n, drops() if drops else None
+            q, k, v, rule.factor(q), rule.cap, attended, sinks_n, drops() if drops else None, alibi
         )
         ctx.save_for_backward(q, k, v, sinks_n, starts, stops, out, lse)
         ctx.rule = rule
         ctx.window = window
         ctx.drops = drops
+        ctx.alibi = alibi
         return out
 
     @staticmethod
@@ -213,13 +221,12 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks_n, starts, stops, out, lse = ctx.saved_tensors
         attended = Attended(window=ctx.window, starts=starts, stops=stops)
-        *gradients, rows = tiled_attention.backward(
-            grad_out, q, k, v, out, lse, ctx.rule.factor(q), ctx.rule.cap, attended, ctx.drops() if ctx.drops else None
-        )
+        scores = ctx.rule.factor(q), ctx.rule.cap, attended, ctx.drops() if ctx.drops else None, ctx.alibi
+        *gradients, rows = tiled_attention.backward(grad_out, q, k, v, out, lse, *scores)
         grad_sinks = None
         if sinks_n is not None:
             grad_sinks = sink_gradient(rows, lse, sinks_n)
-        return *gradients, grad_sinks, None, None, None, None
+        return *gradients, grad_sinks, None, None, None, None, None
 
 
 def ruled_attention(
@@ -232,6 +239,7 @@ def ruled_attention(
     documents_bs: Tensor | None = None,
     window: int = 0,
     drops: Drops | None = None,
+    alibi: Alibi | None = None,
     impl: Implementation = "torch",
 ) -> Tensor:
     """softmax(scores by `rule`, causal) v as [s, b, n * e], in fp32 and rounded once (in fp64 for fp64).
@@ -241,9 +249,9 @@ def ruled_attention(
     q may have a multiple of the heads of k and v. Then each head of k and v serves a run of consecutive heads of q.
     `sinks_n` is a further score of each head of q without a value. Positions of different `documents_bs` do not attend
     to each other. With a `window` a position reads that many keys at most, its own among them. `drops` drops
-    probabilities.
+    probabilities, and `alibi` is added to scores.
     """
     q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q_sbnd, k_sbnd, v_sbnd))
     function = _TiledAttention if tiled_attention.serves(impl, q, v) else _RuledAttention
-    y: Tensor = function.apply(q, k, v, sinks_n, documents_bs, rule, window, drops)
+    y: Tensor = function.apply(q, k, v, sinks_n, documents_bs, rule, window, drops, alibi)
     return rearrange(y, "b n s d -> s b (n d)")

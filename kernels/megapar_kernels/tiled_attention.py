@@ -1,4 +1,4 @@
-"""Attention by Triton kernels, for what torch's fused operations do not have: windows, caps of scores, sinks, dropout.
+"""Attention by Triton kernels, for what torch's fused operations lack: windows, caps of scores, sinks, ALiBi, dropout.
 
 Scores exist for a tile of queries and keys at a time (FlashAttention 2, Dao, arXiv 2307.08691). Tiles that nothing
 attends are not computed. Those at an edge are masked, and whole ones are not. Two 16-bit factors are multiplied with
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megapar_kernels.alibi import Alibi
 from megapar_kernels.attention_tiles import forward_kernel, keys_values_kernel, queries_kernel
 from megapar_kernels.dispatch import Implementation, capability, interpreting, next_power_of_2, on_gpu, triton
 from megapar_kernels.dropout import RowDropout, threshold
@@ -167,6 +168,15 @@ def _of_dropout(dropped: RowDropout | None) -> tuple[Tensor | None, Tensor | Non
     return dropped.keys.contiguous(), dropped.columns.contiguous(), 1.0 / (1.0 - dropped.p), threshold(dropped.p)
 
 
+def _of_alibi(alibi: Alibi | None, cap: float) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """What a kernel takes: the slopes of heads, and the positions of queries and of keys."""
+    if alibi is None:
+        return None, None, None
+    if cap:
+        raise ValueError("ALiBi with a cap of scores: no model says which comes first")
+    return alibi.slopes_n.contiguous(), alibi.queries_q.contiguous(), alibi.keys_k.contiguous()
+
+
 def forward(
     q: Tensor,
     k: Tensor,
@@ -176,13 +186,15 @@ def forward(
     attended: Attended,
     sinks_n: Tensor | None = None,
     dropped: RowDropout | None = None,
+    alibi: Alibi | None = None,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scores) v, [b, n, q, e] in q's dtype, and the lse of the scores, [b, n, q] in fp32.
 
     A score is scale * product, with a `cap` cap * tanh(scale * product / cap). `sinks_n` are further scores of a
     head without a value. `dropped` drops probabilities: the lse is that of all scores. A query that attends nothing has
-    zeros and an lse of -inf. The result is [q, b, n, e] in memory. Raises ValueError unless `scale` is positive: the
-    kernel takes the greatest product for that of the greatest score.
+    zeros and an lse of -inf. `alibi` is added to scores. The result is [q, b, n, e] in memory. Raises ValueError unless
+    `scale` is positive, since the kernel takes the greatest product for that of the greatest score, and for `alibi`
+    with a `cap`.
     """
     if not scale > 0.0:
         raise ValueError(f"scale {scale} of attention's scores: it must be positive")
@@ -193,12 +205,13 @@ def forward(
     lse = q.new_empty(b, n, queries, dtype=torch.float32)
     tiles = forward_config(width, v_width, attended.window)
     random_keys, positions, keep_scale, least_kept = _of_dropout(dropped)
+    of_alibi = _of_alibi(alibi, cap)
     if q.is_meta:
         tensors = [x for x in (q, k, v, random_keys, out, lse) if x is not None]
         torch.ops.megapar.tiled_attention(tensors, attended.pairs(queries, k.shape[2]), False)
     elif out.numel():
         forward_kernel[triton.cdiv(queries, tiles.queries), n, b](
-            *(q, k, v, sinks_n, attended.starts, random_keys, positions, out, lse),
+            *(q, k, v, sinks_n, attended.starts, random_keys, positions, *of_alibi, out, lse),
             *(n, n // k.shape[1], queries, k.shape[2], attended.window, scale, cap or 1.0, keep_scale),
             *(*_strides(q, k, v, out), width, *columns(width, v_width)[:2], v_width, columns(width, v_width)[2]),
             *(attended.causal, cap > 0.0, least_kept, tiles.queries, tiles.keys),
@@ -219,6 +232,7 @@ def backward(
     cap: float,
     attended: Attended,
     dropped: RowDropout | None = None,
+    alibi: Alibi | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k and v in their dtypes, and rowsum(grad_out * out), [b, n, q] in fp32.
 
@@ -232,6 +246,7 @@ def backward(
     grad_q, grad_k, grad_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     delta = torch.empty(lse.shape, dtype=lse.dtype, device=lse.device)
     random_keys, positions, keep_scale, least_kept = _of_dropout(dropped)
+    of_alibi = _of_alibi(alibi, cap)
     if q.is_meta:
         inputs = [x for x in (grad_out, q, k, v, random_keys, out, lse) if x is not None]
         tensors = [*inputs, delta, grad_q, grad_k, grad_v]
@@ -244,7 +259,7 @@ def backward(
     if queries and b:
         tiles = queries_config(width, v_width, attended.window, generation)
         queries_kernel[triton.cdiv(queries, tiles.queries), n, b](
-            *(grad_out, q, k, v, attended.starts, random_keys, positions, out, lse, delta, grad_q, *sizes),
+            *(grad_out, q, k, v, attended.starts, random_keys, positions, *of_alibi, out, lse, delta, grad_q, *sizes),
             *(*_strides(grad_out, q, k, v, out, grad_q), *constants, tiles.queries, tiles.keys),
             num_warps=tiles.warps,
             num_stages=tiles.stages,
@@ -253,7 +268,7 @@ def backward(
         tiles = keys_values_config(width, v_width, attended.window, generation)
         for of_keys, of_values in keys_values_passes(width, v_width):
             keys_values_kernel[triton.cdiv(keys, tiles.keys), k.shape[1], b](
-                *(grad_out, q, k, v, attended.starts, attended.stops, random_keys, positions, lse, delta),
+                *(grad_out, q, k, v, attended.starts, attended.stops, random_keys, positions, *of_alibi, lse, delta),
                 *(grad_k, grad_v, *sizes),
                 *(*_strides(grad_out, q, k, v, grad_k, grad_v), *constants, tiles.queries, tiles.keys),
                 *(of_keys, of_values),

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 from einops import rearrange
+from megapar_kernels.alibi import Alibi
 from megapar_kernels.backend import Kernels
 from megapar_kernels.block_attention import PLAIN_SCORES, SERVERS, ScoreRule, server_of
 from torch import Tensor, nn
@@ -32,10 +33,12 @@ class CoreAttention(nn.Module):
 
     `form` is the option parallel.cp_attention. `kv_heads[i]` is the local key/value head read by the local query head
     i. `qk_width` is d and `v_width` is e. A position reads `window` keys at most, its own among them; 0: all up to its
-    own. `rule` says how a score follows from a query and a key.
+    own. `rule` says how a score follows from a query and a key. `slopes` are those of ALiBi for each local query head,
+    or empty without it.
     """
 
     kv_index: Tensor | None
+    slopes_n: Tensor | None
 
     def __init__(
         self,
@@ -48,6 +51,7 @@ class CoreAttention(nn.Module):
         v_width: int,
         window: int = 0,
         rule: ScoreRule = PLAIN_SCORES,
+        slopes: Sequence[float] = (),
     ):
         super().__init__()
         if window and cp.size > 1 and form != "ulysses":
@@ -69,6 +73,8 @@ class CoreAttention(nn.Module):
             # Copied to the device here, because in the forward pass each copy would wait for all queued work.
             kv_index = torch.tensor(kv_heads, device=device)
         self.register_buffer("kv_index", kv_index, persistent=False)
+        slopes_n = torch.tensor(slopes, dtype=torch.float32, device=device) if slopes else None
+        self.register_buffer("slopes_n", slopes_n, persistent=False)
         self.server = ""
         """Who has computed the attention of the first forward pass, in words."""
 
@@ -87,9 +93,12 @@ class CoreAttention(nn.Module):
         The s positions are the columns of `batch` on this rank. `sinks_n` has a further score without a value for each
         head of q. `largest` notes the largest logits.
         """
+        alibi = None
+        if self.slopes_n is not None:
+            alibi = Alibi(self.slopes_n, batch.positions_s, batch.positions_s)
+        scoring = Scoring(self.rule, self.kernels, self.window, dropout, largest, alibi)
         if 0 < self.chunk < batch.sample_length and batch.chunk != self.chunk:
             raise ValueError(f"attention within chunks of {self.chunk}: give it the micro-batch in_chunks")
-        scoring = Scoring(self.rule, self.kernels, self.window, dropout, largest)
         if not self.server:
             self.server = self._server(q_sbnd, k_sbnd, v_sbnd, batch, scoring, sinks_n)
         # Layers that are recomputed may keep what these compute.
@@ -113,7 +122,8 @@ class CoreAttention(nn.Module):
         if self.cp.size > 1 and self.ulysses is None:
             q, k, v = (rearrange(x, "s b n d -> b n s d") for x in (q, k, v))
             kernels = _of_blocks(scoring, batch).kernels
-            return f"{SERVERS[server_of(q, k, v, self.rule, kernels, drops=scoring.dropout is not None)]} in blocks"
+            special = {"drops": scoring.dropout is not None, "biased": scoring.alibi is not None}
+            return f"{SERVERS[server_of(q, k, v, self.rule, kernels, **special)]} in blocks"
         return server_of_whole(way_of(q, v, batch, scoring, sinks_n), q, k, v, scoring)
 
     def _exchanged(

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
+from megapar_kernels.alibi import Alibi
 from megapar_kernels.block_attention import wide
 from torch import Tensor, nn
 
@@ -75,13 +76,19 @@ class CachedAttention(nn.Module):
         # The query heads of a key head are queries of one head.
         q_bkrd = q_bnd.unflatten(1, (keys.shape[1], -1))
         scale = core.rule.factor(q_bnd)
-        if sinks_n is None and not core.rule.cap:
+        bias = None
+        if core.slopes_n is not None:
+            columns = torch.arange(start, self.length, device=q_bnd.device)
+            bias = Alibi(core.slopes_n, columns[-1:], columns).bias(wide(q_bnd.dtype)).view(1, *q_bkrd.shape[1:3], -1)
+        if sinks_n is None and not core.rule.cap and bias is None:
             y = F.scaled_dot_product_attention(q_bkrd, keys, values, seen_bs, scale=scale)
             return y.flatten(1)[None]
         dtype = wide(q_bnd.dtype)
         scores = scale * (q_bkrd.to(dtype) @ keys.to(dtype).transpose(-1, -2))
         if core.rule.cap:
             scores = core.rule.cap * (scores / core.rule.cap).tanh()
+        if bias is not None:
+            scores = scores + bias
         if seen_bs is not None:
             scores = scores.masked_fill(~seen_bs, float("-inf"))
         if sinks_n is not None:

@@ -17,7 +17,7 @@ from megapar.comm.axis import Axis
 from megapar.context_parallel.deal import blocks, chunks
 from megapar.context_parallel.keys_values import KeysValues
 from megapar.context_parallel.order import whole_of, write_parts
-from megapar.context_parallel.partial import Dropped, Gradient, Result
+from megapar.context_parallel.partial import Gradient, Places, Result
 from megapar.context_parallel.scoring import PLAIN, Scoring
 
 
@@ -36,11 +36,11 @@ class _GatherAttention(torch.autograd.Function):
         length = q.shape[2] * cp.size
         ctx.cp = cp
         ctx.blocks = blocks(chunks(length, cp.size, cp.rank), [(0, length)], length, starts)
-        ctx.dropped = Dropped(scoring.dropout, [(0, length)])
+        ctx.places = Places(scoring, [(0, length)])
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
         result = Result(q, v.shape[-1], scoring)
-        result.add(q, *_gathered(kv, cp), ctx.blocks, ctx.dropped)
+        result.add(q, *_gathered(kv, cp), ctx.blocks, ctx.places)
         result.add_sinks(sinks_n)
         out = result.out.to(q.dtype)
         ctx.scoring = scoring
@@ -56,7 +56,7 @@ class _GatherAttention(torch.autograd.Function):
         grad_k = torch.zeros_like(k, dtype=wide(k.dtype))
         grad_v = torch.zeros_like(v, dtype=wide(v.dtype))
         gradient = Gradient(grad_out, q, out, lse, ctx.scoring)
-        gradient.add(k, v, ctx.blocks, ctx.dropped, grad_k, grad_v)
+        gradient.add(k, v, ctx.blocks, ctx.places, grad_k, grad_v)
         # Summed over ranks in the wide dtype, because the rounding of 16-bit sums would grow with the number of ranks.
         parts = grad_k.new_empty(ctx.cp.size * flat.numel())
         k_parts, v_parts = kv.of_ranks(parts)

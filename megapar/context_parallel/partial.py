@@ -7,9 +7,11 @@ value.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 
 import torch
+from megapar_kernels.alibi import Alibi
 from megapar_kernels.block_attention import (
     Documents,
     add_sinks,
@@ -29,32 +31,44 @@ from megapar_kernels.dropout import RowDropout
 from torch import Tensor
 
 from megapar.context_parallel.deal import KeyBlock, Ranges, square, together
-from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.scoring import PLAIN, Scoring
 from megapar.system.device import to_device
 
 
-class Dropped:
-    """The dropout of blocks. `keys` are the positions of the keys. Without dropout a block has none."""
+class Places:
+    """What of blocks follows from the positions of queries and keys: dropout, and a bias of scores.
 
-    def __init__(self, dropout: AttentionDropout | None, keys: Ranges):
-        self._dropout = dropout
-        if dropout is not None:
-            device = dropout.positions_s.device
-            self._keys = torch.cat([torch.arange(start, stop, device=device) for start, stop in keys])
+    `keys` are the positions of the keys.
+    """
 
-    def of(self, block: KeyBlock) -> RowDropout | None:
-        """Return the dropout of a block of queries and keys, None without dropout."""
-        if self._dropout is None:
-            return None
-        return self._dropout.of(self._keys[block.keys], block.samples, block.queries)
+    def __init__(self, scoring: Scoring, keys: Ranges):
+        self._dropout = scoring.dropout
+        self._alibi = scoring.alibi
+        self._keys = keys
+        self._keys_k: Tensor | None = None
+
+    def of(self, block: KeyBlock) -> tuple[RowDropout | None, Alibi | None]:
+        """Return the dropout and the bias of a block of queries and keys, None without them."""
+        dropped = alibi = None
+        if self._dropout is not None:
+            keys_k = self._positions(self._dropout.positions_s.device)[block.keys]
+            dropped = self._dropout.of(keys_k, block.samples, block.queries)
+        if self._alibi is not None:
+            keys_k = self._positions(self._alibi.queries_q.device)[block.keys]
+            alibi = replace(self._alibi, queries_q=self._alibi.queries_q[block.queries], keys_k=keys_k)
+        return dropped, alibi
+
+    def _positions(self, device: torch.device) -> Tensor:
+        if self._keys_k is None:
+            self._keys_k = torch.cat([torch.arange(start, stop, device=device) for start, stop in self._keys])
+        return self._keys_k
 
 
 def _as_served(blocks: Sequence[KeyBlock], q: Tensor, k: Tensor, v: Tensor, scoring: Scoring) -> Sequence[KeyBlock]:
     """The blocks as the operation that computes them takes them."""
     if not takes_earlier_keys(q, k, v, scoring.kernels):
         return square(blocks)
-    if takes_documents(q, v, scoring.rule) and scoring.dropout is None:
+    if takes_documents(q, v, scoring.rule) and scoring.dropout is None and scoring.alibi is None:
         return together(blocks)
     return blocks
 
@@ -79,7 +93,7 @@ class Result:
         self.out = torch.empty(s, b, n, v_width, dtype=dtype, device=q.device).permute(1, 2, 0, 3)
         self.lse = torch.empty(b, n, s, dtype=dtype, device=q.device)
 
-    def add(self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[KeyBlock], dropped: Dropped) -> None:
+    def add(self, q: Tensor, k: Tensor, v: Tensor, blocks: Sequence[KeyBlock], places: Places) -> None:
         """Merge the attention of `blocks` into the result. k is [b, h, k, d] and v [b, h, k, e].
 
         For each query, the block with its own position must come first: `out` and `lse` are not initialized.
@@ -96,8 +110,9 @@ class Result:
             if documents is not None:
                 part, lse = attention_documents(*rows, _documents(*documents, q.device), rule)
             else:
+                dropped, alibi = places.of(block)
                 part, lse = attention_block(
-                    *rows, causal=causal, dropped=dropped.of(block), rule=rule, kernels=self._scoring.kernels
+                    *rows, causal=causal, dropped=dropped, alibi=alibi, rule=rule, kernels=self._scoring.kernels
                 )
             out_rows = self.out[samples, :, queries]
             lse_rows = self.lse[samples, :, queries]
@@ -129,7 +144,7 @@ class Gradient:
         self.q = torch.zeros_like(q, dtype=wide(q.dtype))
 
     def add(
-        self, k: Tensor, v: Tensor, blocks: Sequence[KeyBlock], dropped: Dropped, grad_k: Tensor, grad_v: Tensor
+        self, k: Tensor, v: Tensor, blocks: Sequence[KeyBlock], places: Places, grad_k: Tensor, grad_v: Tensor
     ) -> None:
         """Add the gradients of `blocks` to `self.q`, and to `grad_k` [b, h, k, d] and `grad_v` [b, h, k, e]."""
         rule = self._scoring.rule
@@ -141,8 +156,9 @@ class Gradient:
                 bounds = _documents(*documents, q.device)
                 block_grad_q, block_grad_k, block_grad_v = attention_documents_backward(*rows, bounds, rule)
             else:
+                dropped, alibi = places.of(block)
                 block_grad_q, block_grad_k, block_grad_v = attention_block_backward(
-                    *rows, causal=causal, dropped=dropped.of(block), rule=rule, kernels=self._scoring.kernels
+                    *rows, causal=causal, dropped=dropped, alibi=alibi, rule=rule, kernels=self._scoring.kernels
                 )
             self.q[samples, :, queries] += block_grad_q
             grad_k[samples, :, keys] += block_grad_k

@@ -20,28 +20,27 @@ from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.comm.pending import Pending
 from megapar.context_parallel.deal import KeyBlock, Ring, blocks, chunks, ring
-from megapar.context_parallel.dropout import AttentionDropout
 from megapar.context_parallel.keys_values import KeysValues
-from megapar.context_parallel.partial import Dropped, Gradient, Result
+from megapar.context_parallel.partial import Gradient, Places, Result
 from megapar.context_parallel.scoring import PLAIN, Scoring
 
 
 class _Round:
     """One round of the ring, as one rank sees it: what it attends in each step, and what it sends and receives.
 
-    `blocks[step]` and `dropped[step]` are the blocks and the dropout masks of the keys it holds in `step`.
+    `blocks[step]` and `places[step]` are the blocks and the positions of the keys it holds in `step`.
     """
 
-    def __init__(self, length: int, cp: Axis, starts: Sequence[int] | None, dropout: AttentionDropout | None):
+    def __init__(self, length: int, cp: Axis, starts: Sequence[int] | None, scoring: Scoring):
         self.cp = cp
         self._ring: Ring = ring(length, cp.size, starts)
         own_block = chunks(length, cp.size, cp.rank)
         self.blocks: list[list[KeyBlock]] = []
-        self.dropped: list[Dropped] = []
+        self.places: list[Places] = []
         for step in range(cp.size):
             keys = chunks(length, cp.size, self.source(step))
             self.blocks.append(blocks(own_block, keys, length, starts))
-            self.dropped.append(Dropped(dropout, keys))
+            self.places.append(Places(scoring, keys))
 
     def source(self, step: int) -> int:
         """The rank whose keys and values this rank holds in `step`."""
@@ -104,7 +103,7 @@ class _RingAttention(torch.autograd.Function):
         scoring: Scoring,
         sinks_n: Tensor | None,
     ) -> Tensor:
-        ring_round = _Round(q.shape[2] * cp.size, cp, starts, scoring.dropout)
+        ring_round = _Round(q.shape[2] * cp.size, cp, starts, scoring)
         ctx.ring_round = ring_round
         kv = KeysValues.copied(k, v)
         ctx.shapes = k.shape, v.shape
@@ -113,7 +112,7 @@ class _RingAttention(torch.autograd.Function):
         for step in range(cp.size):
             arriving, pending = ring_round.pass_keys(held, kv, step)
             if held is not None:
-                result.add(q, held.k, held.v, ring_round.blocks[step], ring_round.dropped[step])
+                result.add(q, held.k, held.v, ring_round.blocks[step], ring_round.places[step])
             pending.wait()
             held = arriving
         result.add_sinks(sinks_n)
@@ -144,7 +143,7 @@ class _RingAttention(torch.autograd.Function):
                 grad_kv = kv.zeros(own_grad_kv.flat.dtype)
             if held is not None and grad_kv is not None:
                 blocks_of_step = ring_round.blocks[step]
-                gradient.add(held.k, held.v, blocks_of_step, ring_round.dropped[step], grad_kv.k, grad_kv.v)
+                gradient.add(held.k, held.v, blocks_of_step, ring_round.places[step], grad_kv.k, grad_kv.v)
             grad_pending.wait()
             if step > 0:
                 leaving = _sum(arrived_grad, grad_kv)

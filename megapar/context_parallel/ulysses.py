@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from einops import rearrange
+from megapar_kernels.alibi import Alibi
 from torch import Tensor, nn
 
 from megapar.comm.axis import Axis
@@ -76,6 +77,9 @@ class Ulysses(nn.Module):
             heads = range(first_head, first_head + self.heads)
             dropout = replace(scoring.dropout, heads=heads, positions_s=all_positions_s)
             scoring = replace(scoring, dropout=dropout)
+        if scoring.alibi is not None:
+            slopes_n = scoring.alibi.slopes_n[first : first + self.heads]
+            scoring = replace(scoring, alibi=Alibi(slopes_n, all_positions_s, all_positions_s))
         if sinks_n is not None:
             sinks_n = sinks_n[first : first + self.heads]
         batch = replace(batch, positions_s=all_positions_s)

@@ -24,7 +24,7 @@ from megapar.declare.batch import MicroBatch
 
 Way = Literal["causal", "documents", "mask", "rules"]
 """How attention of whole samples is computed: causal, within documents, with a mask of booleans, or by rules (windows,
-caps, sinks, dropout)."""
+caps, sinks, ALiBi, dropout)."""
 
 
 def way_of(q_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, scoring: Scoring, sinks_n: Tensor | None) -> Way:
@@ -32,7 +32,7 @@ def way_of(q_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, scoring: Scoring, 
     kernels = scoring.kernels
     # Else, on a GPU without our kernels, one fused call with a mask: docs/kernels.md has its time beside ours.
     in_blocks = serves(kernels.masked_attention, q_sbnd, v_sbnd) or for_cpu(q_sbnd, kernels.attention)
-    beyond_masks = scoring.rule.cap or sinks_n is not None or scoring.dropout is not None
+    beyond_masks = scoring.rule.cap or sinks_n is not None or scoring.dropout is not None or scoring.alibi is not None
     if beyond_masks or (scoring.window and in_blocks):
         return "rules"
     if scoring.window:
@@ -72,7 +72,7 @@ def whole_attention(
     kernels = scoring.kernels
     way = way_of(q_sbnd, v_sbnd, batch, scoring, sinks_n)
     if way == "rules":
-        options: dict[str, Any] = {"window": scoring.window, "impl": kernels.masked_attention}
+        options: dict[str, Any] = {"window": scoring.window, "impl": kernels.masked_attention, "alibi": scoring.alibi}
         if starts is not None:
             options["documents_bs"] = batch.documents_bs()
         if scoring.dropout is not None:
