@@ -35,6 +35,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "window": "a window of keys",
         "chunk": "chunks of keys",
         "qkv_bias": "biases of queries, keys and values",
+        "qkv_clip": "queries, keys and values within bounds",
         "out_bias": "a bias of attention's output",
         "qk_norm": "norms of queries and keys",
         "qk_norm_over": "norms of queries and keys over all heads, or with a weight a head",
@@ -42,6 +43,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "qk_norm_after_rotary": "norms of queries and keys behind the rotation",
         "attention_scale": "a factor of scores of its own",
         "score_cap": "capped scores",
+        "slopes": "scores that fall with the distance (ALiBi)",
         "sinks": "a sink in the softmax of each head",
         "output_gate": "a gate on attention's output",
         "head_gate": "a number that gates the output of each head",
@@ -61,6 +63,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "averages_shared": "the mean of experts and shared expert",
     },
     Ends: {
+        "embedding_norm": "a norm of embeddings",
         "embedding_multiplier": "a factor of embeddings",
         "head_bias": "a bias of logits",
         "logits": "a factor or a cap of logits",

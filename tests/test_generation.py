@@ -25,9 +25,9 @@ GREEDY = Sampling(temperature=0.0)
 PROMPTS = [[5, 99, 130, 7, 7, 23, 61], [12], [77, 3, 18, 18, 50, 2, 9, 44, 120, 31, 6]]
 ROWS = list(TYPES)
 # A rule of attention each: grouped heads, windows, caps, sinks, layers without positions, latents, learned positions,
-# a temperature by position, convolutions, chunks.
+# a temperature by position, convolutions, chunks, ALiBi.
 RULES = ("llama", "gemma2", "gemma3_text", "gpt_oss", "smollm3", "deepseek_v3", "gpt2", "opt", "ministral3", "lfm3")
-RULES += ("llama4_text",)
+RULES += ("llama4_text", "bloom, six heads")
 
 
 def stage_of(name: str, folder: Path) -> Stage:

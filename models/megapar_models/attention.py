@@ -115,7 +115,9 @@ class Attention(nn.Module):
         self.qkv = factory.column_parallel(model.hidden_size, [*columns, *gates], bias=kind.qkv_bias)
         self.out = factory.row_parallel(f"{name}.o", total * e, model.hidden_size, bias=kind.out_bias)
         rule = ScoreRule(kind.attention_scale, kind.score_cap)
-        self.attend = factory.core_attention(heads.kv_heads, d, e, kind.window, rule).in_chunks(kind.chunk)
+        slopes = kind.slopes[heads.q_start : heads.q_stop]
+        core = factory.core_attention(heads.kv_heads, d, e, kind.window, rule, slopes)
+        self.attend = core.in_chunks(kind.chunk)
         scaled = rows_of_heads(name, d, total // groups, bias=kind.qkv_bias)
         self.largest = factory.largest_logits(number, total, range(heads.q_start, heads.q_stop), groups, scaled)
         self.q_norm = self.k_norm = None
@@ -138,6 +140,8 @@ class Attention(nn.Module):
         gate_sbc, width = None, self.q_heads * (self.value_dim if self.kind.output_gate else self.kind.head_gate)
         if width:
             qkv_sbc, gate_sbc = qkv_sbc.split([qkv_sbc.shape[-1] - width, width], dim=-1)
+        if self.kind.qkv_clip:
+            qkv_sbc = qkv_sbc.clamp(-self.kind.qkv_clip, self.kind.qkv_clip)
         q, k, v = self._split(qkv_sbc, context)
         if self.kind.temperature is not None:
             q = q * self.kind.temperature.factors(context.batch)[..., None, None].to(q.dtype)

@@ -41,6 +41,9 @@ class Embedding(nn.Module):
         super().__init__()
         self.rows = factory.embedding("embedding", model.vocab_size, ends.width or model.hidden_size, **options)
         self.project = Projection("project_in", ends.width, model.hidden_size, factory) if ends.width else None
+        self.norm = None
+        if ends.embedding_norm is not None:
+            self.norm = factory.norm("embedding_norm", model.hidden_size, ends.embedding_norm)
 
     @property
     def weight(self) -> nn.Parameter:
@@ -48,8 +51,10 @@ class Embedding(nn.Module):
         return self.rows.weight
 
     def forward(self, ids_sb: Tensor) -> Tensor:
-        x_sbw: Tensor = self.rows(ids_sb)
-        return x_sbw if self.project is None else self.project(x_sbw)
+        x: Tensor = self.rows(ids_sb)
+        for part in (self.project, self.norm):
+            x = x if part is None else part(x)
+        return x
 
 
 def last_norm(model: ModelConfig, ends: Ends, rule: NormRule, factory: Factory) -> nn.Module:

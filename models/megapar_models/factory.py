@@ -194,12 +194,21 @@ class Factory:
         return vocabulary_parameter(name, vocab_size, hidden_size, self.sharding, init=self.init, tied_over=tied_over)
 
     def core_attention(
-        self, kv_heads: Sequence[int], key_width: int, value_width: int, window: int = 0, rule: ScoreRule = PLAIN_SCORES
+        self,
+        kv_heads: Sequence[int],
+        key_width: int,
+        value_width: int,
+        window: int = 0,
+        rule: ScoreRule = PLAIN_SCORES,
+        slopes: Sequence[float] = (),
     ) -> CoreAttention:
-        """softmax(q k^T / sqrt(key_width)) v, or by `rule`. `kv_heads` has the local k/v head of each query head."""
+        """softmax(q k^T / sqrt(key_width)) v, or by `rule`. `kv_heads` has the local k/v head of each query head.
+
+        `slopes` are those of ALiBi of each local query head.
+        """
         sharding = self.sharding
         of = (sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, key_width, value_width)
-        return CoreAttention(*of, window=window, rule=rule)
+        return CoreAttention(*of, window=window, rule=rule, slopes=slopes)
 
     def largest_logits(
         self, layer: int, total: int, heads: range, groups: int, scaled: Sequence[ScaledRows]

@@ -116,6 +116,8 @@ class LayerKind:
     """Documents are cut into chunks of so many tokens from their start, and attention reads the keys of the token's own
     chunk. 0: there are none."""
     qkv_bias: bool = False
+    qkv_clip: float = 0.0
+    """Queries, keys and values are clipped to [-qkv_clip, qkv_clip] before norms and rotation. 0: they are not."""
     out_bias: bool = False
     qk_norm: bool = False
     """A norm of queries and keys."""
@@ -131,6 +133,11 @@ class LayerKind:
     """The factor of scores. None: 1 / sqrt(width of a head)."""
     score_cap: float = 0.0
     """Scores x become cap * tanh(x / cap), before the mask. 0: they stay as they are."""
+    slopes: tuple[float, ...] = ()
+    """ALiBi (arXiv 2108.12409): how fast the scores of each head fall with the distance of query and key. (): not.
+
+    Distances count from the query, so documents and ranks of context parallelism have the same.
+    """
     sinks: bool = False
     """The softmax of each head has a further score, a weight of its own without a value (gpt-oss)."""
     value_factor: float = 1.0
@@ -178,6 +185,8 @@ class LayerKind:
             raise ValueError("LayerKind.mixer, mlp: a layer has one of them, and parallel branches are two")
         if self.weighted_inputs and self.expert_bias:
             raise ValueError("LayerKind.weighted_inputs, expert_bias: a bias is no part of what experts read")
+        if self.slopes and self.score_cap:
+            raise ValueError("LayerKind.slopes, score_cap: no model says which of them comes first")
         if self.head_sizes is not None and (self.mixer == "none" or isinstance(self.mixer, MixerRule)):
             raise ValueError("LayerKind.head_sizes, mixer: a rule has sizes of its own, and no mixer has none")
         if self.mlp_width and self.mlp in ("mixture", "none"):
@@ -198,6 +207,8 @@ class LayerKind:
 class Ends:
     """What stands before the first layer and behind the last."""
 
+    embedding_norm: NormRule | None = None
+    """A norm of token embeddings."""
     embedding_multiplier: float = 1.0
     """The factor of token embeddings, rounded to their dtype (Gemma)."""
     head_bias: bool = False

@@ -75,6 +75,8 @@ NAMES = (
     "axk1",
     "mistral4",
     "llama4",
+    "bloom",
+    "mpt",
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
     *("jais2", "hyperclovax", "granite_swa", "granitemoe_swa"),
     *(

@@ -217,6 +217,14 @@ FALCON = {
     **{"layer_norm_epsilon": 1e-3, "ffn_hidden_size": 76, "rope_parameters": PLAIN},
 }
 
+BLOOM = {
+    **{"hidden_size": 48, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY, "initializer_range": 0.1},
+    "layer_norm_epsilon": 1e-3,
+}
+MPT = {
+    **{"d_model": 48, "n_layers": 4, "n_heads": 4, "max_seq_len": 64, "vocab_size": VOCABULARY},
+    **{"initializer_range": 0.1, "layer_norm_epsilon": 1e-3},
+}
 LINEAR_TURNS = ["full_attention", "linear_attention", "linear_attention", "full_attention"]
 DELTA: dict[str, Any] = {
     **{**SIZES, "head_dim": 16, "rms_norm_eps": 1e-3, "tie_word_embeddings": False, "attention_bias": True},
@@ -500,6 +508,34 @@ TYPES: dict[str, ModelTypeCase] = {
         fields={**FALCON, "multi_query": False, "parallel_attn": False, "bias": True, "tie_word_embeddings": False},
         layout={"tp": 2},
         unread=("attention_dropout", "hidden_dropout"),
+    ),
+    "bloom": ModelTypeCase(
+        model_type="bloom",
+        fields=BLOOM,
+        layout={"tp": 2, "pp": 2, "sequence_parallel": True},
+        unread=("attention_dropout", "hidden_dropout"),
+        changes=({"layer_norm_epsilon": 1e-1},),
+        refused={"apply_residual_connection_post_layernorm": True, "slow_but_exact": True},
+    ),
+    "bloom, six heads": ModelTypeCase(
+        model_type="bloom",
+        fields={**BLOOM, "n_head": 6, "tie_word_embeddings": False},
+        layout={"cp": 2, "cp_attention": "ring"},
+        unread=("attention_dropout", "hidden_dropout"),
+    ),
+    "mpt": ModelTypeCase(
+        model_type="mpt",
+        fields={**MPT, "attn_config": {"clip_qkv": 0.4, "softmax_scale": 0.3}},
+        layout={"tp": 2, "sequence_parallel": True},
+        unread=("emb_pdrop", "max_seq_len", "resid_pdrop"),
+        changes=({"attn_config": {"clip_qkv": 0.2}}, {"attn_config": {"softmax_scale": 0.5}}),
+        refused={"attn_config": {"alibi": False}, "no_bias": False, "norm_type": "rmsnorm", "logit_scale": 2.0},
+    ),
+    "mpt, six heads": ModelTypeCase(
+        model_type="mpt",
+        fields={**MPT, "n_heads": 6, "tie_word_embeddings": False},
+        layout={"pp": 2},
+        unread=("emb_pdrop", "max_seq_len", "resid_pdrop"),
     ),
     "opt": ModelTypeCase(
         model_type="opt",

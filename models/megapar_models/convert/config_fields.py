@@ -30,7 +30,7 @@ _TEXTS = (
     *("topk_method", "norm_type", "qk_norm_type", "position_embedding_type", "order_of_interleaved_layers"),
 )
 _COUNTS = (
-    *("num_hidden_layers", "n_layer", "num_layers", "num_nextn_predict_layers", "num_mtp_layers"),
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_nextn_predict_layers", "num_mtp_layers"),
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts"),
     "num_dense_layers",
     "moe_top_k",
@@ -39,17 +39,8 @@ _COUNTS = (
 )
 # Others are divided by these.
 _SIZES = (
-    *(
-        "hidden_size",
-        "n_embd",
-        "vocab_size",
-        "num_attention_heads",
-        "n_head",
-        "num_heads",
-        "attention_heads",
-        "d_model",
-    ),
-    "max_position_embeddings",
+    *("hidden_size", "n_embd", "d_model", "vocab_size", "num_attention_heads", "n_head", "n_heads", "num_heads"),
+    *("attention_heads", "max_position_embeddings", "max_seq_len", "seq_length"),
     *("n_positions", "original_max_position_embeddings"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_conv_kernel_dim", "full_attention_interval"),
@@ -64,7 +55,7 @@ _WHOLES = (
     *("kv_lora_rank", "q_lora_rank", "rotary_dim", "sliding_window", "sliding_window_size", "max_window_layers"),
     *("decoder_sparse_step", "shared_expert_intermediate_size", "shared_intermediate_size"),
     *("moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index", "no_rope_layer_interval", "layer_switch"),
-    *("num_ln_in_parallel_attn", "window_size"),
+    *("num_ln_in_parallel_attn", "window_size", "expansion_ratio"),
     *("block_ff_dim", "block_dim", "conv_dim", "conv_dim_out"),
     *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_conv", "mamba_d_ssm", "mamba_num_heads"),
     *("mamba_head_dim", "n_groups", "ssm_state_size", "state_size", "conv_kernel", "attn_rotary_emb"),
@@ -77,6 +68,7 @@ _WHOLES = (
 )
 _NUMBERS = (
     *("attention_dropout", "attn_pdrop", "dropout", "embd_pdrop", "embedding_dropout", "hidden_dropout", "layerdrop"),
+    *("emb_pdrop", "embedding_fraction"),
     *("hidden_dropout_prob", "attention_probs_dropout_prob", "activation_dropout"),
     *("resid_pdrop", "resid_dropout", "embed_dropout", "residual_dropout"),
     *("attention_multiplier", "embedding_multiplier", "residual_multiplier"),
@@ -102,6 +94,7 @@ _FLAGS = (
     *("tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm"),
     *("mamba_conv_bias", "mamba_proj_bias", "mamba_norm_before_gate", "mamba_rms_norm", "projectors_bias"),
     *("use_conv_bias", "residual_in_fp32", "scale_embedding"),
+    *("apply_residual_connection_post_layernorm", "slow_but_exact", "no_bias", "learned_pos_emb"),
     *("use_embedding_sharing", "use_qkv_bias", "use_rotary_pos_emb", "use_routing_bias", "use_sliding_window"),
     *("linear_allow_neg_eigval", "attn_output_gate"),
     *("block_auto_adjust_ff_dim", "block_use_swiglu", "conv_bias", "tie_embedding", "use_attention_gate"),
@@ -141,6 +134,7 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config"), OBJECT),
     "dual_chunk_attention_config": OBJECT,
     "linear_attn_config": OBJECT,
+    "attn_config": OBJECT,
     "sliding_window_pattern": either(WHOLE, TEXT),
     "moe_layer_freq": either(WHOLE, NUMBERS),
     **dict.fromkeys(("moe_intermediate_size", "moe_topk", "num_shared_expert"), either(WHOLE, NUMBERS)),

@@ -15,7 +15,7 @@ SIZES: Mapping[str, tuple[str, ...]] = {
     "head_dim": ("head_dim",),
     "intermediate_size": ("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size"),
     "vocab_size": ("vocab_size",),
-    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len"),
+    "max_position_embeddings": ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length"),
     "rms_norm_eps": (
         *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "layernorm_epsilon", "norm_eps", "norm_epsilon"),
     ),
@@ -60,6 +60,7 @@ KNOBS: Mapping[str, Knob] = {
         ("use_parallel_residual", "parallel_attn"),
         Knob(("LayerKind.parallel",), "attention and MLP read the same residual stream", False),
     ),
+    "clip_qkv": Knob(("LayerKind.qkv_clip",), "queries, keys and values within bounds", 0.0),
     "lm_head_bias": Knob(("Ends.head_bias",), "a bias of logits", False),
     "attention_multiplier": Knob(("LayerKind.attention_scale",), "a factor of scores", 0.0),
     "query_pre_attn_scalar": Knob(("LayerKind.attention_scale",), "a factor of scores", 0.0, "{}**-0.5"),
@@ -115,6 +116,8 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "output_router_logits": ("a loss that balances experts", "mixtral"),
     **dict.fromkeys(("router_jitter_noise", "input_jitter_noise"), ("noise on a router's input", "mixtral")),
     **dict.fromkeys(("attention_types", "window_size"), ("windows of some layers", "gpt_neo")),
+    "alibi": ("scores that fall with the distance", "bloom"),
+    "attn_config": ("options of attention in an object", "mpt"),
     "scale_embedding": ("embeddings times the root of hidden_size", "biogpt"),
     "rotary_dim": ("a number of rotated dimensions of a head", "glm"),
     "multi_query": ("one head of keys and values", "llama"),
@@ -162,10 +165,10 @@ MISSING: Mapping[str, str] = {
     **dict.fromkeys(("linear_", "full_attn_", "short_conv"), "linear attention"),
     **dict.fromkeys(("attn_layer_", "layers_block_type"), "layers of two kinds of mixers"),
     **dict.fromkeys(("index_",), "attention to chosen keys"),
-    **dict.fromkeys(("alibi", "position_buckets"), "positions by a bias of scores"),
+    "position_buckets": "positions by a bias of scores",
     **dict.fromkeys(("num_kv_shared_layers", "attention_k_eq_v"), "keys and values of another layer"),
     **dict.fromkeys(("hidden_size_per_layer_input", "per_layer_config"), "sizes or embeddings by layer"),
-    **dict.fromkeys(("clip_qkv", "attn_config", "ffn_config"), "options in an object, or a clip of queries and keys"),
+    "ffn_config": "options in an object",
     **dict.fromkeys(("zero_expert_",), "experts of other kinds"),
     **dict.fromkeys(("attn_temperature_tuning", "floor_scale", "attn_scale"), "Llama 4's temperature of scores"),
     **dict.fromkeys(("attention_value_scale",), "further factors"),
@@ -174,13 +177,13 @@ MISSING: Mapping[str, str] = {
     "apply_residual_connection_post_layernorm": "a residual stream behind the norm",
     "relative_attention": "positions by a bias of scores",
 }
-# Beginnings of tensors outside of layers that no rule here has.
+# Beginnings of tensors outside of layers that a draft does not write.
 OTHER_ENDS = {
     **dict.fromkeys(
         ("wpe", "embed_positions", "position_embeddings"), "learned positions, which family gpt has and no rule"
     ),
-    **dict.fromkeys(("project_in", "project_out"), "embeddings of another width than the layers"),
-    **dict.fromkeys(("word_embeddings_layernorm",), "a norm of embeddings"),
+    **dict.fromkeys(("project_in", "project_out"), "embeddings of another width, as family opt has them"),
+    "word_embeddings_layernorm": "a norm of embeddings, which family bloom has",
 }
 
 # Our modules of a layer, and their last names in files. Several of ours in one of theirs are divided by spaces.

@@ -23,7 +23,8 @@ class _Branches(Codec):
         flags = {name: raw.get(name, default) for name, default in defaults.items()}
         problems = [f"{name}={value!r} should be bool" for name, value in flags.items() if not isinstance(value, bool)]
         if raw.get("alibi", False) is not False:
-            problems.append(f"alibi={raw['alibi']!r} is not supported: no rule adds a bias to scores; False is")
+            text = "is not supported; False is: transformers rounds its bias to bf16, so it is not that of ALiBi"
+            problems.append(f"alibi={raw['alibi']!r} {text}")
         is_new, is_parallel = flags["new_decoder_architecture"], flags["parallel_attn"]
         norms = raw.get("num_ln_in_parallel_attn")
         if is_new and not is_parallel:

@@ -89,7 +89,7 @@ class GPTLayer(nn.Module):
 class GPTStage(Stage[GPTModel]):
     """Consecutive GPT-2 layers. The first stage also has the table of learned positions."""
 
-    sizes_of_weights = ("model.max_position_embeddings",)
+    sizes_of_weights: tuple[str, ...] = ("model.max_position_embeddings",)
     first_position = 0
     """The row of the table for position 0."""
     learns_positions: ClassVar[bool] = True
