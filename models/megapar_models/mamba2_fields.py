@@ -95,11 +95,13 @@ class MambaFields(Codec):
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         found = {key: raw.get(name, self.defaults.get(key)) for key, name in self.names.items()}
+        hidden = raw.get("hidden_size", self.defaults.get("hidden_size"))
         nulls = [self.names[key] for key, value in found.items() if value is None]
+        nulls += ["hidden_size"] * (hidden is None)
         if nulls:
             return {}, [f"{name}=None is not supported; give its value" for name in nulls]
         problems = []
-        whole = self._whole(raw, found["expand"])
+        whole = self._whole(raw, found["expand"] * hidden)
         if found["head"] == "auto":
             found["head"] = int(whole // found["heads"])
         if self.bound_to_model and found["heads"] * found["head"] != whole:
@@ -109,9 +111,9 @@ class MambaFields(Codec):
         limit, wrong = _limit(raw.get("time_step_limit", [0.0, math.inf]))
         return values | limit, [*problems, *wrong]
 
-    def _whole(self, raw: Raw, expand: float) -> int:
+    def _whole(self, raw: Raw, expanded: float) -> int:
         stated = raw.get(self.width, self.defaults.get("width")) if self.width else None
-        return int(expand * raw.get("hidden_size", self.defaults.get("hidden_size"))) if stated is None else stated
+        return int(expanded) if stated is None else stated
 
     def _said(self) -> str:
         return self.width or self.names["expand"]
