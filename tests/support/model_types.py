@@ -674,8 +674,8 @@ TYPES: dict[str, ModelTypeCase] = {
         model_type="olmo",
         fields={**HEADS, "attention_bias": True},
         layout={"pp": 2, "vpp": 2, "schedule": "interleaved"},
-        changes=(GELU, {"rope_parameters": YARN}),
-        refused={**NO_DROPOUT, "clip_qkv": 0.5},
+        changes=(GELU, {"rope_parameters": YARN}, {"clip_qkv": 0.3}),
+        refused={**NO_DROPOUT, "clip_qkv": -0.5},
     ),
     "olmo2": ModelTypeCase(
         model_type="olmo2",

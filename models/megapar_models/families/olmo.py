@@ -14,10 +14,14 @@ after:
 At Hugging Face: olmo, olmo2 and olmo3.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megapar.base.errors import ConfigError
+from megapar.config.messages import problem
+from megapar.config.model_options import OF_FUNCTION
+from megapar.config.options import Config
 from megapar_models.families.llama import LLAMA
 from megapar_models.family import Codec, Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
@@ -36,6 +40,8 @@ class OlmoModel(LocalRopeModel):
     and of queries and keys (OLMo 2 and 3)."""
     attention_bias: bool = False
     """Biases of all projections of attention."""
+    clip_qkv: float = field(default=0.0, metadata=OF_FUNCTION)
+    """Bound of the numbers of queries, keys and values of OLMo 1; 0: none."""
 
 
 class OlmoStage(Stage[OlmoModel]):
@@ -52,6 +58,7 @@ class OlmoStage(Stage[OlmoModel]):
             rotary=rotary_of(model, number),
             window=window_of(model, number),
             qkv_bias=model.attention_bias,
+            qkv_clip=model.clip_qkv,
             out_bias=model.attention_bias,
             qk_norm=model.norms == "after",
             qk_norm_over="width",
@@ -60,7 +67,11 @@ class OlmoStage(Stage[OlmoModel]):
 
 class _Norms(Codec):
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
-        return {"norms": "before" if model_type == "olmo" else "after"}, []
+        if model_type != "olmo":
+            return {"norms": "after"}, []
+        bound = raw.get("clip_qkv")
+        problems = [] if bound is None or bound > 0 else [f"clip_qkv={bound} should be a number above 0, or null"]
+        return {"norms": "before", "clip_qkv": bound or 0.0}, problems
 
     def write(self, model: OlmoModel, fields: dict[str, Any]) -> None:
         if fields["model_type"] == "olmo":
@@ -68,6 +79,14 @@ class _Norms(Codec):
                 text = "olmo of transformers has no window, and eps 1e-5"
                 raise ConfigError(f"model.sliding_window, model.rms_norm_eps: {text}")
             del fields["rms_norm_eps"]
+            fields |= {"clip_qkv": model.clip_qkv or None}
+
+
+def _problems(config: Config, model: OlmoModel) -> Iterator[str]:
+    if not 0 <= model.clip_qkv < float("inf"):
+        yield problem(config, "model.clip_qkv", "must be at least 0, which means none")
+    if model.clip_qkv and model.norms == "after":
+        yield problem(config, "model.clip_qkv model.norms", "OLMo 2 and 3 norm queries and keys instead; use 0")
 
 
 def _type_of(model: OlmoModel) -> str:
@@ -85,12 +104,13 @@ OLMO = Family(
     stage=OlmoStage,
     activations=("silu", "gelu_pytorch_tanh", "relu2"),
     options=OlmoModel,
+    problems=_problems,
     even_head_dim=True,
     hugging_face=like(
         LLAMA,
         model_types={
             # Its eps is no field. Another one in the file would be without effect.
-            "olmo": ModelType("OlmoForCausalLM", {}, {**_FIXED, "clip_qkv": None, "rms_norm_eps": 1e-5}, (Rope(),)),
+            "olmo": ModelType("OlmoForCausalLM", {}, {**_FIXED, "rms_norm_eps": 1e-5}, (Rope(),)),
             "olmo2": ModelType("Olmo2ForCausalLM", {}, _FIXED, (Rope(),)),
             "olmo3": ModelType("Olmo3ForCausalLM", {}, _FIXED, (_ROPES3,)),
         },
