@@ -209,20 +209,19 @@ def test_what_a_contender_cannot_train_is_refused(options: dict[str, Any], words
 
 
 @pytest.mark.slow
-def test_families_are_timed_beside_transformers(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_families_are_timed_beside_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A row for each attention of transformers, and no figure if the gradients are of another function."""
     pytest.importorskip("transformers")
-    monkeypatch.setattr(families, "LENGTH", 16)
     file = tmp_path / "out.json"
-    harness.run(families.measure, families.Options(models=("deepseek_v3",), precisions=("fp32",), rounds=2, json=file))
+    few = families.Options(models=("deepseek_v3",), precisions=("fp32",), length=16, rounds=2, json=file)
+    harness.run(families.measure, few)
     rows = json.loads(file.read_text())["rows"]
     assert [row["beside"] for row in rows] == ["transformers, sdpa", "transformers, eager"]
     for row in rows:
+        assert 0 < row["kept_bytes"] < row["their_kept_bytes"]
         assert row["speed"]["min"] <= row["speed"]["median"] <= row["speed"]["max"]
         assert f"{row['speed']['median']:.3g} (" in capsys.readouterr().out or row is not rows[0]
-    found = families.contenders("gpt_oss", "fp32")
+    found = families.contenders("gpt_oss", "fp32", 16)
     families.check(found, "fp32")
     with torch.no_grad():
         found["megapar"].model.get_parameter("layers.0.attention.sinks").add_(0.1)

@@ -1,5 +1,5 @@
 """Forward and backward of small models of other families than Llama, beside transformers with its attention sdpa and
-eager, in one process of one thread.
+eager, in one process of one thread: their time, and the bytes that autograd keeps for backward, without parameters.
 
 transformers makes a model with random weights, and its files are converted. All contenders take turns on the same
 batch. The benchmark fails if their losses or the norms of their gradients differ.
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from megapar_models.convert.saved import load_model
@@ -25,15 +25,16 @@ from benchmarks.counting import ratio, spread
 from benchmarks.harness import Case, Found, Output
 from benchmarks.ranks import BenchmarkError
 from megapar.declare.batch import MicroBatch
+from megapar.observe.kept import KeptBytes
 
 CONVERT = Path(__file__).parents[1] / "convert_checkpoint.py"
-VOCABULARY, SAMPLES, LENGTH = 4096, 2, 512
+VOCABULARY, SAMPLES = 4096, 2
 SIZES: Mapping[str, Any] = {
     **{"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2},
-    **{"vocab_size": VOCABULARY, "max_position_embeddings": LENGTH, "pad_token_id": None, "use_cache": False},
+    **{"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "pad_token_id": None, "use_cache": False},
 }
 EXPERTS: Mapping[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 512}
-# A model_type each, with what makes it itself: windows, sinks, latents, experts.
+# A model_type each, with what makes it itself: windows, sinks, latents, experts, delta nets, Mamba-2.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {
         **{**SIZES, "intermediate_size": 2048, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 128},
@@ -45,9 +46,19 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         **{"n_group": 4, "topk_group": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
         **{"q_lora_rank": 192, "kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64},
     },
+    "qwen3_5_text": {
+        **{**SIZES, "intermediate_size": 2048, "head_dim": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 8},
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+    },
+    "nemotron_h": {
+        **{**SIZES, "intermediate_size": 2048, "head_dim": 64, "mamba_num_heads": 16, "n_groups": 2},
+        "layers_block_type": ["linear_attention", "mlp", "linear_attention", "full_attention"],
+        "time_step_min": 1e-30,  # transformers lets no time step be smaller, and its default is part of no model
+    },
 }
+Name = Literal["gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "nemotron_h"]
 # transformers computes gpt_oss's sinks by eager attention alone on a CPU.
-ATTENTIONS = {"gemma3_text": ("sdpa", "eager"), "gpt_oss": ("eager",), "deepseek_v3": ("sdpa", "eager")}
+ATTENTIONS = {name: ("eager",) if name == "gpt_oss" else ("sdpa", "eager") for name in MODELS}
 # How far loss and norm of gradients may differ, relative.
 TOLERANCE = {"fp32": 1e-5, "bf16": 2e-2}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,8 +68,10 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 class Options(Output):
     """Measure small models of families beside transformers."""
 
-    models: tuple[Literal["gemma3_text", "gpt_oss", "deepseek_v3"], ...] = ("gemma3_text", "gpt_oss", "deepseek_v3")
+    models: tuple[Name, ...] = get_args(Name)
     """The model types."""
+    length: int = 512
+    """Tokens of each of the two samples."""
     precisions: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
     """The dtypes of weights and activations."""
     rounds: int = 9
@@ -84,6 +97,14 @@ class Trained:
         gradients = [param.grad.double() for param in self.model.parameters() if param.grad is not None]
         return torch.stack([gradient.norm() for gradient in gradients]).norm().item()
 
+    def kept_bytes(self) -> int:
+        """Return the bytes that autograd keeps for backward, without parameters and buffers."""
+        with KeptBytes({0: self.model}).counting() as kept:
+            loss = self.loss()
+        nbytes = kept.live.total()
+        del loss
+        return nbytes
+
 
 def their_loss(model: nn.Module, inputs_bs: Tensor, targets_bs: Tensor) -> Tensor:
     # With 1 as the number of targets the loss is the sum. Targets given as shift_labels are taken as they are.
@@ -100,12 +121,12 @@ def converted(theirs: Path, folder: Path, precision: Literal["fp32", "bf16"] = "
     return load_model(folder, precision=precision)[1]
 
 
-def contenders(model_type: str, precision: Literal["fp32", "bf16"]) -> dict[str, Trained]:
+def contenders(model_type: str, precision: Literal["fp32", "bf16"], length: int) -> dict[str, Trained]:
     """megapar, and transformers with each of its attentions that the model has, with the same weights."""
     transformers = importlib.import_module("transformers")
     transformers.logging.set_verbosity_error()
     config = transformers.AutoConfig.for_model(model_type, **MODELS[model_type])
-    tokens_bs = torch.randint(VOCABULARY, (SAMPLES, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    tokens_bs = torch.randint(VOCABULARY, (SAMPLES, length + 1), generator=torch.Generator().manual_seed(1))
     inputs_bs, targets_bs = tokens_bs[:, :-1].contiguous(), tokens_bs[:, 1:].contiguous()
     found: dict[str, Trained] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -113,7 +134,7 @@ def contenders(model_type: str, precision: Literal["fp32", "bf16"]) -> dict[str,
         torch.manual_seed(0)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "theirs")
         stage = converted(folder / "theirs", folder / "ours", precision)
-        batch = MicroBatch.of_samples(inputs_bs, targets_bs, torch.ones(SAMPLES, LENGTH), torch.arange(SAMPLES))
+        batch = MicroBatch.of_samples(inputs_bs, targets_bs, torch.ones(SAMPLES, length), torch.arange(SAMPLES))
         found["megapar"] = Trained(stage, partial(stage, None, batch))  # in evaluation mode: no loss of balance
         for attention in ATTENTIONS[model_type]:
             options = {"dtype": DTYPES[precision], "attn_implementation": attention, "local_files_only": True}
@@ -132,15 +153,18 @@ def check(found: Mapping[str, Trained], precision: str) -> None:
 
 
 def measure(options: Options) -> Found:
-    """Time each contender beside megapar. A row has its time over megapar's, and the seconds of both."""
+    """Time each contender beside megapar. A row has its time over megapar's, the seconds of both, and their bytes."""
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     for model_type, precision in product(options.models, options.precisions):
-        found = contenders(model_type, precision)
+        found = contenders(model_type, precision, options.length)
         check(found, precision)
+        kept = {name: one.kept_bytes() for name, one in found.items()}
         ours, *others = Case({name: one.run for name, one in found.items()}, options.rounds).measure().items()
         for name, theirs in others:
             figures = {"speed": ratio(theirs.wall, ours[1].wall), "cpu": ratio(theirs.cpu, ours[1].cpu)}
             seconds = {"seconds": spread(ours[1].wall), "their_seconds": spread(theirs.wall)}
-            rows.append({"model_type": model_type, "precision": precision, "beside": name, **figures, **seconds})
+            facts = {"model_type": model_type, "precision": precision, "beside": name}
+            both = {"kept_bytes": kept["megapar"], "their_kept_bytes": kept[name]}
+            rows.append({**facts, **figures, **seconds, **both})
     return Found({"rows": rows})
