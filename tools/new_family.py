@@ -23,7 +23,7 @@ from megapar.checkpoint.format import Sizes
 from megapar.launch.reporting import reported
 from megapar.system.regular_files import read_regular
 
-CAUSAL = ("ForCausalLM", "LMHeadModel")
+CAUSAL = ("ForCausalLM", "LMHeadModel", "ModelWithLMHead")
 
 
 @dataclass(frozen=True)
