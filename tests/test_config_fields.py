@@ -275,7 +275,7 @@ def test_every_field_that_a_family_reads_has_a_kind() -> None:
 
     read = set()
     for file in map(file_of, TYPES):
-        _, names = config_json._of_type(file["model_type"], "")
+        _, names = config_json._of_type(file, "")
         raw = config_json._Read(file)
         names.read(raw, file["model_type"])
         [*names.judge(raw, file["model_type"]), *names.warnings(raw), *names.ignored(raw)]

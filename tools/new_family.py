@@ -11,7 +11,14 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 from megapar_models.convert.by_name import HF_CONFIG, open_outline
-from megapar_models.convert.config_json import canonical_name, differences, from_hugging_face, is_derived, is_multimodal
+from megapar_models.convert.config_json import (
+    canonical_name,
+    differences,
+    distance,
+    from_hugging_face,
+    is_derived,
+    is_multimodal,
+)
 from megapar_models.convert.draft import draft, module_name
 from megapar_models.convert.recipes import starred
 from megapar_models.convert.safetensors_folder import INDEX, SINGLE, header_of
@@ -87,16 +94,12 @@ def read_shapes(folder: Path) -> dict[str, Sizes | None]:
 
 
 def nearest(raw: dict[str, Any], shapes: dict[str, Sizes | None]) -> Near:
-    """The model_type itself if we have it, else that of ours with the fewest fields and tensors that differ.
-
-    Reading a file ends at a field that is missing, so a type that misses one has too few differences: it comes last.
-    """
-
-    def distance(near: Near) -> tuple[bool, bool, int]:
-        misses = any(line.endswith(" is missing") for line in near.fields)
-        return near.model_type != raw["model_type"], misses, len(near.fields) + len(near.tensors)
-
-    return min(candidates(raw, shapes), key=distance)
+    """The model_type itself if we have it, else that of ours with the fewest tensors, then fields, that differ."""
+    other = raw["model_type"]
+    return min(
+        candidates(raw, shapes),
+        key=lambda near: (near.model_type != other, len(near.tensors), *distance(near.fields)),
+    )
 
 
 def candidates(raw: dict[str, Any], shapes: dict[str, Sizes | None]) -> Iterator[Near]:

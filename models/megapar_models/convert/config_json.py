@@ -113,8 +113,10 @@ def from_hugging_face(file: Mapping[str, Any], family: str = "", accepted: Colle
     Raises ConfigError with every field of a wrong type, with every unsupported one, and with every one that nobody
     reads, unless it is listed as without effect, or `accepted` by the user.
     """
+    if isinstance(file.get("model_type"), str) and not is_multimodal(file):
+        _of_type(file, family)  # before the kinds of fields, which are those of model types that we have
     file = understood(file)
-    family, names = _of_type(file.get("model_type"), family)
+    family, names = _of_type(file, family)
     values, problems, unread = _examined(file, family, names)
     if not problems:
         known = [name for name in accepted if name not in unread]
@@ -135,6 +137,24 @@ def differences(file: Mapping[str, Any], family: str, model_type: str) -> list[s
     file = {**{name: value for name, value in file.items() if not wrong[name]}, "model_type": model_type}
     _, problems, unread = _examined(file, family, names)
     return [*chain(*wrong.values()), *problems, *_lines(file, unread)]
+
+
+def distance(lines: list[str]) -> tuple[bool, int]:
+    """How far a config.json with these differences is from a model_type.
+
+    Reading ends at a field that is missing, so a model_type that misses one has too few differences: it comes last.
+    """
+    return any(line.endswith(" is missing") for line in lines), len(lines)
+
+
+def _nearest(file: Mapping[str, Any]) -> str:
+    """The model_type of ours from which a config.json differs in the fewest fields."""
+    known = (
+        (family, model_type)
+        for family, description in FAMILIES.items()
+        for model_type in (description.hugging_face.model_types if description.hugging_face else ())
+    )
+    return min(known, key=lambda names: distance(differences(file, *names)))[1]
 
 
 def _lines(file: Mapping[str, Any], unread: Iterable[str]) -> list[str]:
@@ -222,7 +242,7 @@ def known_type(type_name: str) -> ModelType:
 def warnings_of(raw: Mapping[str, Any], family: str = "") -> list[str]:
     """Lines about fields of a supported config.json without an option of ours and without effect on the result."""
     raw = understood(raw)
-    name, names = _of_type(raw.get("model_type"), family)
+    name, names = _of_type(raw, family)
     return names.warnings(raw, find(name).name)
 
 
@@ -234,12 +254,16 @@ def is_multimodal(raw: Mapping[str, Any]) -> bool:
 def left_out(raw: Mapping[str, Any], family: str = "") -> tuple[str, ...]:
     """Beginnings of the names of tensors of other parts than the language model."""
     text = understood(raw)
-    ignored = tuple(_of_type(text.get("model_type"), family)[1].ignored(text))
+    ignored = tuple(_of_type(text, family)[1].ignored(text))
     return (*ignored, *OTHER_PARTS) if is_multimodal(raw) else ignored
 
 
-def _of_type(type_name: object, family: str) -> tuple[str, HuggingFace]:
-    """The family of this `model_type`, and its names: `family`, if it is not "". Raises ConfigError if it lacks it."""
+def _of_type(file: Mapping[str, Any], family: str) -> tuple[str, HuggingFace]:
+    """The family of the model_type of a config.json, and its names: `family`, if it is not "".
+
+    Raises ConfigError if no family has it, or not this one.
+    """
+    type_name = file.get("model_type")
     known = [] if family else [*MULTIMODAL]
     for name, description in {family: find(family)}.items() if family else FAMILIES.items():
         names = description.hugging_face
@@ -253,7 +277,8 @@ def _of_type(type_name: object, family: str) -> tuple[str, HuggingFace]:
         raise ConfigError(f"config.json: model_type={type_name!r} is not one of family {family}; {has}")
     raise ConfigError(
         f"config.json: model_type={type_name!r} is not supported; `megapar new-family FOLDER` says what a family for "
-        f"it needs, and drafts one with --write; docs/families.md lists the {len(known)} types that are supported"
+        f"it needs, and drafts one with --write; of the {len(known)} types that are supported (docs/families.md), "
+        f"{_nearest(file)} is the nearest by its fields"
     )
 
 
