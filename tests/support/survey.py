@@ -24,6 +24,7 @@ from tests.support.drafts import outcome_of_draft, sketch_of
 from tests.support.published import VOCABULARY, assert_equal_logits, random_batch, random_model
 from tests.support.rules import gradients
 from tools.convert_checkpoint import HfToNative, hf_to_native
+from tools.new_family import nearest, read_shapes
 
 # Fields by the spellings of all config classes. Sizes differ from each other, and an eps shows.
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
@@ -63,6 +64,7 @@ _LATENT = {"head_dim": SIZES["qk_rope_head_dim"], "num_key_value_heads": SIZES["
 # What these types need beside: a width that follows from others, or a field that their config class leaves empty.
 _DELTA = {"linear_head_dim": 16, "linear_num_heads": 6, "rms_norm_eps": 1e-2}
 _WINDOWED_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 20}
+_WIDE_HEADS = {"per_layer_config": {"1": {"head_dim": 24}, "3": {"head_dim": 24}}}
 _OF_BYTES = {"num_key_value_heads": 4, "head_dim": 12}
 _OF_ALL_BYTES = {**_OF_BYTES, "hidden_size_global": 48}
 _TABLE = {"rope_type": "default", "rope_theta": 1e4}
@@ -79,12 +81,13 @@ OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     "dots3_note_text": {"per_layer_config": {"1": _WINDOWED_HEADS, "3": _WINDOWED_HEADS}},
     "emu3_text_model": {"pad_token_id": 0},
     "gemma3n_text": {"num_kv_shared_layers": 2},
-    "gemma4_text": {"per_layer_config": {"1": {"head_dim": 24}, "3": {"head_dim": 24}}},
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), _WIDE_HEADS),
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "gpt_neox": {"num_attention_heads": 3},  # a quarter of a head are pairs
     "helium": {"head_dim": 12},
     "hunyuan_v1_dense": {"head_dim": 16},
     "hunyuan_v1_moe": {"head_dim": 16},
+    "laguna": {"num_attention_heads_per_layer": [4, 6, 4, 6]},
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"ffn_hidden_size": 76},
@@ -266,8 +269,28 @@ def reason(folder: Path, error: Exception) -> str:
     """Why the model in folder/theirs is refused, in words."""
     if not re.search(r"model_type='\S+' is not supported", str(error)):
         return str(error).replace("\n", "; ").replace("config.json: ", "")
-    if outcome_of_draft(folder / "theirs", folder) == "trains":
-        return "no family; the draft of `megapar new-family` trains as it is"
-    missing = [line.rpartition(": ")[2] for line in sketch_of(folder / "theirs").missing]
-    words = dict.fromkeys(line for line in missing if line != "no module of ours")
-    return f"no family, and no rule for {', '.join(words)}" if words else "no family; a person must write it"
+    source = folder / "theirs"
+    found, drafted = sketch_of(source), outcome_of_draft(source, folder)
+    near = nearest(found.raw, read_shapes(source)).model_type
+    if drafted == "trains":
+        why = "the draft of `megapar new-family` trains as it is"
+    elif found.missing:
+        why = f"no rule for {_words(found.missing)}"
+    elif found.decide:
+        why = f"a person must decide: {_words(found.decide)}"
+    elif found.unknown:
+        why = f"nobody here knows {', '.join(line.partition('=')[0] for line in found.unknown)}"
+    elif "logits differ" in drafted:
+        why = "the draft computes something else, which fields and tensors do not say"
+    else:
+        why = drafted.removeprefix(f"{source}: ")
+    return f"no family, the nearest is that of `{near}`; {why}"
+
+
+def _words(lines: list[str]) -> str:
+    """What lines of a sketch ask for, each once. If they have no words, some tensors that nobody knows."""
+    bare = re.compile(r"; family \w+ has .*| \((?:modules|layouts|always|layer_kind|.*,.*)\)\??$")
+    said = [*dict.fromkeys(bare.sub("", line.rpartition(": ")[2]) for line in lines)]
+    words = ", ".join(word for word in said if word != "no module of ours")
+    unknown = [line.removeprefix("tensors ").rpartition(": ")[0].rpartition("*.")[2] for line in lines]
+    return words or ", ".join(f"`{name}`" for name in unknown[:3])

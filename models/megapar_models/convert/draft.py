@@ -8,6 +8,7 @@ from typing import Any
 
 from megapar_models.convert.field_words import ACTIVATIONS, ROTARY_PART
 from megapar_models.convert.sketch import Sketch
+from megapar_models.convert.sketched_experts import SketchedExperts
 from megapar_models.families.llama import LLAMA
 
 NOT_TOLD = (
@@ -16,17 +17,21 @@ NOT_TOLD = (
     "Norms: whether the weight is added to 1 (NormRule.offset; family gemma), and whether a norm of queries and keys",
     "stands behind the rotation (LayerKind.qk_norm_after_rotary).",
     "Constants that the code has and config.json has not: factors of embeddings, scores or logits (family gemma).",
+    "Experts: whether scores are softmax or sigmoid and are divided by their sum, where no field says so (`always`).",
     "Values that transformers takes for absent fields: without others in `defaults` they are those of Llama.",
 )
 # What a draft may need, in the order of its imports. An empty line is between packages.
 IMPORTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("dataclasses", ("dataclass", "field")),
+    ("dataclasses", ("dataclass", "field", "replace")),
     ("typing", ("Any",)),
     ("", ()),
     ("megapar_models.codecs", ("Dropouts", "Written", "ZeroAsNull")),
     ("megapar_models.families.llama", ("LLAMA",)),
+    ("megapar_models.families.qwen3_moe", ("Qwen3MoeExperts",)),
     ("megapar_models.family", ("Family", "ModelType", "Raw", "like", "overlaid")),
     ("megapar_models.layer_kind", ("Ends", "LayerKind")),
+    ("megapar_models.listed_experts", ("ListedExperts",)),
+    ("megapar_models.moe", ("router_rule",)),
     ("megapar_models.norms", ("NormRule",)),
     ("megapar_models.rotary", ("PartialRotaryModel", "Rotary", "RotaryModel")),
     ("megapar_models.rotary_fields", ("PartialRope", "Rope")),
@@ -34,7 +39,7 @@ IMPORTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("megapar_models.tensor_layouts", ("Packing",)),
     ("megapar_models.windows", ("WindowModel", "Windows", "window_of")),
     ("", ()),
-    ("megapar.config.model_options", ("OF_FUNCTION", "ModelConfig")),
+    ("megapar.config.model_options", ("OF_FUNCTION", "MixtureModel", "ModelConfig")),
     ("megapar.tensor_parallel.cross_entropy", ("LogitRule",)),
 )
 _INDENT = "    "
@@ -76,12 +81,14 @@ def _head(found: Sketch, folder: str) -> Iterator[str]:
 
 def _base(found: Sketch) -> list[str]:
     """The classes of options that ours derives from."""
+    bases = ["MixtureModel"] if found.experts else []
     if not found.rotary:
-        return ["ModelConfig"]
-    bases = ["PartialRotaryModel"] if found.rotary_part else []
+        return bases or ["ModelConfig"]
+    if found.rotary_part:
+        bases.append("PartialRotaryModel")
     if found.windows:
         bases.append("WindowModel")
-    return bases or ["RotaryModel"]
+    return bases if found.rotary_part or found.windows else [*bases, "RotaryModel"]
 
 
 def _imports(body: str) -> list[str]:
@@ -104,6 +111,10 @@ def _options(found: Sketch) -> Iterator[str]:
     yield "@dataclass(frozen=True)"
     yield f"class {_title(found)}Model({', '.join(_base(found))}):"
     yield f'    """The options of {found.raw["model_type"]}."""'
+    if found.experts:
+        yield ""
+        yield "    moe: Qwen3MoeExperts = field(default_factory=Qwen3MoeExperts)"
+        yield '    """Mixture of experts."""'
     for name, knob in found.options.items():
         yield ""
         default = float(found.raw[name])
@@ -177,10 +188,19 @@ def _codecs(found: Sketch) -> Iterator[str]:
         yield 'Windows(switch="use_sliding_window")' if "use_sliding_window" in found.raw else "Windows()"
     if found.dropouts:
         yield f"Dropouts({_literal(tuple(found.dropouts))})"
+    if found.experts:
+        yield "_EXPERTS"
     if caps := tuple(_caps(found)):
         yield f"ZeroAsNull({_literal(caps)})"
     if found.fixed:
         yield "Written(_FIXED)"
+
+
+def _expert_arguments(experts: SketchedExperts) -> Iterator[str]:
+    """Yield the arguments of `ListedExperts` that are no defaults."""
+    for name in ("names", "always", "shared", "dense"):
+        if value := getattr(experts, name):
+            yield f"{name}={json.dumps(value) if isinstance(value, str) else _literal(value)}"
 
 
 def _caps(found: Sketch) -> list[str]:
@@ -220,6 +240,10 @@ def _activations(found: Sketch) -> dict[str, str]:
 
 def _family(found: Sketch) -> Iterator[str]:
     yield f"_FIXED: dict[str, Any] = {_literal(found.fixed)}"
+    if found.experts:
+        yield "_EXPERTS = ListedExperts("
+        yield from (textwrap.indent(f"{argument},", _INDENT) for argument in _expert_arguments(found.experts))
+        yield ")"
     yield ""
     yield "FAMILY = Family("
     yield f"    name={json.dumps(found.raw['model_type'])},"

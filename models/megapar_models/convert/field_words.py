@@ -77,6 +77,9 @@ ROTARY_PART = ("partial_rotary_factor", "rotary_pct")
 # Numbers that may be null, each with the least. Families rely on it.
 COUNTS = {"sliding_window": 1, "sliding_window_pattern": 1, "max_window_layers": 0, "num_nextn_predict_layers": 0}
 WINDOWS = ("sliding_window", "layer_types", "use_sliding_window")
+# What tensors say too: with these fields there are more norms. Layers' kinds are in layer_types, if a file has both.
+TOLD_BY_TENSORS = ("use_post_norm",)
+TOLD_BY_LAYER_TYPES = ("sliding_window_pattern", "global_attn_every_n_layers")
 # Kinds of layers that a draft does not write, each with a family that has them.
 LAYERS_BY_HAND: Mapping[str, str] = {"conv": "lfm2"}
 
@@ -115,10 +118,13 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "num_nextn_predict_layers": ("layers that predict further tokens; `ignored` leaves them out", "glm4_moe"),
     "output_router_logits": ("a loss that balances experts", "mixtral"),
     **dict.fromkeys(("router_jitter_noise", "input_jitter_noise"), ("noise on a router's input", "mixtral")),
-    **dict.fromkeys(("attention_types", "window_size"), ("windows of some layers", "gpt_neo")),
+    **dict.fromkeys(("attention_types", "attention_layers", "window_size"), ("windows of some layers", "gpt_neo")),
     "alibi": ("scores that fall with the distance", "bloom"),
     "attn_config": ("options of attention in an object", "mpt"),
     "scale_embedding": ("embeddings times the root of hidden_size", "biogpt"),
+    "embedding_scale": ("a factor of embeddings", "gemma"),
+    "residual_scale": ("a factor of branches", "granite"),
+    "moe_num_shared_experts": ("an expert for every token", "ernie4_5_moe"),
     "rotary_dim": ("a number of rotated dimensions of a head", "glm"),
     "multi_query": ("one head of keys and values", "llama"),
     "activation": ("an activation", "starcoder2"),
@@ -155,42 +161,168 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "layer_group_size": ("which layers have latent attention", "bailing_hybrid"),
     **dict.fromkeys(("attention_chunk_size",), ("attention within chunks", "llama4")),
     **dict.fromkeys(("interleave_moe_layer_step", "moe_layers"), ("which layers have experts", "llama4")),
-    **dict.fromkeys(("attn_temperature_tuning", "attn_scale"), ("a factor of queries by position", "llama4")),
+    **dict.fromkeys(("attn_temperature_tuning", "attn_scale", "floor_scale"), ("a factor by position", "llama4")),
+    "moe_apply_router_weight_on_input": ("experts whose input is weighted", "llama4"),
     **dict.fromkeys(("scale_depth", "dim_model_base"), ("factors of branches and logits", "minicpm3")),
 }
-# Beginnings of fields for what no rule here computes.
+_CHOSEN_KEYS = "attention to chosen keys (a sparse indexer)"
+_OF_LAYER = "numbers or widths of heads by layer"
+LEARNED = "learned positions of family gpt alone"
+_SHORT = "short convolutions beside attention"
+_RG_LRU = "a gated linear recurrence (RG-LRU)"
+_RWKV = "a recurrence by decays of time (RWKV)"
+_MLSTM = "a matrix memory (mLSTM)"
+_LIGHTNING = "linear attention with decays (lightning)"
+_FACTORS = "learned factors of the residual stream"
+_CCA = "queries and keys of a convolution (CCA)"
+_HASHED = "attention within chunks and hash buckets"
+_STREAMS = "several residual streams (hyper-connections)"
+_PER_LAYER = "embeddings for each layer (per-layer inputs)"
+_OTHER_SEQUENCE = "attention to another sequence"
+_BIAS_OF_SCORES = "positions by a bias of scores"
+_BYTES = "patches of bytes"
+_NGRAMS = "embeddings of n-grams"
+_SHARED_LAYERS = "weights that several layers share"
+# Beginnings of fields for what no rule here computes. The first that fits is said.
 MISSING: Mapping[str, str] = {
+    "conv_kernel_size": _SHORT,
     **dict.fromkeys(("mamba_", "ssm_", "state_size", "time_step_", "conv_", "dt_rank"), "a state-space mixer"),
-    **dict.fromkeys(("expand", "mixer_rms_eps", "use_mamba"), "a state-space mixer"),
+    **dict.fromkeys(("expand", "mixer_rms_eps", "use_mamba", "use_associative_scan"), "a state-space mixer"),
+    **dict.fromkeys(("n_mamba_heads", "hidden_mamba_act", "use_conv_bias"), "a state-space mixer"),
     **dict.fromkeys(("linear_", "full_attn_", "short_conv"), "linear attention"),
     **dict.fromkeys(("attn_layer_", "layers_block_type"), "layers of two kinds of mixers"),
-    **dict.fromkeys(("index_",), "attention to chosen keys"),
-    "position_buckets": "positions by a bias of scores",
+    **dict.fromkeys(("index_", "indexer_"), _CHOSEN_KEYS),
+    **dict.fromkeys(("compress_r", "o_groups", "o_lora_rank"), "keys of compressed tokens, and a grouped output"),
+    **dict.fromkeys(("position_buckets", "position_bias", "d_rel", "rel_"), _BIAS_OF_SCORES),
+    "relative_attention": _BIAS_OF_SCORES,
     **dict.fromkeys(("num_kv_shared_layers", "attention_k_eq_v"), "keys and values of another layer"),
-    **dict.fromkeys(("hidden_size_per_layer_input", "per_layer_config"), "sizes or embeddings by layer"),
+    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _PER_LAYER),
+    **dict.fromkeys(("per_layer_config", "swa_num", "swa_head_dim"), _OF_LAYER),
+    "hc_": _STREAMS,
+    "n_layers_per_attn_res_block": "states of finished blocks (attention residuals)",
+    **dict.fromkeys(("altup_",), "several residual streams (AltUp)"),
+    **dict.fromkeys(("laurel_",), "a branch of low rank (LAuReL)"),
+    **dict.fromkeys(("activation_sparsity",), "an activation of the largest numbers alone"),
+    **dict.fromkeys(("ngram_", "heads_per_ngram", "split_ngram", "make_ngram", "ple_"), _NGRAMS),
     "ffn_config": "options in an object",
+    **dict.fromkeys(("qk_l2_clip",), "a clip of queries and keys"),
     **dict.fromkeys(("zero_expert_",), "experts of other kinds"),
-    **dict.fromkeys(("attn_temperature_tuning", "floor_scale", "attn_scale"), "Llama 4's temperature of scores"),
-    **dict.fromkeys(("attention_value_scale",), "further factors"),
-    **dict.fromkeys(("mlp_alpha_factor", "mlp_beta_factor"), "further factors"),
-    "use_bidirectional_attention": "attention to later tokens",
+    **dict.fromkeys(("router_hidden_size",), "a router with layers of its own"),
+    **dict.fromkeys(("shared_expert_sink",), "a shared expert that is weighted"),
+    **dict.fromkeys(("expert_layer_",), "experts in some layers"),
+    "gated_norm_rank": "norms with a gate of low rank",
+    **dict.fromkeys(("mlp_gate_softcap", "mlp_up_softcap"), "a cap within the MLP"),
+    **dict.fromkeys(("log_scaling_",), "a temperature of scores by position"),
+    **dict.fromkeys(("mlp_alpha_factor", "mlp_beta_factor", "logits_mup_width"), "further factors"),
+    **dict.fromkeys(("use_bidirectional_attention", "prefix_lm", "prompt_"), "attention to later tokens"),
     "apply_residual_connection_post_layernorm": "a residual stream behind the norm",
-    "relative_attention": "positions by a bias of scores",
-}
-# Beginnings of tensors outside of layers that a draft does not write.
-OTHER_ENDS = {
+    **dict.fromkeys(("H_cycles", "L_cycles", "L_bp_cycles"), "layers that run several times"),
+    **dict.fromkeys(("num_mem_blocks", "hybrid_layer_ids", "use_shared_attention_adapter"), _SHARED_LAYERS),
+    **dict.fromkeys(("cca_",), _CCA),
+    **dict.fromkeys(("lru_width", "block_types"), _RG_LRU),
+    **dict.fromkeys(("rescale_every",), _RWKV),
+    **dict.fromkeys(("qk_dim_factor", "chunkwise_kernel", "gate_soft_cap"), _MLSTM),
     **dict.fromkeys(
-        ("wpe", "embed_positions", "position_embeddings"), "learned positions, which family gpt has and no rule"
+        ("num_hashes", "lsh_", "local_attn_chunk", "attn_layers"), "attention within chunks and hash buckets"
     ),
-    **dict.fromkeys(("project_in", "project_out"), "embeddings of another width, as family opt has them"),
-    "word_embeddings_layernorm": "a norm of embeddings, which family bloom has",
+    "axial_pos": LEARNED,
+    **dict.fromkeys(("lambda_std_dev",), "differential attention"),
+    "keep_window_size": "a mask that depends on the values",
+    "cross_attention_layers": _OTHER_SEQUENCE,
+    "segment_types": "embeddings of segments",
+    **dict.fromkeys(("patch", "encoder_hash", "cross_attn_k"), _BYTES),
 }
+# Beginnings of names of tensors, or of the modules above them, that no rule here has. The first that fits is said.
+OTHER_TENSORS: Mapping[str, str] = {
+    **dict.fromkeys(("wpe", "embed_positions", "position_embeddings", "positions_embed"), LEARNED),
+    **dict.fromkeys(("hc_", "attn_hyper_connection", "mlp_hyper_connection", "hyper_connection"), _STREAMS),
+    "altup": "several residual streams (AltUp)",
+    "attn_res.": "states of finished blocks (attention residuals)",
+    "laurel": "a branch of low rank (LAuReL)",
+    **dict.fromkeys(("self_attn.indexer", "attn.indexer"), _CHOSEN_KEYS),
+    **dict.fromkeys(("attn.compressor", "attn.wo_a", "attn.wo_b"), "keys of compressed tokens, and a grouped output"),
+    **dict.fromkeys(("embed_tokens_per_layer", "per_layer_", "post_per_layer_input_norm", "layer_scalar"), _PER_LAYER),
+    **dict.fromkeys(("shared_transf", "linear.", "mamba_decoder"), _SHARED_LAYERS),
+    **dict.fromkeys(("mamba", "mixer."), "a state-space mixer"),
+    **dict.fromkeys(("self_attn.A.", "self_attn.dt_proj"), "a mask that depends on the values"),
+    **dict.fromkeys(("temporal_block.rg_lru", "temporal_block.conv_1d", "temporal_block.linear"), _RG_LRU),
+    **dict.fromkeys(
+        ("attention.time_", "feed_forward.time_", "attention.receptance", "feed_forward.receptance"), _RWKV
+    ),
+    "mlstm_layer": _MLSTM,
+    **dict.fromkeys(("self_attn.diagonal_decay", "self_attn.output_gate", "self_attn.norm"), _LIGHTNING),
+    "self_attn.lambda_": "differential attention",
+    "self_attn.softmax_offset": "an offset in the softmax of scores",
+    **dict.fromkeys(("input_residual", "post_attention_residual", "post_mlp_residual", "input_hidden"), _FACTORS),
+    **dict.fromkeys(("self_attn.attn_sub_norm", "mlp.ffn_sub_norm"), "a norm in front of a branch's last matrix"),
+    **dict.fromkeys(("encoder_hash", "local_encoder", "local_decoder", "global_transformer", "patch"), _BYTES),
+    "cross_attn": _OTHER_SEQUENCE,
+    "segment_embedding": "embeddings of segments",
+    **dict.fromkeys(("position_bias", "self_attn.rel_logits", "self_attn.r_proj"), _BIAS_OF_SCORES),
+    **dict.fromkeys(("attn.rel_", "attn.wr_du"), _BIAS_OF_SCORES),
+    **dict.fromkeys(("H_module", "L_module", "z_L_init"), "layers that run several times"),
+    **dict.fromkeys(("attn_sconv", "mlp_sconv", "self_attn.k_sconv", "self_attn.v_sconv"), _SHORT),
+    **dict.fromkeys(("attn.k_sconv", "attn.v_sconv"), _SHORT),
+    **dict.fromkeys(("self_attn.qkv_proj.conv", "self_attn.qkv_proj.v_proj", "self_attn.qk_norm.temp"), _CCA),
+    **dict.fromkeys(("input_layernorm.W_", "post_attention_layernorm.W_"), "norms with a gate of low rank"),
+    **dict.fromkeys(("attn.attn_sink_proj", "attn.q_l2_clip"), "sinks of a projection, and clips of queries"),
+    "lm_head.dense": "a layer between the last norm and the head",
+    "attention.self_attention.query_key": _HASHED,
+    "self_attention.kv_proj": "experts of attention",
+    "attention.dense_bias": "a bias that one layer has",
+}
+# The same for tensors of rules that we have, and whose options a draft does not write: the words, and a family.
+TENSORS_BY_HAND: Mapping[str, tuple[str, str]] = {
+    **dict.fromkeys(
+        ("self_attn.q_a_", "self_attn.q_b_", "self_attn.kv_a_"), ("multi-head latent attention", "deepseek")
+    ),
+    **dict.fromkeys(("self_attn.kv_b_", "self_attn.k_rope_only"), ("multi-head latent attention", "deepseek")),
+    **dict.fromkeys(
+        ("self_attn.sinks", "self_attn.attention_sink", "self_attn.learnable_sink", "attn.attn_sink."),
+        ("a sink in the softmax of each head", "gpt_oss"),
+    ),
+    **dict.fromkeys(
+        ("self_attn.gate_proj", "self_attn.g_proj", "self_attn.linear_gate", "attn.gate_attn", "self_attn.gate_bias"),
+        ("a gate on attention's output", "qwen3_next"),
+    ),
+    "linear_attn": ("a gated delta net", "qwen3_5"),
+    **dict.fromkeys(("project_in", "project_out"), ("embeddings of another width than the layers", "opt")),
+    **dict.fromkeys(("word_embeddings_layernorm", "embeddings.norm", "embed_norm"), ("a norm of embeddings", "bloom")),
+}
+
+# The options of model.moe, and the fields that say the same.
+EXPERTS: Mapping[str, tuple[str, ...]] = {
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
+    "num_experts_per_tok": ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"),
+    "moe_intermediate_size": ("moe_intermediate_size", "expert_ffn_hidden_size", "moe_ffn_hidden_size"),
+    "scoring_func": ("scoring_func", "score_func"),
+    "norm_topk_prob": ("norm_topk_prob", "moe_renormalize", "route_norm"),
+    "routed_scaling_factor": (
+        *("routed_scaling_factor", "route_scale", "moe_routed_scaling_factor", "router_scaling_factor"),
+    ),
+    "n_group": ("n_group", "num_expert_group"),
+    "topk_group": ("topk_group",),
+    "shared_expert_intermediate_size": (
+        *("shared_expert_intermediate_size", "shared_experts_intermediate_size", "shared_intermediate_size"),
+        "moe_shared_expert_intermediate_size",
+    ),
+    "router_aux_loss_coef": ("router_aux_loss_coef", "aux_loss_coef"),
+}
+# Numbers of shared experts, each as wide as another expert.
+SHARED_COUNTS = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
+# Fields of a mixture that a draft takes with the value of its model alone, and those that must be 1 for that.
+EXPERTS_FIXED = ("topk_method", "output_router_logits", "moe_layer_end_index", "moe_norm_min")
+EVERY_LAYER = ("decoder_sparse_step", "moe_layer_freq", "moe_layer_interval")
+# A router in the folder of experts, and the bias by which it selects.
+ROUTERS = ("gate", "router", "router.gate", "gate.wg")
+SELECTION_BIASES = ("e_score_correction_bias", "expert_bias")
+EXPERT_FOLDERS = ("mlp", "feed_forward", "block_sparse_moe", "moe", "ffn", "shared_mlp")
 
 # Our modules of a layer, and their last names in files. Several of ours in one of theirs are divided by spaces.
 ATTENTION: Mapping[str, tuple[str, ...]] = {
-    "q": ("q_proj", "wq"),
-    "k": ("k_proj", "wk"),
-    "v": ("v_proj", "wv"),
+    "q": ("q_proj", "wq", "Wq"),
+    "k": ("k_proj", "wk", "Wk"),
+    "v": ("v_proj", "wv", "Wv"),
     "o": ("o_proj", "out_proj", "dense", "c_proj", "wo"),
     "q k v": ("qkv_proj", "query_key_value", "c_attn", "Wqkv"),
     "q_norm": ("q_norm", "q_layernorm", "query_layernorm"),
@@ -205,19 +337,32 @@ MLP: Mapping[str, tuple[str, ...]] = {
 # Whether their q, k and v lie below each other in a matrix of all three, or head by head, cannot be told of these.
 GROUPED = ("query_key_value", "c_attn", "Wqkv")
 NORMS: Mapping[str, tuple[str, ...]] = {
-    "attention_norm": ("input_layernorm", "ln_1", "norm_1", "self_attn_layer_norm", "attention_layernorm"),
+    "attention_norm": (
+        *("input_layernorm", "ln_1", "norm_1", "self_attn_layer_norm", "attention_layernorm", "attn_norm"),
+    ),
     "mlp_norm": (
         *("pre_feedforward_layernorm", "pre_mlp_layernorm", "feedforward_layernorm", "ln_2", "norm_2"),
+        *("pre_ff_layernorm", "ffn_norm", "mlp_norm"),
         "final_layer_norm",  # OPT's; it is in each layer
     ),
-    "attention_output_norm": ("post_self_attn_layernorm",),
-    "mlp_output_norm": ("post_feedforward_layernorm", "post_mlp_layernorm"),
+    "attention_output_norm": ("post_self_attn_layernorm", "post_attn_norm", "post_norm1"),
+    "mlp_output_norm": ("post_feedforward_layernorm", "post_mlp_layernorm", "post_ffn_norm", "post_norm2"),
 }
 # In most files the norm before the MLP. Where that has another name, or attention has none before it, the norm behind
 # attention.
 AMBIGUOUS_NORM = "post_attention_layernorm"
 ENDS: Mapping[str, tuple[str, ...]] = {
-    "embedding": ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings"),
-    "norm": ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f"),
-    "head": ("lm_head", "embed_out"),
+    "embedding": ("embed_tokens", "wte", "embed_in", "word_embeddings", "tok_embeddings", "embeddings", "tokens_embed"),
+    "norm": (
+        "norm",
+        "ln_f",
+        "final_layernorm",
+        "final_layer_norm",
+        "norm_f",
+        "final_norm",
+        "layer_norm",
+        "ln_out",
+        "out_norm",
+    ),
+    "head": ("lm_head", "embed_out", "head"),
 }

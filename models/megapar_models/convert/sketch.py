@@ -14,6 +14,7 @@ from typing import Any
 from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import Sizes
 from megapar.config.model_options import ModelConfig
+from megapar_models.convert import sketched_experts
 from megapar_models.convert.config_json import FIXED, WITHOUT_EFFECT, is_derived
 from megapar_models.convert.field_words import (
     ACTIVATIONS,
@@ -22,23 +23,30 @@ from megapar_models.convert.field_words import (
     BY_HAND,
     COUNTS,
     ENDS,
+    EXPERT_FOLDERS,
+    EXPERTS,
     GROUPED,
     KNOBS,
     LAYERS_BY_HAND,
+    LEARNED,
     MISSING,
     MLP,
     NEEDED,
     NORMS,
     OF_LAYER_ALONE,
     OPTIONAL,
-    OTHER_ENDS,
+    OTHER_TENSORS,
     ROTARY,
     ROTARY_PART,
     SIZES,
+    TENSORS_BY_HAND,
+    TOLD_BY_LAYER_TYPES,
+    TOLD_BY_TENSORS,
     WINDOWS,
     Knob,
 )
 from megapar_models.convert.recipes import starred
+from megapar_models.convert.sketched_experts import SketchedExperts
 from megapar_models.delta_fields import LINEAR
 from megapar_models.family import Raw, wrong_types
 from megapar_models.registry import FAMILIES
@@ -69,6 +77,8 @@ class Sketch:
     rotary: bool = False
     rotary_part: bool = False
     windows: bool = False
+    experts: SketchedExperts | None = None
+    """The experts, if their tensors have a form that a draft can name."""
     modules: dict[str, str] = field(default_factory=dict)
     """From our modules to theirs."""
     layouts: dict[str, str] = field(default_factory=dict)
@@ -122,7 +132,7 @@ def sketch(raw: Raw, shapes: Mapping[str, Sizes | None]) -> Sketch:
 def _wrong_types(raw: Raw) -> Iterator[str]:
     """Yield a problem for each value that no model has."""
     for name, ours in ((name, ours) for ours, names in SIZES.items() for name in names):
-        if raw.get(name) is not None and ours != "hidden_act":
+        if raw.get(name) is not None and ours != "hidden_act" and not _by_layer(raw[name]):
             for problem in wrong_types({ours: raw[name]}, ModelConfig):
                 yield problem if name == ours else f"{name}: {problem}"
     for name, least in COUNTS.items():
@@ -148,12 +158,21 @@ def _wrong_types(raw: Raw) -> Iterator[str]:
         )
 
 
+def _by_layer(value: Any) -> bool:
+    """Whether a size is a list of whole numbers, for each layer one."""
+    return isinstance(value, list) and len(value) > 1 and all(type(number) is int for number in value)
+
+
 def _read_sizes(found: Sketch) -> None:
     for ours, names in SIZES.items():
         present = sorted(found.reads(names), key=lambda name: found.raw[name] is None)
         if not present or (found.raw[present[0]] is None and ours not in OPTIONAL):
-            if ours not in OPTIONAL or ours == "intermediate_size":
+            without = ours == "intermediate_size" and not found.reads(EXPERTS["moe_intermediate_size"])
+            if ours not in OPTIONAL or without:
                 found.decide.append(f"no field says {ours} ({', '.join(names)})")
+            continue
+        if _by_layer(found.raw[present[0]]):
+            found.missing.append(f"{present[0]}={found.raw[present[0]]}: sizes by layer")
             continue
         if ours != "hidden_act":
             found.sizes[present[0]] = ours
@@ -223,6 +242,11 @@ def _read_rest(found: Sketch) -> None:
     """The fields that nobody has read yet."""
     read = {*found.sizes, *found.options, *found.fixed, *ROTARY, *ROTARY_PART, *WINDOWS, *WITHOUT_EFFECT, *FIXED}
     read |= {"model_type", "quantization_config"}
+    told = (*TOLD_BY_TENSORS, *(TOLD_BY_LAYER_TYPES if found.raw.get("layer_types") else ()))
+    found.fixed |= {name: found.raw[name] for name in found.reads(told)}
+    read |= {*told}
+    if found.experts:
+        read |= found.experts.fields
     elsewhere = {
         name for family in FAMILIES.values() if family.hugging_face for name in family.hugging_face.without_effect
     }
@@ -231,6 +255,11 @@ def _read_rest(found: Sketch) -> None:
         missing = None
         if name not in BY_HAND:
             missing = next((words for start, words in MISSING.items() if name.startswith(start)), None)
+        if isinstance(value, dict) and name.endswith("_config"):
+            inner = ((field, start) for field in value for start in MISSING if field.startswith(start))
+            for field, start in inner:
+                if not _is_neutral(field, value[field]):
+                    found.missing.append(f"{name}.{field}={value[field]!r}: {MISSING[start]}")
         if "drop" in name:
             found.dropouts.append(name)
         elif (missing or name in BY_HAND) and _is_neutral(name, value):
@@ -242,6 +271,8 @@ def _read_rest(found: Sketch) -> None:
             found.decide.append(f"{name}={value!r}: {words}; family {family} has it")
         elif name in elsewhere:
             found.without_effect.append(name)
+        elif value is None or value is False:
+            found.fixed[name] = value  # nothing is asked for, and another value will be refused
         else:
             found.unknown.append(f"{name}={value!r}")
 
@@ -280,7 +311,8 @@ def _place_tensors(found: Sketch, shapes: Mapping[str, Sizes | None]) -> None:
             module, _, kind = starred(name)[0].rpartition(".")
             theirs.setdefault(module, {})[kind] = shape
     experts = [module for module in theirs if _is_of_experts(found, module)]
-    if experts:
+    placed = sketched_experts.place_experts(theirs, experts)
+    if experts and not placed:
         found.decide.append(f"tensors {', '.join(experts)}: experts and their router; family mixtral has such layers")
     norms: dict[str, str] = {}
     for module, kinds in theirs.items():
@@ -288,15 +320,38 @@ def _place_tensors(found: Sketch, shapes: Mapping[str, Sizes | None]) -> None:
             continue
         ours = _module(module, norms)
         if not kinds.keys() <= {"weight", "bias"} or (not ours and module not in norms.values()):
-            words = next((words for start, words in OTHER_ENDS.items() if f".{start}" in module), "no module of ours")
-            found.missing.append(f"tensors {module}.{'/'.join(sorted(kinds))}: {words}")
+            _read_other(found, f"{module}.{'/'.join(sorted(kinds))}")
         for name in ours:
             found.modules[name] = module
+    if placed:
+        found.modules |= placed
+        _take_experts(found, sketched_experts.read_experts(found.raw, found.modules, theirs))
     _read_norms(found, norms)
     _read_norm(found, biased=any("bias" in theirs[module] for module in norms.values()))
-    _read_biases(found, {ours: kinds for ours, module in found.modules.items() if (kinds := theirs[module])})
+    _read_biases(found, {ours: theirs[module] for ours, module in found.modules.items() if module in theirs})
     _read_qk_norm(found, theirs)
     _read_matrices(found, theirs)
+
+
+def _read_other(found: Sketch, tensors: str) -> None:
+    """Say what tensors are that no module of a draft has."""
+    path = f".{tensors}."
+    for start, (words, family) in TENSORS_BY_HAND.items():
+        if f".{start}" in path:
+            found.decide.append(f"tensors {tensors}: {words}; family {family} has it")
+            return
+    words = next((words for start, words in OTHER_TENSORS.items() if f".{start}" in path), "no module of ours")
+    found.missing.append(f"tensors {tensors}: {words}")
+
+
+def _take_experts(found: Sketch, experts: SketchedExperts) -> None:
+    found.experts = experts
+    found.fixed |= experts.fixed
+    found.kind |= experts.kind
+    found.layouts |= experts.layouts
+    found.decide += experts.decide
+    found.missing += experts.missing
+    found.asks.append(experts.asks(found.raw))
 
 
 def _is_of_experts(found: Sketch, module: str) -> bool:
@@ -304,7 +359,7 @@ def _is_of_experts(found: Sketch, module: str) -> bool:
     if module.count("*") > 1 or ".experts" in module:
         return True
     has_experts = any(name in found.raw and "experts" in BY_HAND[name][0] for name in BY_HAND)
-    in_mlp = re.search(r"\*\.(mlp|feed_forward|block_sparse_moe)\b", module) is not None
+    in_mlp = re.search(rf"\*\.({'|'.join(EXPERT_FOLDERS)})\b", module) is not None
     return has_experts and in_mlp and not _module(module, {})
 
 
@@ -320,7 +375,7 @@ def _module(module: str, norms: dict[str, str]) -> list[str]:
     if leaf == AMBIGUOUS_NORM or any(leaf in leaves for leaves in NORMS.values()):
         norms[leaf] = module
         return []
-    if within and not any(name in ("mlp", "feed_forward", "ffn") for name in within):
+    if not all(name in ("mlp", "feed_forward", "ffn") for name in within):
         return []
     found = [ours for ours, leaves in MLP.items() if leaf in leaves]
     return [f"layers.*.mlp.{ours}" for names in found for ours in names.split()]
@@ -346,7 +401,7 @@ def _read_norms(found: Sketch, norms: Mapping[str, str]) -> None:
     elif not placed:
         found.norm["weighted"] = "False"
     elif placed.keys() != both:
-        found.missing.append(f"norms {', '.join(norms)}: before a branch, behind it or both, alike for both branches")
+        found.missing.append(f"norms {', '.join(norms)}: norms that stand elsewhere at one of both branches")
     placement = found.kind.get("norms") or found.kind.get("parallel") or '"before"'
     found.asks.append(f"LayerKind.norms, .parallel: {placement.strip(chr(34))} ({', '.join(norms) or 'no weights'})")
 
@@ -377,7 +432,7 @@ def _read_biases(found: Sketch, kinds: Mapping[str, Mapping[str, Any]]) -> None:
         found.ends["head_bias"] = "True"
         found.asks.append("Ends.head_bias: a bias of logits")
     if "layers.*.mlp.gate" not in found.modules and "layers.*.mlp.up" in found.modules:
-        found.kind["mlp"] = '"plain"'
+        found.kind.setdefault("mlp", '"plain"')
         found.asks.append("LayerKind.mlp: plain, without a gate")
 
 
@@ -421,7 +476,12 @@ def _read_matrices(found: Sketch, theirs: Mapping[str, Mapping[str, Sizes | None
         for ours, module in found.modules.items():
             if ".attention." in ours or ".mlp." in ours:
                 found.layouts[module] = "Packing(transposed=True)"
-    wanted = {"embedding", "norm", "layers.*.attention.q", "layers.*.attention.o"}
+    told = found.rotary or found.reads((*ROTARY_PART, "rotary_dim")) or any(LEARNED in line for line in found.missing)
+    if "layers.*.attention.q" in found.modules and not told:
+        found.decide.append("no rotary fields: positions that no field tells, such as none, ALiBi or sinusoids")
+    wanted = {"embedding", "norm", "layers.*.attention.o"}
+    if not found.raw.get("kv_lora_rank"):
+        wanted.add("layers.*.attention.q")
     if not any(_is_of_experts(found, module) for module in theirs):
         wanted.add("layers.*.mlp.down")
     if lacking := sorted(wanted - found.modules.keys()):
