@@ -181,7 +181,7 @@ LLAMA4: dict[str, Any] = {
     "rope_parameters": PLAIN,
 }
 LLAMA4_ROPE = {"rope_parameters": LLAMA3}
-STEP = {**LLAMA3, "high_freq_factor": 1.0}  # nothing between wavelengths that are kept and stretched ones
+LLAMA3_STEP = {**LLAMA3, "high_freq_factor": 1.0}  # nothing between wavelengths that are kept and stretched ones
 ALPHA = {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0, "rope_theta": 100.0}
 OF_STEP = ("mlp_layer_types", "num_sliding_attention_heads", "rope_parameters", "swiglu_limits")
 STEP: dict[str, Any] = {
@@ -1183,7 +1183,7 @@ TYPES: dict[str, ModelTypeCase] = {
     ),
     "llama4_text, one expert a token": ModelTypeCase(
         model_type="llama4_text",
-        fields={**LLAMA4, "num_experts_per_tok": 1, "use_qk_norm": False, "rope_parameters": STEP},
+        fields={**LLAMA4, "num_experts_per_tok": 1, "use_qk_norm": False, "rope_parameters": LLAMA3_STEP},
         layout={"cp": 2, "cp_attention": "ring", "packed": True},
         unread=("intermediate_size_mlp", "interleave_moe_layer_step", "no_rope_layer_interval"),
     ),

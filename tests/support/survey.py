@@ -92,6 +92,7 @@ OF_TYPE: Mapping[str, Mapping[str, Any]] = {
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "num_dense_layers": 1},
     "longcat_flash": {"ffn_hidden_size": 76},
     "mamba2": {"num_heads": 6, "head_dim": 16},
+    "mimo_v2_flash": {"head_dim": 12},  # a third of a head are pairs
     "ministral": {"head_dim": 16},
     "modernbert-decoder": {"pad_token_id": 0},
     "nemotron": {"num_key_value_heads": 2},
