@@ -13,7 +13,7 @@ from megapar.config.options import AdapterConfig, Config
 from megapar.declare import context
 from tests.support import grid, tiny_models
 from tests.support.sweeps import slow_but
-from tests.support.width import in_each_layout, trains_as_one_process
+from tests.support.width import in_each_layout, trains_as_one_process, trains_on_single_tokens
 
 MODEL = replace(grid.LLAMA, family="tests.support.hybrids:HEADS_FAMILY", attention_bias=False)
 KIMI = replace(MODEL, family="tests.support.hybrids:CHANNELS_FAMILY")
@@ -60,6 +60,16 @@ QUICK = ("cp 2 and tp 2, sequence parallel, by heads", "cp 2, full recomputation
 def test_in_further_layouts(sizes: dict[str, object], model: ModelConfig) -> None:
     """Faults projections-cut-apart, states-cross-documents: on samples of several documents."""
     trains_as_one_process(model, {**sizes, "packed": True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gather", "ulysses"])
+@pytest.mark.parametrize("model", [MODEL, KIMI], ids=["by heads", "by channels"])
+def test_four_ranks_cut_documents_of_single_tokens(
+    monkeypatch: pytest.MonkeyPatch, model: ModelConfig, form: str
+) -> None:
+    """Fault states-over-cp."""
+    trains_on_single_tokens(monkeypatch, model, {"cp": 4, "cp_attention": form})
 
 
 @pytest.mark.parametrize(

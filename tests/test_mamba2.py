@@ -25,7 +25,7 @@ from tests.support import grid, tiny_models
 from tests.support.model_types import TYPES
 from tests.support.published import published_model, random_model
 from tests.support.sweeps import slow_but
-from tests.support.width import in_each_layout, trains_as_one_process
+from tests.support.width import in_each_layout, trains_as_one_process, trains_on_single_tokens
 from tools.convert_checkpoint import HfToNative, hf_to_native
 
 
@@ -67,6 +67,13 @@ FURTHER: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", slow_but([1, 2, 6], FURTHER))
 def test_in_further_layouts(name: str) -> None:
     trains_as_one_process(MODEL, {**FURTHER[name], "packed": True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["gather", "ulysses"])
+def test_four_ranks_cut_documents_of_single_tokens(monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    """Fault states-over-cp."""
+    trains_on_single_tokens(monkeypatch, MODEL, {"cp": 4, "cp_attention": form})
 
 
 GENERATING = [TYPES[name] for name in ("nemotron_h", "falcon_h1", "bamba", "granitemoehybrid", "mamba2")]

@@ -3,8 +3,12 @@
 from collections.abc import Mapping
 
 import pytest
+import torch
+from megapar_tools.verify import batches
+from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
+from tests.support import grid
 from tests.support.grid import Layout, check_on_ranks
 from tests.support.sweeps import slow_but
 
@@ -22,3 +26,19 @@ def trains_as_one_process(model: ModelConfig, sizes: Mapping[str, object]) -> No
     `model` has at least four layers, so each of the two pipeline ranks has two stages.
     """
     check_on_ranks(Layout(model, micro_batch_size=3, **sizes))  # type: ignore[arg-type]
+
+
+def trains_on_single_tokens(monkeypatch: pytest.MonkeyPatch, model: ModelConfig, sizes: Mapping[str, object]) -> None:
+    """As `trains_as_one_process`, on samples of 24 tokens with documents of a single token among others.
+
+    Of eight runs of three tokens, those of 4 context-parallel ranks, single tokens are the first and the last of a
+    sample, the last of a run and the first of the next. A document goes over a whole run, and others begin with one.
+    """
+
+    def documents(samples: Tensor, length: int) -> Tensor:
+        starts = torch.arange(len(samples))[:, None] * length + torch.tensor([0, 1, 5, 6, 7, 12, 15, 16, 20, 23])
+        return torch.cat((starts.flatten(), torch.tensor([len(samples) * length]))).int()
+
+    monkeypatch.setattr(batches, "four_documents", documents)
+    monkeypatch.setattr(grid, "reference", grid.reference.__wrapped__)  # whose cache knows no documents
+    trains_as_one_process(model, {**sizes, "packed": True})
