@@ -4,15 +4,17 @@ and what must never be slower."""
 import math
 import sys
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from megapar_kernels import backend, dispatch
+from megapar_kernels import backend, delta_rule, dispatch, state_space
 from megapar_kernels.attention import masked_causal_attention
 from megapar_models.registry import presets, validate
 from megapar_tools.plan import hardware
@@ -26,6 +28,7 @@ from megapar_tools.plan.space import layout_of
 from megapar_tools.plan.step_time import OPTIMIZER, step_time
 from megapar_tools.plan.work import META, AttentionWork, Kernel, Operations, Product, Started, Tape, Waited
 from megapar_tools.plan.work import recording as recording_of
+from torch import Tensor
 
 from megapar.activations import recompute
 from megapar.base.errors import ConfigError
@@ -262,6 +265,28 @@ def test_experts_are_multiplied_in_as_many_launches_as_on_the_gpu(
         found = [x for x in operations if isinstance(x, Product) and x.grouped]
         assert [x.launches for x in found] == [1 if in_one_launch else 128] * 2 * passes
         assert product_flops(found) == pytest.approx(3 * passes * flops)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("preset", "precision", "module"),
+    [("nemotron-3-nano-30b-a3b", "bf16", state_space), ("qwen3.5-0.8b", "fp32", delta_rule)],
+)
+def test_a_loop_over_chunks_is_recorded_as_if_it_ran(
+    preset: str, precision: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of = config(2, "--parallel.cp", "2", preset=preset)
+    of = replace(of, train=replace(of.train, precision=precision))
+    _, short = layer_work(of, 0)
+    found = short.forward, short.backward
+
+    def every(like: Tensor, count: int, *, backwards: bool = False) -> Iterable[int]:
+        assert count == 2048 // 4 // 64  # of a run
+        return range(count - 1, -1, -1) if backwards else range(count)
+
+    monkeypatch.setattr(module, "chunks_of", every)
+    _, long = layer_work(of, 0)
+    assert found == (long.forward, long.backward)
 
 
 @needs_triton

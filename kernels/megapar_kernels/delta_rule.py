@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from megapar_kernels import delta_fused, fla
 from megapar_kernels.chunks import CHUNK, in_chunks, joined, sum_before, sum_from_here
 from megapar_kernels.delta_fused import Across, map_of_run
-from megapar_kernels.dispatch import Implementation, apply_function, given, main_grad_of
+from megapar_kernels.dispatch import Implementation, apply_function, chunks_of, given, main_grad_of
 
 __all__ = ["NOTHING", "Across", "delta_rule", "log_decay"]
 
@@ -150,7 +150,7 @@ class _Steps:
 
         Columns of a state beyond those of v have values of 0.
         """
-        for at in range(v.shape[2]):
+        for at in chunks_of(v, v.shape[2]):
             rest = self.k_in[:, :, at] @ state
             rest[..., : v.shape[-1]] -= v[:, :, at]
             u_at = _solve(self._lower[:, :, at], rest.mul_(-self._beta[:, :, at]))
@@ -173,7 +173,7 @@ class _Steps:
         `du` is the part of the gradient of U that outputs have. `dx` and `dstates`, of the states behind all chunks,
         are filled, if given.
         """
-        for at in range(du.shape[2] - 1, -1, -1):
+        for at in chunks_of(du, du.shape[2], backwards=True):
             of_u = (self._k_out[:, :, at] @ after).add_(du[:, :, at])
             dx_at = _solve(self._lower[:, :, at], of_u, transposed=True)
             if dx is not None and dstates is not None:

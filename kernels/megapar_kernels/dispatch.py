@@ -1,5 +1,6 @@
 """What all kernels share: Triton if it is installed, and the decision whether a kernel is worth its launch."""
 
+from collections.abc import Iterator
 from typing import Any, Literal, Protocol
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "Implementation",
     "MainGrad",
     "apply_function",
+    "chunks_of",
     "exp",
     "fused",
     "given",
@@ -57,6 +59,8 @@ _LIBRARY.define("tiled_attention(Tensor[] tensors, int pairs, bool backward) -> 
 _LIBRARY.impl("tiled_attention", lambda *_: None, "Meta")
 _LIBRARY.define("linear_attention(Tensor like, int flops, int width, bool backward) -> ()")
 _LIBRARY.impl("linear_attention", lambda *_: None, "Meta")
+_LIBRARY.define("repeated(Tensor like, int times) -> ()")  # of `chunks_of`
+_LIBRARY.impl("repeated", lambda *_: None, "Meta")
 _LIBRARY.define("grouped_weight_gradients(Tensor totals_goi, Tensor grad_2d, Tensor x_2d) -> ()")
 _LIBRARY.impl("grouped_weight_gradients", lambda *tensors: None, "Meta")
 # Products of FP8 codes, with the bytes of their exponents in the tensors or beside them: out [..., n] from a [..., k]
@@ -106,6 +110,20 @@ def launches(x: Tensor, *others: Tensor | None) -> bool:
     if x.is_meta:
         torch.ops.megapar.kernel([x, *(other for other in others if other is not None)])
     return x.numel() > 0 and not x.is_meta
+
+
+def chunks_of(like: Tensor, count: int, *, backwards: bool = False) -> Iterator[int]:
+    """Yield the numbers of `count` chunks for a loop that does the same for each of them.
+
+    If `like` is on the meta device, yield the first of these numbers alone, and tell a plan how often the loop runs.
+    """
+    numbers = range(count - 1, -1, -1) if backwards else range(count)
+    if not like.is_meta or not count:
+        yield from numbers
+        return
+    torch.ops.megapar.repeated(like, count)
+    yield numbers[0]
+    torch.ops.megapar.repeated(like, 0)
 
 
 def interpreting() -> bool:

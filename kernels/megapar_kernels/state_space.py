@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megapar_kernels.chunks import CHUNK, in_chunks, joined, sum_before, sum_from_here
-from megapar_kernels.dispatch import apply_function, given, main_grad_of
+from megapar_kernels.dispatch import apply_function, chunks_of, given, main_grad_of
 
 __all__ = ["Limit", "add_skip", "state_space", "time_steps"]
 
@@ -103,7 +103,7 @@ class _StateSpace(torch.autograd.Function):
         samples, groups, heads, chunks = new.shape[:4]
         states = new.new_empty(samples, groups, heads, chunks + 1, *new.shape[4:])
         states[:, :, :, 0] = 0.0 if state_bndp is None else state_bndp.unflatten(1, (groups, heads))
-        for at in range(chunks):
+        for at in chunks_of(new, chunks):
             torch.addcmul(new[:, :, :, at], z.whole[:, :, :, at], states[:, :, :, at], out=states[:, :, :, at + 1])
         y = torch.einsum("bkctd,bkrcdp->bkrctp", z.c, states[:, :, :, :-1]) * z.from_start
         y += (z.scores * z.pairs) @ u
@@ -123,7 +123,7 @@ class _StateSpace(torch.autograd.Function):
         dstates = torch.empty_like(states)
         dstates[:, :, :, -1] = dstate_bndp.unflatten(1, dstates.shape[1:3])
         of_reads = torch.einsum("bkctd,bkrctp->bkrcdp", z.c, dy_in)
-        for at in range(z.x.shape[3] - 1, -1, -1):
+        for at in chunks_of(dstates, z.x.shape[3], backwards=True):
             after, here = dstates[:, :, :, at + 1], dstates[:, :, :, at]
             torch.addcmul(of_reads[:, :, :, at], z.whole[:, :, :, at], after, out=here)
         before, after = states[:, :, :, :-1], dstates[:, :, :, 1:]

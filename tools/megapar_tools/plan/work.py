@@ -198,9 +198,6 @@ _READ_BY_INDEX = ("embedding", "index_select", "gather", "index")
 _WRITE_BY_INDEX = ("index_add_", "index_put_", "index_copy_", "scatter_add_", "scatter_")
 _FILLS = ("zero_", "fill_", "zeros", "ones", "full", "zeros_like", "ones_like", "new_zeros", "arange")
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "_grouped_mm")
-# Operations that need not run on the meta device if the tensor that they write is given. A layer with a state has
-# thousands of them for a long sample, and torch's shapes of addcmul take ten times as long as the rest of a record.
-_INTO_GIVEN = (*_PRODUCTS, "addcmul", "addcmul_")
 _WEIGHT_GRADIENTS = "grouped_weight_gradients"  # of experts, by our kernel
 # Of FP8 codes: by torch, and as `megapar_kernels.dispatch` declares them for plans.
 _SCALED = ("_scaled_mm", "_scaled_mm_v2", "scaled_product", "scaled_weight_gradient")
@@ -213,6 +210,7 @@ class _Watch(TorchDispatchMode):
         super().__init__()
         self._tape = tape
         self._written: tuple[int, int] | None = None  # the memory that the product before has written, and where in it
+        self._repeated: tuple[int, int] = 0, 1  # the number of the first operation of a loop, and how often it runs
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -220,12 +218,24 @@ class _Watch(TorchDispatchMode):
         if result is None:
             result = func(*args, **kwargs)
         operations = self._tape.operations
+        if operations is not None and func.overloadpacket.__name__ == "repeated":
+            self._repeat(operations, args[1])
+            return result
         # On other devices there are small tensors of the host, such as numbers of rows.
         if operations is not None and not func.is_view:
             found = _operation(func, args, kwargs, result)
             if found is not None:
                 self._append(operations, found, result)
         return result
+
+    def _repeat(self, operations: list[Operation], times: int) -> None:
+        """Begin a loop that runs so many `times`, of which one is recorded, or end it: 0 (`dispatch.chunks_of`)."""
+        self._written = None
+        if times:
+            self._repeated = len(operations), times
+            return
+        first, times = self._repeated
+        operations += operations[first:] * (times - 1)
 
     def _append(self, operations: list[Operation], found: Operation, result: Any) -> None:
         """Append `found`. A product joins the one before if both are those of experts.
@@ -246,9 +256,9 @@ class _Watch(TorchDispatchMode):
 
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> Tensor | None:
-    """The tensor of the meta device that an operation writes into, if the operation need not run; else None."""
+    """The tensor of the meta device that a product writes into, so that it need not run. None for other operations."""
     name = func.overloadpacket.__name__
-    if name not in _INTO_GIVEN:
+    if name not in _PRODUCTS:
         return None
     written = args[0] if name.endswith("_") else kwargs.get("out")
     if isinstance(written, Tensor) and written.is_meta:
