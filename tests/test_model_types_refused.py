@@ -66,8 +66,8 @@ def test_what_a_family_does_not_compute_is_refused(model_type: str, changes: dic
 
 
 def test_a_type_without_a_family_names_the_way_on() -> None:
-    with pytest.raises(ConfigError, match="'bloom' is not supported; `megapar new-family FOLDER`") as refused:
-        model_of({"model_type": "bloom", **RMS})
+    with pytest.raises(ConfigError, match="'rwkv' is not supported; `megapar new-family FOLDER`") as refused:
+        model_of({"model_type": "rwkv", **RMS})
     assert "types that are supported (docs/families.md), llama is the nearest by its fields" in str(refused.value)
     assert "\n" not in str(refused.value)
     assert len(str(refused.value)) < 250, "a list of all types helps nobody whose model is none of them"

@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import torch
 from megapar_kernels.backend import Kernels
-from megapar_kernels.block_attention import PLAIN_SCORES, ScoreRule
 from torch import Tensor, nn
 
 from megapar.base.errors import ConfigError
@@ -193,22 +192,14 @@ class Factory:
         """The matrix of the head, [rows of this rank, h]. `tied_over` is as in `embedding`."""
         return vocabulary_parameter(name, vocab_size, hidden_size, self.sharding, init=self.init, tied_over=tied_over)
 
-    def core_attention(
-        self,
-        kv_heads: Sequence[int],
-        key_width: int,
-        value_width: int,
-        window: int = 0,
-        rule: ScoreRule = PLAIN_SCORES,
-        slopes: Sequence[float] = (),
-    ) -> CoreAttention:
-        """softmax(q k^T / sqrt(key_width)) v, or by `rule`. `kv_heads` has the local k/v head of each query head.
+    def core_attention(self, kv_heads: Sequence[int], key_width: int, value_width: int, **rules: Any) -> CoreAttention:
+        """softmax(q k^T / sqrt(key_width)) v. `kv_heads` has the local k/v head of each query head.
 
-        `slopes` are those of ALiBi of each local query head.
+        `rules` are window, rule of scores and slopes of `CoreAttention`.
         """
         sharding = self.sharding
         of = (sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, key_width, value_width)
-        return CoreAttention(*of, window=window, rule=rule, slopes=slopes)
+        return CoreAttention(*of, **rules)
 
     def largest_logits(
         self, layer: int, total: int, heads: range, groups: int, scaled: Sequence[ScaledRows]

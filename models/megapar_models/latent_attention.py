@@ -110,7 +110,7 @@ class LatentAttention(nn.Module):
         self.own_heads = slice(local.start, local.stop)
         self.largest = factory.largest_logits(number, total, local, total, scaled)
         scores = ScoreRule(kind.attention_scale)
-        attend = factory.core_attention(range(self.heads), q_width, rule.value_width, kind.window, scores)
+        attend = factory.core_attention(range(self.heads), q_width, rule.value_width, window=kind.window, rule=scores)
         self.attend = attend.in_chunks(kind.chunk)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:

@@ -168,6 +168,7 @@ def _shortened(layers: list[Any]) -> list[Any]:
 
 def save_noisy(folder: Path, model_type: str, fields: Mapping[str, Any] | None = None) -> Any:
     """Save a small model of transformers with noise on every tensor; returns it. Routers choose by noise too."""
+    torch.manual_seed(0)  # biases and decays start from what transformers draws
     model = random_model(model_type, {**small_fields(model_type), **(fields or {})})
     model.save_pretrained(folder)
     return model

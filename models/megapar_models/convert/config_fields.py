@@ -85,6 +85,7 @@ _NUMBERS = (
     *("ssm_in_multiplier", "ssm_out_multiplier"),
     *("kda_lower_bound", "output_dropout", "route_scale", "router_scaling_factor"),
     *("embedding_initializer_range", "scale_emb", "scale_depth", "attn_scale"),
+    "pad_token_id",  # some files have -1
 )
 _FLAGS = (
     *("add_cross_attention", "alibi", "attention_bias", "attention_out_bias", "bias", "do_layer_norm_before"),

@@ -67,7 +67,7 @@ class LagunaStage(Stage[LagunaModel]):
         return replace(kind, mlp="mixture", mixture=model.moe, router=rule)
 
 
-class ListedExperts(RoutedExperts):
+class ExpertsByLayer(RoutedExperts):
     """DeepSeek-V3's experts with its bias, without groups, in the layers that mlp_layer_types lists."""
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
@@ -96,7 +96,7 @@ class ListedExperts(RoutedExperts):
         return numbering_problems(config, model)
 
 
-class _Experts(ListedExperts):
+class _Experts(ExpertsByLayer):
     def judge(self, raw: Raw, model_type: str) -> Iterator[str]:
         if raw.get(_SHARED[0]) == 0:
             yield f"{_SHARED[0]}=0 is not supported; all models of transformers have a shared expert"

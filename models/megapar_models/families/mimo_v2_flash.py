@@ -20,7 +20,7 @@ from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION
 from megapar.config.options import Config
-from megapar_models.families.laguna import ListedExperts
+from megapar_models.families.laguna import ExpertsByLayer
 from megapar_models.families.mixtral import MixtralModel
 from megapar_models.families.qwen3_moe import QWEN3_MOE, Qwen3MoeExperts
 from megapar_models.family import Codec, Family, ModelType, Raw, like, overlaid, same
@@ -147,7 +147,7 @@ _NAMES = same("num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", 
 _NAMES |= {"n_routed_experts": "num_experts", "topk_group": "topk_group"}
 _DEFAULTS: dict[str, Any] = {"n_routed_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048}
 _DEFAULTS |= {"norm_topk_prob": True, "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1}
-_EXPERTS = ListedExperts(
+_EXPERTS = ExpertsByLayer(
     names=_NAMES,
     aliases=same("num_experts") | {"num_local_experts": "num_experts"},
     defaults=_DEFAULTS,

@@ -16,7 +16,7 @@ from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION
 from megapar.config.options import Config
 from megapar_models.families.deepseek import prediction_layers
-from megapar_models.families.laguna import ListedExperts
+from megapar_models.families.laguna import ExpertsByLayer
 from megapar_models.families.mixtral import MixtralModel
 from megapar_models.families.qwen3_moe import QWEN3_MOE, Qwen3MoeExperts
 from megapar_models.family import Codec, Family, ModelType, Raw, like, overlaid, same
@@ -212,7 +212,7 @@ class _Heads(Codec):
             yield problem(config, "model.num_sliding_attention_heads model.sliding_window", text)
 
 
-class _Experts(ListedExperts):
+class _Experts(ExpertsByLayer):
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         return super().read(_newer(raw), model_type)
 
