@@ -251,7 +251,7 @@ def raw_of(model_type: str, fields: Mapping[str, Any] | None = None) -> dict[str
 @pytest.mark.parametrize(
     ("model_type", "tensor", "words"),
     [
-        ("laguna", "", "gating=True: a softplus gate on attention's output"),
+        ("laguna", "", "gating=True: a gate on attention's output; family laguna has it"),
         ("laguna", "", "num_attention_heads_per_layer="),
         ("laguna", "model.layers.*.self_attn.g_proj.weight", "a gate on attention's output; family qwen3_next has it"),
         ("qwen4_exp_text", "", "hc_count=4: several residual streams (hyper-connections)"),
@@ -261,7 +261,7 @@ def raw_of(model_type: str, fields: Mapping[str, Any] | None = None) -> dict[str
         ("glm_moe_dsa", "model.layers.*.self_attn.kv_b_proj.weight", "multi-head latent attention; family deepseek"),
         ("rwkv", "rwkv.blocks.*.attention.time_decay", "a recurrence by decays of time (RWKV)"),
         ("recurrent_gemma", "", "lru_width="),
-        ("mpt", "", "attn_config.alibi=True: positions by a bias of scores"),
+        ("dbrx", "", "ffn_config="),
         ("minimax", "model.layers.*.self_attn.slope_rate", "no module of ours"),
     ],
 )

@@ -95,11 +95,20 @@ def test_converted_inputs_are_gathered_and_deferred(sizes: dict[str, object]) ->
     trains_as_one_process(MODEL, sizes | FORMAT | FROM_EQUAL_WEIGHTS)
 
 
-class RoundedBesideFactors(Rounded):
-    """Converts inputs and no gradients. Factors of adapters get restored inputs."""
+class Doubled(MatrixProducts):
+    """Converts inputs and no gradients, without rounding. Factors of adapters get restored inputs."""
+
+    def convert_input(self, x: Tensor) -> Tensor:
+        return 2.0 * x.double()  # of another dtype, as a format's codes are
 
     def restore(self, converted: Tensor) -> Tensor:
-        return unpack(converted)
+        return (0.5 * converted).float()
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return super().forward(self.restore(x), weight, bias)
+
+    def weight_gradient(self, grad_2d: Tensor, x_2d: Tensor) -> Tensor:
+        return super().weight_gradient(grad_2d, self.restore(x_2d))
 
     @property
     def plain(self) -> MatrixProducts:
@@ -108,8 +117,8 @@ class RoundedBesideFactors(Rounded):
 
 def test_factors_read_gradients_that_a_format_leaves_as_they_are() -> None:
     """`restore` is for what is converted alone, in chunks too."""
-    sizes = {"tp": 2, "tp_overlap_chunks": 2, "products": f"{__name__}:RoundedBesideFactors"}
-    trains_as_one_process(MODEL, sizes | FROM_EQUAL_WEIGHTS | {"adapter": AdapterConfig(rank=2)})
+    sizes = {"tp": 2, "tp_overlap_chunks": 2, "products": f"{__name__}:Doubled"}
+    trains_as_one_process(MODEL, sizes | {"adapter": AdapterConfig(rank=2)})
 
 
 # The methods that follow from the five: the slices of chunks, groups of rows, sums with and without a main gradient.
