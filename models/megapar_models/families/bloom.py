@@ -8,6 +8,7 @@ from typing import Any
 from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar_models.codecs import Always, Dropouts, Written
+from megapar_models.families.falcon import MODULES
 from megapar_models.families.gpt_neox import GPT_NEOX
 from megapar_models.family import Codec, Family, ModelType, Raw, like
 from megapar_models.layer_kind import Ends, LayerKind
@@ -80,20 +81,7 @@ BLOOM = Family(
             Dropouts(("attention_dropout", "hidden_dropout")),
             Written(_FIXED),
         ),
-        modules={
-            "embedding": "transformer.word_embeddings",
-            "embedding_norm": "transformer.word_embeddings_layernorm",
-            "layers.*.attention_norm": f"{_LAYER}.input_layernorm",
-            **dict.fromkeys(
-                (f"layers.*.attention.{name}" for name in "qkv"), f"{_LAYER}.self_attention.query_key_value"
-            ),
-            "layers.*.attention.o": f"{_LAYER}.self_attention.dense",
-            "layers.*.mlp_norm": f"{_LAYER}.post_attention_layernorm",
-            "layers.*.mlp.up": f"{_LAYER}.mlp.dense_h_to_4h",
-            "layers.*.mlp.down": f"{_LAYER}.mlp.dense_4h_to_h",
-            "norm": "transformer.ln_f",
-            "head": "lm_head",
-        },
+        modules={**MODULES, "embedding_norm": "transformer.word_embeddings_layernorm"},
         renamed={},
         layouts={f"{_LAYER}.self_attention.query_key_value": Packing("num_attention_heads")},
         fields={

@@ -6,6 +6,7 @@ key/value heads.
 At Hugging Face: falcon.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 from megapar.base.errors import ConfigError
@@ -58,6 +59,18 @@ class _Branches(Codec):
 
 
 _LAYER = "transformer.h.*"
+MODULES: Mapping[str, str] = {
+    "embedding": "transformer.word_embeddings",
+    "layers.*.attention_norm": f"{_LAYER}.input_layernorm",
+    **dict.fromkeys((f"layers.*.attention.{name}" for name in "qkv"), f"{_LAYER}.self_attention.query_key_value"),
+    "layers.*.attention.o": f"{_LAYER}.self_attention.dense",
+    "layers.*.mlp_norm": f"{_LAYER}.post_attention_layernorm",
+    "layers.*.mlp.up": f"{_LAYER}.mlp.dense_h_to_4h",
+    "layers.*.mlp.down": f"{_LAYER}.mlp.dense_4h_to_h",
+    "norm": "transformer.ln_f",
+    "head": "lm_head",
+}
+"""Names of modules in files of Falcon, and of BLOOM."""
 _TWO_NORMS = {"layers.*.attention_norm": f"{_LAYER}.ln_attn", "layers.*.mlp_norm": f"{_LAYER}.ln_mlp"}
 
 FALCON = Family(
@@ -70,19 +83,7 @@ FALCON = Family(
         GPT_NEOX,
         model_types={"falcon": ModelType("FalconForCausalLM")},
         codecs=(_Branches(), Rope(), Dropouts(("attention_dropout", "hidden_dropout"))),
-        modules={
-            "embedding": "transformer.word_embeddings",
-            "layers.*.attention_norm": f"{_LAYER}.input_layernorm",
-            **dict.fromkeys(
-                (f"layers.*.attention.{name}" for name in "qkv"), f"{_LAYER}.self_attention.query_key_value"
-            ),
-            "layers.*.attention.o": f"{_LAYER}.self_attention.dense",
-            "layers.*.mlp_norm": f"{_LAYER}.post_attention_layernorm",
-            "layers.*.mlp.up": f"{_LAYER}.mlp.dense_h_to_4h",
-            "layers.*.mlp.down": f"{_LAYER}.mlp.dense_4h_to_h",
-            "norm": "transformer.ln_f",
-            "head": "lm_head",
-        },
+        modules=MODULES,
         modules_of=lambda model: _TWO_NORMS if model.parallel_residual == "two_norms" else {},
         renamed={},
         layouts={f"{_LAYER}.self_attention.query_key_value": Packing("num_key_value_heads")},
