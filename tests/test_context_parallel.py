@@ -195,7 +195,7 @@ def test_chunks_are_those_of_each_document(case: tuple[int, int, tuple[int, ...]
 @pytest.mark.parametrize("length", [3, 7, 21, 23])
 def test_the_flops_of_chunks_are_those_of_their_pairs(length: int) -> None:
     """A chunk of n tokens counts n^2 / 2 pairs of a query and a key, as a whole sample does."""
-    core = CoreAttention(Axis("cp"), "gather", [0, 1], Kernels(), torch.device("cpu"), 6, 4).in_chunks(7)
+    core = CoreAttention(Axis("cp"), "gather", [0, 1], Kernels(), torch.device("cpu"), 6, 4, chunk=7)
     pairs = sum((stop - start) ** 2 / 2 for start, stop in pairwise(chunk_starts((0, length), 7)))
     assert core.flops_per_token(length) == pytest.approx(2 * 2 * (6 + 4) * pairs / length, abs=0.5)
 

@@ -34,7 +34,7 @@ class CoreAttention(nn.Module):
     `form` is the option parallel.cp_attention. `kv_heads[i]` is the local key/value head read by the local query head
     i. `qk_width` is d and `v_width` is e. A position reads `window` keys at most, its own among them; 0: all up to its
     own. `rule` says how a score follows from a query and a key. `slopes` are those of ALiBi for each local query head,
-    or empty without it.
+    or empty without it. With a `chunk` micro-batches must come in chunks of so many positions (`MicroBatch.in_chunks`).
     """
 
     kv_index: Tensor | None
@@ -52,12 +52,13 @@ class CoreAttention(nn.Module):
         window: int = 0,
         rule: ScoreRule = PLAIN_SCORES,
         slopes: Sequence[float] = (),
+        chunk: int = 0,
     ):
         super().__init__()
         if window and cp.size > 1 and form != "ulysses":
             raise ValueError(f"a window of {window} keys with cp_attention {form}: registry.validate() refuses it")
         self.window = window
-        self.chunk = 0
+        self.chunk = chunk
         self.rule = rule
         self.cp = cp
         self.form = form
@@ -141,11 +142,6 @@ class CoreAttention(nn.Module):
     ) -> Tensor:
         attention = ring_attention if self.form == "ring" else gather_attention
         return attention(q, k, v, self.cp, batch.starts_on_host, _of_blocks(scoring, batch), *sinks_n)
-
-    def in_chunks(self, size: int) -> "CoreAttention":
-        """Return itself, for micro-batches in chunks of `size` (`MicroBatch.in_chunks`). 0: they are in none."""
-        self.chunk = size
-        return self
 
     def with_cache(self, first_b: Tensor, capacity: int) -> nn.Module:
         """Return the module that takes this one's place while text is generated: it keeps keys and values.

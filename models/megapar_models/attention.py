@@ -116,8 +116,8 @@ class Attention(nn.Module):
         self.out = factory.row_parallel(f"{name}.o", total * e, model.hidden_size, bias=kind.out_bias)
         rule = ScoreRule(kind.attention_scale, kind.score_cap)
         slopes = kind.slopes[heads.q_start : heads.q_stop]
-        core = factory.core_attention(heads.kv_heads, d, e, window=kind.window, rule=rule, slopes=slopes)
-        self.attend = core.in_chunks(kind.chunk)
+        rules = {"window": kind.window, "chunk": kind.chunk, "rule": rule, "slopes": slopes}
+        self.attend = factory.core_attention(heads.kv_heads, d, e, **rules)
         scaled = rows_of_heads(name, d, total // groups, bias=kind.qkv_bias)
         self.largest = factory.largest_logits(number, total, range(heads.q_start, heads.q_stop), groups, scaled)
         self.q_norm = self.k_norm = None

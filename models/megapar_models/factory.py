@@ -195,7 +195,7 @@ class Factory:
     def core_attention(self, kv_heads: Sequence[int], key_width: int, value_width: int, **rules: Any) -> CoreAttention:
         """softmax(q k^T / sqrt(key_width)) v. `kv_heads` has the local k/v head of each query head.
 
-        `rules` are window, rule of scores and slopes of `CoreAttention`.
+        `rules` are window, chunk, rule of scores and slopes of `CoreAttention`.
         """
         sharding = self.sharding
         of = (sharding.cp, self.cp_attention, kv_heads, self.kernels, sharding.device, key_width, value_width)

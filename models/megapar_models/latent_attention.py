@@ -109,9 +109,8 @@ class LatentAttention(nn.Module):
         local = range(tp.rank * self.heads, (tp.rank + 1) * self.heads)
         self.own_heads = slice(local.start, local.stop)
         self.largest = factory.largest_logits(number, total, local, total, scaled)
-        scores = ScoreRule(kind.attention_scale)
-        attend = factory.core_attention(range(self.heads), q_width, rule.value_width, window=kind.window, rule=scores)
-        self.attend = attend.in_chunks(kind.chunk)
+        rules = {"window": kind.window, "chunk": kind.chunk, "rule": ScoreRule(kind.attention_scale)}
+        self.attend = factory.core_attention(range(self.heads), q_width, rule.value_width, **rules)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""

@@ -76,7 +76,6 @@ _NUMBERS = (
     *("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "norm_epsilon", "rms_norm_eps", "logit_scale"),
     *("logits_scaling", "moe_norm_min", "partial_rotary_factor", "query_pre_attn_scalar", "rope_local_base_freq"),
     *("rotary_emb_base", "rotary_pct", "routed_scaling_factor", "router_aux_loss_coef"),
-    *("router_jitter_noise", "swiglu_alpha", "swiglu_limit"),
     *("moe_routed_scaling_factor", "moe_router_logit_softcapping"),
     *("attention_value_scale", "layernorm_epsilon", "swa_rope_theta", "moe_router_scaling_factor"),
     "block_ffn_dim_multiplier",
