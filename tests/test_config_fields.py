@@ -37,6 +37,24 @@ COMMAND_R7B = {
     **{"transformers_version": "4.48.0.dev0", "use_embedding_sharing": True, "use_gated_activation": True},
     **{"use_parallel_block": True, "use_parallel_embedding": True, "use_qk_norm": False, "vocab_size": 256000},
 }
+# Objects with what releases before 4.40 wrote into any of them.
+_IN_OBJECTS = {
+    **{"return_dict": True, "output_hidden_states": False, "torch_dtype": None, "tie_word_embeddings": True},
+    **{"max_length": 20, "temperature": 1.0, "top_k": 50, "top_p": 1.0, "id2label": {"0": "LABEL_0", "1": "LABEL_1"}},
+    "model_type": "",
+}
+DBRX = {
+    **{"model_type": "dbrx", "architectures": ["DbrxForCausalLM"], "d_model": 6144, "emb_pdrop": 0.0},
+    "attn_config": {**_IN_OBJECTS, "attn_pdrop": 0, "clip_qkv": 8, "kv_n_heads": 8, "rope_theta": 500000},
+    "ffn_config": {
+        **{**_IN_OBJECTS, "ffn_act_fn": {"name": "silu"}, "ffn_hidden_size": 10752, "moe_num_experts": 16},
+        **{"moe_top_k": 4, "moe_jitter_eps": 0, "moe_loss_weight": 0.05, "moe_normalize_expert_weights": 1},
+        "uniform_expert_assignment": False,
+    },
+    **{"initializer_range": 0.02, "max_seq_len": 32768, "n_heads": 48, "n_layers": 40, "resid_pdrop": 0.0},
+    **{"output_router_logits": False, "router_aux_loss_coef": 0.05, "tie_word_embeddings": False},
+    **{"torch_dtype": "bfloat16", "transformers_version": "4.39.2", "use_cache": True, "vocab_size": 100352},
+}
 GEMMA_2_9B = {
     **{"model_type": "gemma2", "architectures": ["Gemma2ForCausalLM"], "attention_bias": False},
     **{"attention_dropout": 0.0, "attn_logit_softcapping": 50.0, "bos_token_id": 2, "cache_implementation": "hybrid"},
@@ -89,7 +107,7 @@ def preset(name: str) -> Any:
     ("name", "file"),
     [
         *(("command-r7b", COMMAND_R7B), ("gemma-2-9b", GEMMA_2_9B), ("phi-4-mini", PHI_4_MINI)),
-        ("qwen3.5-0.8b", QWEN3_5_0_8B),
+        *(("qwen3.5-0.8b", QWEN3_5_0_8B), ("dbrx", DBRX)),
     ],
 )
 def test_a_published_file_with_fields_that_nobody_reads_is_its_preset(name: str, file: dict[str, Any]) -> None:
@@ -194,6 +212,21 @@ def test_a_base_that_only_the_unread_field_has_is_refused(kind: str) -> None:
     said = r"rope_parameters has rope_theta=1000000.0, and rope_scaling, .* has none: add it to rope_scaling, or"
     with pytest.raises(ConfigError, match=said):
         model_of({"model_type": kind, **fields, "rope_parameters": PLAIN, "rope_scaling": YARN})
+
+
+def test_the_base_of_dbrx_is_that_of_its_own_code(tmp_path: Path) -> None:
+    """Fault base-in-an-object: transformers reads rope_parameters alone, which no published file has."""
+    case = TYPES["dbrx"]
+    random_model(case.model_type, case.fields).save_pretrained(tmp_path / "theirs")
+    path = tmp_path / "theirs/config.json"
+    file = json.loads(path.read_text())
+    del file["rope_parameters"]
+    path.write_text(json.dumps(file))
+    assert model_of(file).rope_theta == 700.0
+    (line,) = warnings_of(file)
+    assert line.startswith("config.json: rope_theta=700.0 of attn_config is used, as the model's own code does;")
+    hf_to_native(HfToNative(tmp_path / "theirs", tmp_path / "native"))
+    assert not warnings_of(config_of(case.model_type, case.fields))
 
 
 # Values of other types

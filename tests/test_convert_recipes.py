@@ -74,6 +74,20 @@ def test_rows_of_q_k_and_v_below_each_other() -> None:
     assert torch.equal(ours["layers.3.attention.q.bias"], stored["h.3.qkv.bias"][: 6 * D])
 
 
+def test_experts_below_each_other_in_one_matrix() -> None:
+    """As DBRX has them, whose last matrix is transposed."""
+    shapes = {}
+    for expert in range(11):
+        shapes[f"layers.3.mlp.experts.{expert}.gate.weight"] = (D, H)
+        shapes[f"layers.3.mlp.experts.{expert}.down.weight"] = (H, D)
+    modules = {f"layers.*.mlp.experts.*.{ours}.weight": f"h.*.{w}" for ours, w in (("gate", "w1"), ("down", "w2"))}
+    layouts = {"h.*.w1": Packing(joined=True), "h.*.w2": Packing(joined=True, transposed=True)}
+    stored = {"h.3.w1": torch.randn(11 * D, H), "h.3.w2": torch.randn(11 * D, H)}
+    ours = there_and_back(stored, recipes(shapes, modules, layouts))
+    assert torch.equal(ours["layers.3.mlp.experts.10.gate.weight"], stored["h.3.w1"][-D:])
+    assert torch.equal(ours["layers.3.mlp.experts.2.down.weight"], stored["h.3.w2"][2 * D : 3 * D].t())
+
+
 @pytest.mark.parametrize(("kv", "groups"), [(2, "num_key_value_heads"), (6, "num_attention_heads")])
 def test_q_k_and_v_of_each_group_of_heads(kv: int, groups: str) -> None:
     """As Falcon has them, three query heads to a key; and as GPT-NeoX has them, one."""

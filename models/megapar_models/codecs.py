@@ -1,6 +1,6 @@
 """Codecs of a config.json for what many families share: dropouts, options of one value, fields that never differ."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,12 @@ from megapar_models.family import Codec, Raw
 GELUS = {"gelu": "gelu", "gelu_new": "gelu_pytorch_tanh", "gelu_fast": "gelu_pytorch_tanh"}
 GELUS |= {"gelu_pytorch_tanh": "gelu_pytorch_tanh", "relu": "relu", "relu2": "relu2", "silu": "silu"}
 """The activations of MLPs without a gate, by their names at Hugging Face."""
+# What transformers writes into any object of a config.json.
+_OF_OBJECTS = (
+    *("id2label", "label2id", "return_dict", "transformers_version", "dtype", "torch_dtype"),
+    *("tie_word_embeddings", "max_length", "num_beams", "num_beam_groups", "temperature", "top_k", "top_p"),
+    *("typical_p", "repetition_penalty", "length_penalty", "num_return_sequences"),
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,12 @@ class Always(Codec):
     def write(self, model: Any, fields: dict[str, Any]) -> None:
         heads = {"num_key_value_heads": model.num_attention_heads} if self.key_per_head else {}
         demand(model, fields["model_type"], **heads, **self.values)
+
+
+def unknown_in(name: str, stated: Raw, known: Collection[str]) -> list[str]:
+    """Return a line for each field of the object `name` of a config.json that is not `known`, unless it is off."""
+    unknown = {field: value for field, value in stated.items() if value and field not in (*known, *_OF_OBJECTS)}
+    return [f"{name}: {field}={value!r} is not known" for field, value in unknown.items()]
 
 
 def demand(model: ModelConfig, model_type: str, **values: Any) -> None:

@@ -55,6 +55,10 @@ class Codec:
         return ()
 
 
+def _no_fields(_: Any) -> Raw:
+    return {}
+
+
 @dataclass(frozen=True)
 class ModelType:
     """One `model_type` of Hugging Face's config.json."""
@@ -73,8 +77,8 @@ class ModelType:
     Its head is `score`, [labels, h], without a bias and on the last token. With one label it is that of
     model.head=score.
     """
-    judged_with: Raw = field(default_factory=dict)
-    """Fields that transformers is given other values of before a conversion is compared with it.
+    judged_with: Callable[[Any], Raw] = _no_fields
+    """Fields that transformers' config is given other values of before a conversion is compared with it.
 
     They are those by which it computes something else than the model's reference.
     """

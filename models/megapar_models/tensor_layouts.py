@@ -16,7 +16,8 @@ class Packing:
     "": all rows are one group. `order` are the last names of ours as they lie in a group, if not in our order.
     `transposed`: the tensor is [in, out], of an expert too. `by_group`: the tensor is [groups, rows
     of a group], such as a norm's weights by heads. `axes` are the numbers of axes of size 1 in front of theirs and
-    behind.
+    behind. `joined`: experts lie below each other in one matrix, [experts * rows, columns], without an axis of their
+    own.
     """
 
     groups: str | int = ""
@@ -24,6 +25,7 @@ class Packing:
     by_group: bool = False
     axes: tuple[int, int] = (0, 0)
     order: tuple[str, ...] = ()
+    joined: bool = False
 
 
 @dataclass(frozen=True)

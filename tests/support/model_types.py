@@ -36,7 +36,8 @@ class ModelTypeCase:
 
     @property
     def has_experts(self) -> bool:
-        return any("experts" in name and value for name, value in self.fields.items())
+        objects = [value for value in self.fields.values() if isinstance(value, dict)]  # DBRX has them in one
+        return any("experts" in name and value for fields in (self.fields, *objects) for name, value in fields.items())
 
     def forms(self) -> list[str]:
         """The names of `FORMS` that mean something for the model, refused or not."""
@@ -78,6 +79,12 @@ HEADS = {**SIZES, "head_dim": 10}  # heads times width is not hidden
 RMS = {**HEADS, "rms_norm_eps": 1e-3}
 UNTIED = {**RMS, "tie_word_embeddings": False}
 LAYER_NORM = {**SIZES, "layer_norm_eps": 1e-3, "attention_bias": True, "tie_word_embeddings": True}
+DBRX: dict[str, Any] = {
+    **{"d_model": 48, "n_layers": 4, "n_heads": 6, "max_seq_len": 64, "vocab_size": VOCABULARY},
+    **{"initializer_range": 0.1, "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}},
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 0.4, "rope_theta": 700.0},
+    "ffn_config": {"ffn_hidden_size": 20, "moe_num_experts": 5, "moe_top_k": 3, "moe_loss_weight": 0.05},
+}
 MIXED = ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"]
 TURNS = ["full_attention", "sliding_attention", "full_attention", "sliding_attention"]
 YARN = {"rope_type": "yarn", "factor": 3.0, "original_max_position_embeddings": 8, "rope_theta": 500.0}
@@ -601,6 +608,24 @@ TYPES: dict[str, ModelTypeCase] = {
         fields={**RMS, "num_local_experts": 5, "router_aux_loss_coef": 0.05},
         layout={"dp": 2, "ep": 2},
         changes=({"num_experts_per_tok": 3},),
+    ),
+    "dbrx": ModelTypeCase(
+        model_type="dbrx",
+        fields=DBRX,
+        layout={"tp": 2, "dp": 2, "ep": 2, "etp": 1},
+        unread=("emb_pdrop", "max_seq_len", "resid_pdrop"),
+        changes=(
+            {"attn_config": {**DBRX["attn_config"], "clip_qkv": 0.2}},
+            {"ffn_config": {**DBRX["ffn_config"], "moe_top_k": 2}},
+            {"ffn_config": {**DBRX["ffn_config"], "moe_normalize_expert_weights": None}},
+            {"ffn_config": {**DBRX["ffn_config"], "ffn_act_fn": {"name": "gelu_pytorch_tanh"}}},
+            {"rope_parameters": {**YARN, "rope_theta": 700.0}},
+        ),
+        refused={
+            "attn_config": {**DBRX["attn_config"], "rope_theta": 500.0},
+            "ffn_config": {**DBRX["ffn_config"], "moe_jitter_eps": 0.01},
+            **{"num_key_value_heads": 4, "tie_word_embeddings": True},
+        },
     ),
     "qwen3_moe": ModelTypeCase(
         model_type="qwen3_moe",

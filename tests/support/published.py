@@ -140,8 +140,10 @@ class Published:
         stage, state = state_of(config, self.stage)
         groups: dict[bool, list[Tensor]] = {True: [], False: []}
         for name, param in self.theirs.named_parameters():
-            # Matrices and embeddings decay; norms, biases, sinks and A_log do not, also with two axes or more.
-            groups[param.ndim > 1 and not re.search("norm|bias|A_log", name)].append(param)
+            # Matrices and embeddings decay; norms, biases, sinks and A_log do not, also with two axes or more. The name
+            # of a module above (DBRX's norm_attn_norm) says nothing.
+            own = ".".join(name.split(".")[-2:])
+            groups[param.ndim > 1 and not re.search("norm|bias|A_log", own)].append(param)
         rates = [{"params": params, "weight_decay": ADAMW.weight_decay * decays} for decays, params in groups.items()]
         before = {name: param.detach().clone() for name, param in self.theirs.named_parameters()}
         theirs = torch.optim.AdamW(rates, lr=ADAMW.lr, betas=ADAMW.betas, eps=ADAMW.eps)

@@ -40,6 +40,7 @@ _COUNTS = (
 # Others are divided by these.
 _SIZES = (
     *("hidden_size", "n_embd", "d_model", "vocab_size", "num_attention_heads", "n_head", "n_heads", "num_heads"),
+    "kv_n_heads",
     *("attention_heads", "max_position_embeddings", "max_seq_len", "seq_length"),
     *("n_positions", "original_max_position_embeddings"),
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
@@ -77,6 +78,7 @@ _NUMBERS = (
     *("logits_scaling", "moe_norm_min", "partial_rotary_factor", "query_pre_attn_scalar", "rope_local_base_freq"),
     *("rotary_emb_base", "rotary_pct", "routed_scaling_factor", "router_aux_loss_coef"),
     *("moe_routed_scaling_factor", "moe_router_logit_softcapping"),
+    *("softmax_scale", "moe_jitter_eps", "moe_loss_weight", "moe_normalize_expert_weights"),
     *("attention_value_scale", "layernorm_epsilon", "swa_rope_theta", "moe_router_scaling_factor"),
     "block_ffn_dim_multiplier",
     *("router_jitter_noise", "swiglu_alpha", "swiglu_limit", "mamba_expand", "expand"),
@@ -106,6 +108,9 @@ _FLAGS = (
     *("use_moe", "use_head_wise_attn_gate", "use_moe_router_bias", "norm_expert_weight", "zero_centered", "sink"),
 )
 
+# Objects of options that other files have beside the others.
+_OBJECTS = ("attn_config", "ffn_config")
+
 KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(_TEXTS, TEXT),
     **dict.fromkeys(_COUNTS, _COUNTED),
@@ -134,7 +139,8 @@ KINDS: Mapping[str, Kind] = {
     **dict.fromkeys(("rope_parameters", "rope_scaling", "quantization_config", "text_config"), OBJECT),
     "dual_chunk_attention_config": OBJECT,
     "linear_attn_config": OBJECT,
-    "attn_config": OBJECT,
+    **dict.fromkeys(_OBJECTS, OBJECT),
+    "ffn_act_fn": OBJECT,
     "sliding_window_pattern": either(WHOLE, TEXT),
     "moe_layer_freq": either(WHOLE, NUMBERS),
     **dict.fromkeys(("moe_intermediate_size", "moe_topk", "num_shared_expert"), either(WHOLE, NUMBERS)),
@@ -154,6 +160,9 @@ _OF_ROPE: Mapping[str, Kind] = {
 def wrong_kinds(file: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each field of a config.json with a value of another kind, also of its rotary parameters."""
     yield from problems(file, KINDS)
+    for name in _OBJECTS:
+        if isinstance(file.get(name), Mapping):
+            yield from (f"{name}: {line}" for line in problems(file[name], KINDS))
     for name in ("rope_parameters", "rope_scaling"):
         rope = file.get(name)
         if not isinstance(rope, Mapping):

@@ -57,7 +57,7 @@ def transformers_reference(folder: Path) -> Reference:
     # Left at None, transformers would ask at the terminal whether to run code of the folder.
     how: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
     config = AutoConfig.from_pretrained(folder, **how)
-    for field, value in known_type(config.model_type).judged_with.items():
+    for field, value in known_type(config.model_type).judged_with(config).items():
         setattr(config, field, value)
     how["config"] = config
     if "/" in str(config._attn_implementation):  # a file that names a kernel of a hub is no reason to run one

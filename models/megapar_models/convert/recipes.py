@@ -24,7 +24,8 @@ class TensorPart(NamedTuple):
     """One of our tensors within one of theirs: the rows from `first` on of each group, of one expert or of all.
 
     `rows` is the number of rows of one group, over all of its parts. If ours is several of theirs, this is the part of
-    ours in one of them: `shape` is that of the part, and `start` its first row in ours.
+    ours in one of them: `shape` is that of the part, and `start` its first row in ours. `within` are the rows of theirs
+    with the expert of ours, if experts lie below each other in one matrix; then `expert` is None.
     """
 
     name: str
@@ -38,6 +39,7 @@ class TensorPart(NamedTuple):
     pairs: Pairs | None
     start: int = 0
     axes: tuple[int, int] = (0, 0)
+    within: slice | None = None
 
     @property
     def box(self) -> Box:
@@ -55,6 +57,8 @@ class TensorPart(NamedTuple):
         before, behind = self.axes
         for axis in (*(0,) * before, *(-1,) * behind):
             theirs = theirs.select(axis, 0)
+        if self.within is not None:
+            theirs = theirs[self.within]
         matrix = theirs.t() if self.transposed else theirs
         by_group = matrix if self.by_group else matrix.unflatten(0, (self.groups, self.rows))
         return by_group[:, self.first : self.first + self.shape[0] // self.groups]
@@ -181,10 +185,13 @@ def _recipe(
         if any(tensor[1][0] % groups for tensor in members):
             raise ConfigError(f"{target}: rows {[tensor[1][0] for tensor in members]} do not divide by {groups} groups")
         first = 0
+        index, within = number if expert else None, None
+        if layout.joined:
+            high = members[0][1][1] if transposed else rows
+            index, within = None, slice(number * high, (number + 1) * high)
         for name, size, _ in members:
-            index = number if expert else None
-            form = (transposed, layout.by_group, pairs_of(name, pairs))
-            parts.append(TensorPart(name, size, first, rows // groups, groups, index, *form, axes=layout.axes))
+            form = (transposed, layout.by_group, pairs_of(name, pairs), 0, layout.axes, within)
+            parts.append(TensorPart(name, size, first, rows // groups, groups, index, *form))
             first += size[0] // groups
         shape = (rows, *members[0][1][1:])
         if layout.by_group:
@@ -194,7 +201,9 @@ def _recipe(
         before, behind = layout.axes
         shape = (*(1 for _ in range(before)), *shape, *(1 for _ in range(behind)))
         experts += bool(expert)
-    if experts:
+    if layout.joined:
+        shape = (experts * shape[0], *shape[1:])
+    elif experts:
         shape = (experts, *shape)
     return Recipe(shape, tuple(parts))
 

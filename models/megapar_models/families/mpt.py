@@ -10,7 +10,7 @@ from typing import Any
 from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION, ModelConfig
 from megapar.config.options import Config
-from megapar_models.codecs import Always, Dropouts, Written
+from megapar_models.codecs import Always, Dropouts, Written, unknown_in
 from megapar_models.families.bloom import FourTimes, slopes_of
 from megapar_models.families.gpt_neox import GPT_NEOX
 from megapar_models.family import Codec, Family, ModelType, Raw, like
@@ -53,12 +53,6 @@ def _problems(config: Config, model: MPTModel) -> Iterator[str]:
 _FIXED_ATTENTION = {"attn_type": "multihead_attention", "prefix_lm": False, "qk_ln": False}
 _FIXED_ATTENTION |= {"attn_uses_sequence_id": False, "alibi": True, "alibi_bias_max": 8}
 _FIXED = {"no_bias": True, "logit_scale": None, "embedding_fraction": 1.0, "expansion_ratio": 4}
-# What transformers writes into any object of a config.json.
-_OF_OBJECTS = (
-    *("attn_impl", "attn_pdrop", "id2label", "label2id", "return_dict", "transformers_version", "dtype", "torch_dtype"),
-    *("tie_word_embeddings", "max_length", "num_beams", "num_beam_groups", "temperature", "top_k", "top_p"),
-    *("typical_p", "repetition_penalty", "length_penalty", "num_return_sequences"),
-)
 
 
 class _Attention(Codec):
@@ -70,11 +64,11 @@ class _Attention(Codec):
         for name, value in stated.items():
             if name in _FIXED_ATTENTION and value != _FIXED_ATTENTION[name]:
                 problems.append(f"attn_config: {name}={value!r} is not supported; {_FIXED_ATTENTION[name]!r} is")
-            elif name in ("clip_qkv", "softmax_scale"):
-                if value is not None and (type(value) not in (int, float) or not value > 0):
-                    problems.append(f"attn_config: {name}={value!r} should be a number above 0, or null")
-            elif value and name not in (*_FIXED_ATTENTION, *_OF_OBJECTS):  # what is off changes nothing
-                problems.append(f"attn_config: {name}={value!r} is not known")
+            elif name in ("clip_qkv", "softmax_scale") and value is not None and value <= 0:
+                problems.append(f"attn_config: {name}={value!r} should be a number above 0, or null")
+        problems += unknown_in(
+            "attn_config", stated, ("attn_impl", "attn_pdrop", "clip_qkv", "softmax_scale", *_FIXED_ATTENTION)
+        )
         if stated.get("attn_pdrop"):
             problems.append(f"attn_config: attn_pdrop={stated['attn_pdrop']} is not supported; 0 is")
         if raw.get("norm_type", "layernorm") not in ("layernorm", "low_precision_layernorm"):

@@ -175,7 +175,7 @@ NEMOTRON_H = Family(
     options=NemotronHModel,
     hugging_face=like(
         LLAMA,
-        model_types={"nemotron_h": ModelType("NemotronHForCausalLM", fixed=_FIXED, judged_with=JUDGED_WITH)},
+        model_types={"nemotron_h": ModelType("NemotronHForCausalLM", fixed=_FIXED, judged_with=lambda _: JUDGED_WITH)},
         codecs=(_Pattern(), _EXPERTS, _MAMBA, Dropouts(("hidden_dropout",)), Written({"mlp_bias": False})),
         modules={
             "embedding": "backbone.embeddings",
