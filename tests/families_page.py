@@ -67,6 +67,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "weighted_inputs": "experts whose inputs are multiplied by their weights",
         "expert_latent": "experts in a latent width",
         "averages_shared": "the mean of experts and shared expert",
+        "sub_norms": "norms of what the last matrix of a branch reads",
     },
     Ends: {
         "embedding_norm": "a norm of embeddings",

@@ -24,7 +24,7 @@ from megapar.tensor_parallel.layers import Columns
 from megapar_models.factory import Factory
 from megapar_models.forward import DropoutSite, ForwardContext, dropout_use
 from megapar_models.layer_kind import LayerKind
-from megapar_models.qk_norm import make_qk_norm
+from megapar_models.qk_norm import make_qk_norm, make_sub_norm
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,7 @@ class Attention(nn.Module):
         if kind.qk_norm:
             self.q_norm = make_qk_norm(replace(columns[0], name=f"{name}.q_norm", blocks=()), d, kind, factory)
             self.k_norm = make_qk_norm(replace(columns[1], name=f"{name}.k_norm", blocks=()), d, kind, factory)
+        self.sub_norm = make_sub_norm(name, total * e, kind.norm, factory) if kind.sub_norms else None
         self.sinks = None
         if kind.sinks:
             piece = make_piece(f"{name}.sinks", (total,), {0: (heads.q_start, heads.q_stop)})
@@ -133,7 +134,7 @@ class Attention(nn.Module):
         """Map [s or s/tp, b, h] to the same shape. s/tp is the length under sequence parallelism."""
         qkv_sbc = self.qkv(x_sbh, context.tokens)
         y_sbc = recompute.run(context.recomputes_attention, self._core, qkv_sbc, context)
-        return self.out(y_sbc, context.tokens)
+        return self.out(y_sbc if self.sub_norm is None else self.sub_norm(y_sbc), context.tokens)
 
     def _core(self, qkv_sbc: Tensor, context: ForwardContext) -> Tensor:
         """The attention between the projections: [s, b, c] to [s, b, n * e]. Selective recomputation repeats it."""

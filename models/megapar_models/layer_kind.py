@@ -179,6 +179,11 @@ class LayerKind:
     """The bound of the shared expert's activation. None: as `activation_limit`."""
     expert_latent: int = 0
     """The width that experts read and write, between two projections of their own. 0: that of the model."""
+    sub_norms: bool = False
+    """Norms of what the last matrix of attention and of the MLP reads, over its whole width (Sub-LN, arXiv 2210.06423).
+
+    For mixer "attention" and mlp "dense". tp ranks sum the squares of their parts.
+    """
 
     def __post_init__(self) -> None:
         if "none" in (self.mixer, self.mlp) and (self.mixer == self.mlp or self.parallel != "no"):
@@ -189,6 +194,8 @@ class LayerKind:
             raise ValueError("LayerKind.slopes, score_cap: no model says which of them comes first")
         if self.head_sizes is not None and (self.mixer == "none" or isinstance(self.mixer, MixerRule)):
             raise ValueError("LayerKind.head_sizes, mixer: a rule has sizes of its own, and no mixer has none")
+        if self.sub_norms and (self.mixer != "attention" or self.mlp != "dense"):
+            raise ValueError("LayerKind.sub_norms: mixer attention and mlp dense have them")
         if self.mlp_width and self.mlp in ("mixture", "none"):
             raise ValueError("LayerKind.mlp_width, mlp: the width of experts is that of LayerKind.mixture")
 

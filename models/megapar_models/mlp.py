@@ -34,7 +34,9 @@ from megapar.tensor_parallel.layers import Columns, shared_vector
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
+from megapar_models.norms import NormRule
 from megapar_models.packing import takes_packed
+from megapar_models.qk_norm import make_sub_norm
 
 # The gated activation of each name: SwiGLU and GeGLU (Shazeer, arXiv 2002.05202), and gated squared ReLU (So et al.,
 # arXiv 2109.08668). The names are Hugging Face's, except "auto": the activation of Llama.
@@ -88,7 +90,8 @@ class GatedMLP(nn.Module):
     """down(act(gate x) * up x), with gate and up [width, h] in one matrix, by option with biases.
 
     tp cuts gate and up by their output dimension, and down by its input dimension. `name` is the prefix of the weights'
-    names, such as layers.3.mlp. `activation` is as in `gated_activation`.
+    names, such as layers.3.mlp. `activation` is as in `gated_activation`. `norm` is the rule of a norm of what down
+    reads, over its whole width.
     """
 
     READER = "gate_up"
@@ -102,19 +105,22 @@ class GatedMLP(nn.Module):
         factory: Factory,
         *,
         bias: bool = False,
+        norm: NormRule | None = None,
     ):
         super().__init__()
         tp = factory.sharding.tp
         self.activation = activation
+        self.sub_norm = None if norm is None else make_sub_norm(name, width, norm, factory)
         columns = [Columns.even(f"{name}.gate", width, tp), Columns.even(f"{name}.up", width, tp)]
         self.gate_up = factory.column_parallel(hidden_size, columns, bias=bias)
         self.down = factory.row_parallel(f"{name}.down", width, hidden_size, bias=bias)
-        if takes_packed(self.down) and isinstance(activation, partial) and activation.func in GATED.values():
+        packs = self.sub_norm is None and takes_packed(self.down)
+        if packs and isinstance(activation, partial) and activation.func in GATED.values():
             self.activation = partial(activation, packed=True)
 
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         inner_sbf = recompute.remade(self.activation, self.gate_up(x_sbh, context.tokens))
-        return self.down(inner_sbf, context.tokens)
+        return self.down(inner_sbf if self.sub_norm is None else self.sub_norm(inner_sbf), context.tokens)
 
 
 class DenseMLP(GatedMLP):
@@ -124,7 +130,8 @@ class DenseMLP(GatedMLP):
         activation = gated_activation(kind, model, factory.kernels.activation)
         name = f"layers.{number}.mlp"
         width = kind.width_of_mlp(model)
-        super().__init__(name, model.hidden_size, width, activation, factory, bias=kind.mlp_bias)
+        norm = kind.norm if kind.sub_norms else None
+        super().__init__(name, model.hidden_size, width, activation, factory, bias=kind.mlp_bias, norm=norm)
 
 
 def plain_activation(kind: LayerKind, model: ModelConfig, impl: Implementation) -> Callable[..., Tensor]:

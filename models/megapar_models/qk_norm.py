@@ -1,5 +1,7 @@
 """Norms of queries and keys: over each head, or over all heads together. `LayerKind.qk_norm_over` says which.
 
+`WidthNorm` is also that of what the last matrix of a branch reads (`LayerKind.sub_norms`).
+
 Shapes: s positions, b micro-batch, n this rank's heads, d width of a head.
 """
 
@@ -28,9 +30,16 @@ def make_qk_norm(columns: Columns, head_dim: int, kind: LayerKind, factory: Fact
         return HeadNorm(columns.name, head_dim, rule, factory.sharding, impl)
     if kind.qk_norm_over == "each_head":
         return EachHeadNorm(columns, rule, factory.sharding, impl)
-    if rule.kind != "rms":
-        raise ValueError("qk_norm_over width: only RMSNorm is cut over tp, not LayerNorm")
     return WidthNorm(columns, rule, factory.sharding, impl)
+
+
+def make_sub_norm(branch: str, width: int, rule: NormRule, factory: Factory) -> "WidthNorm":
+    """The norm of what the last matrix of `branch` reads, such as layers.3.mlp: [s, b, columns of this rank].
+
+    Raises ValueError as `WidthNorm` does.
+    """
+    columns = Columns.even(f"{branch}.sub_norm", width, factory.sharding.tp)
+    return WidthNorm(columns, rule, factory.sharding, factory.kernels.norm)
 
 
 class HeadNorm(nn.Module):
@@ -81,12 +90,15 @@ class EachHeadNorm(nn.Module):
 
 
 class WidthNorm(nn.Module):
-    """RMSNorm over all heads together, with a weight [heads * d] (OLMo 2). tp ranks sum their squares."""
+    """RMSNorm over all columns that tp cuts, as over all heads in OLMo 2, with a weight each. Ranks sum their squares.
+
+    Raises ValueError for LayerNorm, and for a norm without a weight.
+    """
 
     def __init__(self, columns: Columns, rule: NormRule, sharding: Sharding, impl: Implementation):
         super().__init__()
-        if not rule.weighted:
-            raise ValueError("qk_norm_over width: a norm with a weight")
+        if rule.kind != "rms" or not rule.weighted:
+            raise ValueError(f"{columns.name}: a norm over the whole width must be RMSNorm with a weight")
         self.rule = rule
         self.impl = impl
         self.size = columns.size
@@ -96,6 +108,7 @@ class WidthNorm(nn.Module):
         self.weight = _weight(columns, rule, sharding)
 
     def forward(self, x_sbnd: Tensor) -> Tensor:
+        """Map [s, b, n, d], or all columns of this rank [s, b, c], to the same shape."""
         x_sbc = x_sbnd.flatten(2)
         if self.tp.size == 1:
             return self.rule.normalize(x_sbc, self.weight, None, self.impl).view_as(x_sbnd)

@@ -76,7 +76,7 @@ NAMES = (
     "mistral4",
     "llama4",
     "bloom",
-    *("mpt", "dbrx"),
+    *("mpt", "dbrx", "bitnet"),
     *("qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"),
     *("jais2", "hyperclovax", "granite_swa", "granitemoe_swa"),
     *(

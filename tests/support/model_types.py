@@ -702,6 +702,22 @@ TYPES: dict[str, ModelTypeCase] = {
         changes=(GELU, {"rope_parameters": YARN}, {"clip_qkv": 0.3}),
         refused={**NO_DROPOUT, "clip_qkv": -0.5},
     ),
+    "bitnet": ModelTypeCase(
+        model_type="bitnet",
+        fields={**SIZES, "rms_norm_eps": 1e-3, "attention_bias": True, "rope_parameters": PLAIN},
+        layout={"tp": 2, "sequence_parallel": True},
+        changes=(GELU, {"rope_parameters": YARN}, EPS, {"hidden_act": "silu"}),
+        refused={**NO_DROPOUT, "quantization_config": {"quant_method": "bitnet"}, "head_dim": 10},
+    ),
+    "bitnet, shared heads": ModelTypeCase(
+        model_type="bitnet",
+        # Squared ReLU of layers behind each other makes ten times as much of what rounding leaves of the first update.
+        fields={
+            **{**SIZES, "num_attention_heads": 6, "num_key_value_heads": 3, "tie_word_embeddings": True},
+            "hidden_act": "silu",
+        },
+        layout={"tp": 2, "pp": 2},
+    ),
     "olmo2": ModelTypeCase(
         model_type="olmo2",
         fields={**RMS, "attention_bias": True},

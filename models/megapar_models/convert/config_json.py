@@ -289,9 +289,14 @@ def _unsupported(raw: Mapping[str, Any], fixed: Mapping[str, Any]) -> Iterator[s
             yield f"{field}={raw[field]!r} is not supported; {value!r} is"
     quantized = raw.get("quantization_config")
     if quantized is not None and _quantization(quantized) not in _QUANTIZATIONS:
-        yield f"quantization_config={quantized!r} is not supported; fp8 in blocks of 128 x 128 and mxfp4 are"
+        why = _OTHER_MODELS.get(_quantization(quantized)[0], "fp8 in blocks of 128 x 128 and mxfp4 are")
+        yield f"quantization_config={quantized!r} is not supported; {why}"
 
 
+# Methods by which a model is another one than its matrices say.
+_OTHER_MODELS = {
+    "bitnet": "its products round matrices to -1, 0 and 1, and none here does; without it the model is another one"
+}
 _QUANTIZATIONS = (("fp8", (BLOCK, BLOCK)), ("mxfp4", ()))
 
 

@@ -254,7 +254,6 @@ OTHER_TENSORS: Mapping[str, str] = {
     "self_attn.lambda_": "differential attention",
     "self_attn.softmax_offset": "an offset in the softmax of scores",
     **dict.fromkeys(("input_residual", "post_attention_residual", "post_mlp_residual", "input_hidden"), _FACTORS),
-    **dict.fromkeys(("self_attn.attn_sub_norm", "mlp.ffn_sub_norm"), "a norm in front of a branch's last matrix"),
     **dict.fromkeys(("encoder_hash", "local_encoder", "local_decoder", "global_transformer", "patch"), _BYTES),
     "cross_attn": _OTHER_SEQUENCE,
     "segment_embedding": "embeddings of segments",
@@ -284,6 +283,9 @@ TENSORS_BY_HAND: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(
         ("self_attn.gate_proj", "self_attn.g_proj", "self_attn.linear_gate", "attn.gate_attn", "self_attn.gate_bias"),
         ("a gate on attention's output", "qwen3_next"),
+    ),
+    **dict.fromkeys(
+        ("self_attn.attn_sub_norm", "mlp.ffn_sub_norm"), ("a norm in front of a branch's last matrix", "bitnet")
     ),
     "linear_attn": ("a gated delta net", "qwen3_5"),
     **dict.fromkeys(("project_in", "project_out"), ("embeddings of another width than the layers", "opt")),
