@@ -206,7 +206,7 @@ MISSING: Mapping[str, str] = {
     **dict.fromkeys(("activation_sparsity",), "an activation of the largest numbers alone"),
     **dict.fromkeys(("ngram_", "heads_per_ngram", "split_ngram", "make_ngram", "ple_"), _NGRAMS),
     **dict.fromkeys(("qk_l2_clip",), "a clip of queries and keys"),
-    **dict.fromkeys(("zero_expert_",), "experts of other kinds"),
+    "zero_expert_": "experts that are the identity, and experts added one attention later (a shortcut)",
     **dict.fromkeys(("router_hidden_size",), "a router with layers of its own"),
     **dict.fromkeys(("shared_expert_sink",), "a shared expert that is weighted"),
     **dict.fromkeys(("expert_layer_",), "experts in some layers"),
