@@ -34,7 +34,7 @@ class MambaStage(LlamaStage):
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
         kind = super().layer_kind(model, number)
         rule = Mamba2(4, 10, 2, 7, 4, NormRule(1e-4))
-        return replace(kind, mixer=rule, rotary=None) if number % 2 else kind
+        return replace(kind, mixer=rule, rotary=None, qk_norm=False) if number % 2 else kind
 
 
 FAMILY = replace(LLAMA_FAMILY, name="mamba", stage=MambaStage)

@@ -232,7 +232,8 @@ def test_a_draft_names_the_fields_of_its_experts(tmp_path: Path) -> None:
     assert (experts.shared, experts.dense) == ("n_shared_experts", ("first_k_dense_replace",))
     assert experts.always == {"scoring_func": "sigmoid", "balance": "bias"}
     assert experts.names["n_routed_experts"] == "num_experts"
-    assert experts.kind["router"] == 'replace(router_rule(model.moe), group_score="best_2")'
+    rule = 'replace(router_rule(model.moe), group_score="best_2")'
+    assert experts.kind["router"] == f"None if number in model.moe.mlp_only_layers else {rule}"
 
 
 def test_experts_of_another_form_are_left_to_a_person(tmp_path: Path) -> None:

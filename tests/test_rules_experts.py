@@ -35,12 +35,12 @@ class RulesStage(MixtralStage):
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
         kind = super().layer_kind(model, number)
-        clamped = replace(kind, activation="clamped_swiglu", activation_limit=LIMIT, mlp_bias=True, expert_bias=True)
+        clamped = replace(kind, activation="clamped_swiglu", activation_limit=LIMIT)
         rule = replace(router_rule(model.moe), n_group=4, topk_group=2)
         sigmoid = replace(rule, scoring_func="sigmoid", norm_epsilon=EPSILON, routed_scaling_factor=2.5)
         kinds = [
-            replace(clamped, mlp="dense", mixture=None),
-            replace(clamped, router_bias=True, router_dtype="model"),
+            replace(clamped, mlp="dense", mixture=None, mlp_bias=True),
+            replace(clamped, expert_bias=True, router_bias=True, router_dtype="model"),
             replace(kind, router=replace(rule, group_score="best", zero_other_groups=True, norm_topk_prob=False)),
             replace(kind, router=replace(sigmoid, group_score="best_2"), activation="gelu"),
         ]

@@ -24,6 +24,7 @@ WIDTHS = {"q": 12, "k": 12, "v": 8}
 
 class UnlikeAttention(nn.Module):
     OVER_CP = True
+    READS = frozenset({"rotary"})
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()

@@ -13,7 +13,6 @@ from megapar_models.counts import WholeModel
 from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from megapar_models.families.llama import LlamaStage
 from megapar_models.layer_kind import HeadSizes, LayerKind
-from megapar_models.norms import NormRule
 from megapar_models.reference import Tensors, linear
 from megapar_models.registry import kinds_of, validate
 from megapar_models.rotary import Rotary
@@ -237,12 +236,7 @@ def test_kinds_know_their_first_layers() -> None:
     assert [*kinds_of(tiny_models.config(deep).model).values()] == [0, 1, 2, 3]
 
 
-def test_sizes_of_layers_are_obeyed_or_refused() -> None:
-    norm = NormRule(1e-5)
-    with pytest.raises(ValueError, match="head_sizes"):
-        LayerKind(norm=norm, mixer="none", head_sizes=EVEN)
-    with pytest.raises(ValueError, match="mlp_width"):
-        LayerKind(norm=norm, mlp="mixture", mlp_width=8)
+def test_sizes_of_layers_are_those_of_their_modules() -> None:
     stage = tiny_models.build(tiny_models.config(MODEL), context.single())
     assert [stage.layers[str(number)].attention.value_dim for number in range(4)] == [10, 12, 8, 6]
     assert all(isinstance(stage.layers[str(number)].attention, Attention) for number in range(4))

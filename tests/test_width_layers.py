@@ -76,7 +76,7 @@ class FourKindsStage(LlamaStage):
         kinds = [
             kind,
             replace(kind, window=WINDOW, rotary=local, norms="both", norm=gemma),
-            replace(kind, mixer="tests.test_width_layers:KeysAreValues", rotary=None),
+            replace(kind, mixer="tests.test_width_layers:KeysAreValues", rotary=None, qk_norm=False),
             replace(kind, rotary=None, norms="after"),
         ]
         return kinds[number % 4]

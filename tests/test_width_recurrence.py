@@ -97,7 +97,7 @@ class FadingStage(LlamaStage):
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
         kind = super().layer_kind(model, number)
-        return replace(kind, mixer=FadingRule(), rotary=None) if number % 2 else kind
+        return replace(kind, mixer=FadingRule(), rotary=None, qk_norm=False) if number % 2 else kind
 
 
 FAMILY = replace(LLAMA_FAMILY, name="fading", stage=FadingStage)
@@ -125,7 +125,8 @@ def test_states_pass_over_the_ranks_of_a_sample(sizes: dict[str, object]) -> Non
 class ForgetfulStage(LlamaStage):
     @classmethod
     def layer_kind(cls, model: ModelConfig, number: int) -> LayerKind:
-        return replace(super().layer_kind(model, number), mixer=f"{__name__}:Fading", rotary=None)
+        kind = super().layer_kind(model, number)
+        return replace(kind, mixer=f"{__name__}:Fading", rotary=None, qk_norm=False)
 
 
 FORGETFUL = replace(LLAMA_FAMILY, name="forgetful", stage=ForgetfulStage)

@@ -23,7 +23,7 @@ from megapar.declare.params import make_piece
 from megapar.tensor_parallel.layers import Columns
 from megapar_models.factory import Factory
 from megapar_models.forward import DropoutSite, ForwardContext, dropout_use
-from megapar_models.layer_kind import LayerKind
+from megapar_models.layer_kind import OF_ATTENTION, LayerKind
 from megapar_models.qk_norm import make_qk_norm, make_sub_norm
 
 
@@ -80,6 +80,7 @@ class Attention(nn.Module):
     """
 
     READER = "qkv"  # of the input, alone: see `megapar_models.packing`
+    READS = OF_ATTENTION
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__()

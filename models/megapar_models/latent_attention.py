@@ -58,6 +58,9 @@ class Latent(MixerRule):
 
     OVER_CP = True
     MEASURES_LOGITS = True
+    READS = frozenset(
+        {"rotary", "window", "chunk", "qkv_bias", "out_bias", "head_gate", "attention_scale", "temperature"}
+    )
 
     def make(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory) -> nn.Module:
         return LatentAttention(self, number, kind, model, factory)

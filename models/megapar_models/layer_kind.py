@@ -58,6 +58,8 @@ class MixerRule(ABC):
     """Whether tokens meet those of other context-parallel ranks. If not, parallel.cp above 1 is refused."""
     MEASURES_LOGITS: ClassVar[bool] = False
     """Whether the module measures its largest logits, as optimizer.qk_clip needs."""
+    READS: ClassVar[frozenset[str]] = frozenset()
+    """Fields of `LayerKind` that the module obeys, beside `READ_BY_LAYERS`. Another one with a value is refused."""
 
     @abstractmethod
     def make(self, number: int, kind: "LayerKind", model: ModelConfig, factory: Factory) -> nn.Module:
@@ -80,7 +82,8 @@ class LayerKind:
     """What mixes tokens: attention of heads, a rule with fields of its own, or MODULE:NAME of a class of your own.
     "none": the layer is its MLP alone.
 
-    Such a class is made as CLASS(number, kind, model, factory). Rules and classes declare what `MixerRule` has.
+    Such a class is made as CLASS(number, kind, model, factory). Rules and classes declare what `MixerRule` has, and a
+    class of an MLP its `READS`.
     """
     mlp: str = "dense"
     """What works on each token: a name in `megapar_models.layer.MLPS`, or MODULE:NAME of a class of your own. "none":
@@ -192,12 +195,8 @@ class LayerKind:
             raise ValueError("LayerKind.weighted_inputs, expert_bias: a bias is no part of what experts read")
         if self.slopes and self.score_cap:
             raise ValueError("LayerKind.slopes, score_cap: no model says which of them comes first")
-        if self.head_sizes is not None and (self.mixer == "none" or isinstance(self.mixer, MixerRule)):
-            raise ValueError("LayerKind.head_sizes, mixer: a rule has sizes of its own, and no mixer has none")
         if self.sub_norms and (self.mixer != "attention" or self.mlp != "dense"):
             raise ValueError("LayerKind.sub_norms: mixer attention and mlp dense have them")
-        if self.mlp_width and self.mlp in ("mixture", "none"):
-            raise ValueError("LayerKind.mlp_width, mlp: the width of experts is that of LayerKind.mixture")
 
     def heads_of(self, model: ModelConfig) -> HeadSizes:
         """The heads of the layer's attention: its own, or those of the model."""
@@ -208,6 +207,21 @@ class LayerKind:
     def width_of_mlp(self, model: ModelConfig) -> int:
         """The width of the layer's MLP: its own, or that of the model."""
         return self.mlp_width or model.intermediate_size
+
+
+READ_BY_LAYERS = frozenset(
+    {"mixer", "mlp", "norm", "norms", "mlp_norms", "parallel", "residual_multiplier", "sizes_from"}
+)
+"""Fields of `LayerKind` that every mixer and MLP may have beside it. Classes name the others in their `READS`."""
+OF_ATTENTION = frozenset(
+    {
+        *("head_sizes", "rotary", "window", "chunk", "qkv_bias", "qkv_clip", "out_bias"),
+        *("qk_norm", "qk_norm_over", "qk_norm_rule", "qk_norm_after_rotary"),
+        *("attention_scale", "score_cap", "slopes", "sinks", "value_factor", "temperature", "attention_dropout"),
+        *("output_gate", "head_gate", "gate_activation", "sub_norms"),
+    }
+)
+"""Those that `megapar_models.attention.Attention` reads."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -126,6 +126,8 @@ class GatedMLP(nn.Module):
 class DenseMLP(GatedMLP):
     """The gated MLP of layer `number`, of the width that `LayerKind.width_of_mlp` says."""
 
+    READS = frozenset({"mlp_width", "mlp_bias", "activation", "activation_limit", "sub_norms"})
+
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         activation = gated_activation(kind, model, factory.kernels.activation)
         name = f"layers.{number}.mlp"
@@ -208,6 +210,8 @@ class UngatedMLP(nn.Module):
 
 class PlainMLP(UngatedMLP):
     """The MLP without gate of layer `number`, of the width that `LayerKind.width_of_mlp` says."""
+
+    READS = frozenset({"mlp_width", "mlp_bias", "activation"})
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
         super().__init__(f"layers.{number}.mlp", kind.width_of_mlp(model), kind, model, factory)

@@ -56,6 +56,14 @@ def balance_rule(moe: MoEConfig) -> BalanceRule:
 class MixtureOfExperts(nn.Module):
     """The sum over a token's experts of weight * expert(token), plus the shared expert's output if there is one."""
 
+    READS = frozenset(
+        {
+            *("mixture", "router", "router_bias", "router_dtype", "activation", "activation_limit"),
+            *("expert_bias", "plain_experts", "averages_shared", "weighted_inputs", "shared_activation_limit"),
+            "expert_latent",
+        }
+    )
+
     place_e: Tensor | None
 
     def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
 from itertools import chain
@@ -23,8 +23,8 @@ from megapar.linear.torch_products import TorchProducts
 from megapar.pipeline.schedules import virtual_stages
 from megapar_models.doors import described
 from megapar_models.family import Family
-from megapar_models.layer import MIXERS
-from megapar_models.layer_kind import LayerKind, MixerRule
+from megapar_models.layer import MIXERS, MLPS
+from megapar_models.layer_kind import READ_BY_LAYERS, LayerKind, MixerRule
 from megapar_models.moe import router_rule
 from megapar_models.objectives import CROSS_ENTROPY, Objective
 from megapar_models.preferences import PREFERENCES
@@ -202,6 +202,7 @@ def _rules(
         yield from _size_problems(config, own)
         yield from _attention_problems(config, own.keys())
         yield from _mixer_problems(config, own.keys())
+        yield from _unread_problems(config, own)
         yield from _clip_problems(config, own.keys())
         yield from _router_problems(config, own.keys())
         if trains:
@@ -280,6 +281,30 @@ def _mixer_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
     for mixer in dict.fromkeys(kind.mixer for kind in kinds):
         if isinstance(mixer, MixerRule):
             yield from mixer.problems(config)
+
+
+def _unread_problems(config: Config, kinds: Mapping[LayerKind, int]) -> Iterator[str]:
+    """Fields of LayerKind with a value that neither the mixer nor the MLP of a layer reads, with the first layer."""
+    found: dict[str, str] = {}
+    for kind, number in kinds.items():
+        mixer = kind.mixer if isinstance(kind.mixer, MixerRule) else _class_of("mixer", kind.mixer, MIXERS)
+        parts = (mixer, _class_of("mlp", kind.mlp, MLPS))
+        reads = READ_BY_LAYERS.union(*(getattr(part, "READS", ()) for part in parts))
+        mixer_name = kind.mixer if isinstance(kind.mixer, str) else type(kind.mixer).__name__
+        for field in fields(kind):
+            value = getattr(kind, field.name)
+            if field.name in reads or value == field.default:
+                continue
+            given = type(value).__name__ if is_dataclass(value) else shown(value)
+            whose = f"neither mixer {mixer_name} nor MLP {kind.mlp} of layer {number} reads the field"
+            text = f"LayerKind.{field.name}={given}: {whose}; leave it out, or name it in READS of one of them"
+            found.setdefault(field.name, problem(config, "model.family", text))
+    yield from found.values()
+
+
+def _class_of(field: str, name: str, known: Mapping[str, type]) -> type | None:
+    """Return the class that a field of LayerKind names, or None for "none". Raises ConfigError for a wrong name."""
+    return None if name == "none" else named(f"LayerKind.{field}", name, known, type)
 
 
 def _mixers(kinds: Set[LayerKind]) -> dict[str, object]:

@@ -31,6 +31,7 @@ class SideBySide(MixerRule):
     of_attention: Factors
 
     OVER_CP = True
+    READS = Attention.READS
 
     def make(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory) -> nn.Module:
         return BothMixers(self, number, kind, model, factory)

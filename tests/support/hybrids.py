@@ -27,7 +27,7 @@ def with_delta(kind: LayerKind, number: int, rules: tuple[GatedDelta, ...]) -> L
     """`kind` with one of the rules in every second layer."""
     if number % 2 == 0:
         return kind
-    return replace(kind, mixer=rules[number // 2 % len(rules)], rotary=None)
+    return replace(kind, mixer=rules[number // 2 % len(rules)], rotary=None, qk_norm=False)
 
 
 class HeadsStage(LlamaStage):

@@ -18,6 +18,7 @@ from megapar_models.family import Raw
 from megapar_models.listed_experts import DENSE, DENSE_FIELDS, SPARSE
 
 _BIAS = "layers.*.mlp.router.bias"
+_IS_DENSE = "number in model.moe.mlp_only_layers"
 _NEEDED = {f"layers.*.mlp.{name}" for name in ("router", "experts.*.gate", "experts.*.up", "experts.*.down")}
 
 
@@ -94,7 +95,9 @@ def read_experts(
     if "n_group" in experts.names.values():
         sigmoid = experts.always["scoring_func"] == "sigmoid"
         score = 'group_score="best_2"' if sigmoid else 'group_score="best", zero_other_groups=True'
-        experts.kind["router"] = f"replace(router_rule(model.moe), {score})"
+        # Layers with a plain MLP read no rule.
+        plain = "" if experts.kind["mlp"] == '"mixture"' else f"None if {_IS_DENSE} else "
+        experts.kind["router"] = f"{plain}replace(router_rule(model.moe), {score})"
     return experts
 
 
@@ -150,5 +153,5 @@ def _read_dense(experts: SketchedExperts, raw: Raw, modules: Mapping[str, str]) 
         experts.decide.append("layers without experts: no field says which (layer_kind)")
     if "layers.*.mlp.gate" not in modules:
         experts.decide.append("layers without experts have an MLP without a gate (layer_kind)")
-    experts.kind["mlp"] = '"dense" if number in model.moe.mlp_only_layers else "mixture"'
-    experts.kind["mixture"] = "None if number in model.moe.mlp_only_layers else model.moe"
+    experts.kind["mlp"] = f'"dense" if {_IS_DENSE} else "mixture"'
+    experts.kind["mixture"] = f"None if {_IS_DENSE} else model.moe"
