@@ -67,27 +67,29 @@ class LagunaStage(Stage[LagunaModel]):
         return replace(kind, mlp="mixture", mixture=model.moe, router=rule)
 
 
+@dataclass(frozen=True, kw_only=True)
 class ExpertsByLayer(RoutedExperts):
-    """DeepSeek-V3's experts with its bias, without groups, in the layers that mlp_layer_types lists."""
+    """A mixture of experts in the layers that mlp_layer_types lists."""
+
+    first_dense: int = 1
+    """How many layers have a plain MLP, in transformers, if mlp_layer_types is absent: the first ones."""
 
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         moe, problems = read_moe(raw, {**self.names, **self.aliases}, self.defaults)
-        types = raw.get("mlp_layer_types")
+        types, layers = raw.get("mlp_layer_types"), raw["num_hidden_layers"]
         if types is None:
-            types = self.usual_types(raw)
-        problems = [*problems, *wrong_mlp_types(types, raw["num_hidden_layers"])]
+            types = ["dense" if number < self.first_dense else "sparse" for number in range(layers)]
         dense = tuple(number for number, kind in enumerate(types) if kind == "dense")
-        moe |= {**self.always, "mlp_only_layers": dense, "balance": "bias"}
-        return {"moe": Qwen3MoeExperts(**moe)}, problems
-
-    def usual_types(self, raw: Raw) -> list[str]:
-        """Return what transformers takes for an absent mlp_layer_types."""
-        return ["dense"] + ["sparse"] * (raw["num_hidden_layers"] - 1)
+        moe |= {**self.always, "mlp_only_layers": dense}
+        if self.has_bias:
+            moe |= {"balance": "bias"}
+        return {"moe": Qwen3MoeExperts(**moe)}, [*problems, *wrong_mlp_types(types, layers)]
 
     def write(self, model: Any, fields: dict[str, Any]) -> None:
         moe, names = model.moe, {*self.names.values()}
         own = {name: getattr(moe, name) for name in names & {"routed_scaling_factor", "n_group", *_SHARED}}
-        refuse_unwritable(model, fields["model_type"], {**self.always, **own}, self.refusals(model), has_bias=True)
+        fixed = {**self.always, **own}
+        refuse_unwritable(model, fields["model_type"], fixed, self.refusals(model), has_bias=self.has_bias)
         fields |= {theirs: getattr(moe, ours) for theirs, ours in self.names.items()}
         dense = moe.mlp_only_layers
         fields["mlp_layer_types"] = ["dense" if n in dense else "sparse" for n in range(model.num_hidden_layers)]

@@ -5,16 +5,13 @@ Its weights are those of Qwen3-MoE (megapar_models.families.qwen3_moe).
 At Hugging Face: mellum. The layer of multi-token prediction is left out.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from megapar.config.options import Config
+from megapar_models.families.laguna import ExpertsByLayer
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
-from megapar_models.families.qwen3_moe import QWEN3_MOE, Qwen3MoeExperts, numbering_problems
-from megapar_models.family import Family, ModelType, Raw, like, same
+from megapar_models.families.qwen3_moe import QWEN3_MOE, Qwen3MoeExperts
+from megapar_models.family import Family, ModelType, like, same
 from megapar_models.layer_kind import LayerKind
-from megapar_models.moe_fields import RoutedExperts, read_moe, wrong_mlp_types
 from megapar_models.rotary_fields import LocalRope
 from megapar_models.windows import LocalRopeModel, Windows, rotary_of, window_of
 
@@ -47,32 +44,14 @@ class MellumStage(MixtralStage[MellumModel]):
         return kind
 
 
-class _Experts(RoutedExperts):
-    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
-        moe, problems = read_moe(raw, {**self.names, **self.aliases}, self.defaults)
-        stated, layers = raw.get("mlp_layer_types"), raw["num_hidden_layers"]
-        types = ["sparse"] * layers if stated is None else stated
-        dense = tuple(number for number, kind in enumerate(types) if kind == "dense")
-        return {"moe": Qwen3MoeExperts(mlp_only_layers=dense, **moe)}, [*problems, *wrong_mlp_types(types, layers)]
-
-    def write(self, model: MellumModel, fields: dict[str, Any]) -> None:
-        super().write(model, fields)
-        dense = model.moe.mlp_only_layers
-        fields["mlp_layer_types"] = [
-            "dense" if number in dense else "sparse" for number in range(model.num_hidden_layers)
-        ]
-
-    def problems(self, config: Config, model: MellumModel) -> Iterator[str]:
-        return numbering_problems(config, model)
-
-
-_EXPERTS = _Experts(
+_EXPERTS = ExpertsByLayer(
     names=same("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob", "router_aux_loss_coef"),
     aliases={"num_local_experts": "num_experts"},
     defaults={
         **{"num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 896, "norm_topk_prob": True},
         "router_aux_loss_coef": 0.001,
     },
+    first_dense=0,
 )
 _ROPES = LocalRope(500000.0, local_theta=10000.0, windows=Windows(1024, keeps_unused=True))
 

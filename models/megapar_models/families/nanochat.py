@@ -8,14 +8,11 @@ At Hugging Face: nanochat.
 
 from dataclasses import dataclass, field, replace
 
-from torch import Tensor
-
 from megapar.config.model_options import OF_FUNCTION
 from megapar.tensor_parallel.cross_entropy import LogitRule
 from megapar_models.codecs import Always, ZeroAsNull
 from megapar_models.families.llama import LLAMA
 from megapar_models.family import Family, ModelType, like, same
-from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary, RotaryModel
@@ -50,11 +47,7 @@ class NanoChatStage(Stage[NanoChatModel]):
 
     @classmethod
     def ends_of(cls, model: NanoChatModel) -> Ends:
-        return Ends(logits=LogitRule(cap=model.final_logit_softcapping))
-
-    def embed(self, context: ForwardContext) -> Tensor:
-        """Token embeddings behind their norm, [s or s/tp, b, h]."""
-        return _norm(self.model).normalize(super().embed(context), None, None, self.factory.kernels.norm)
+        return Ends(embedding_norm=_norm(model), logits=LogitRule(cap=model.final_logit_softcapping))
 
 
 def _norm(model: NanoChatModel) -> NormRule:
