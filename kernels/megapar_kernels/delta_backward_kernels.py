@@ -235,6 +235,12 @@ def _decays(sums_ptr, starts_ptr, column, WIDTH: tl.constexpr, PER_CHANNEL: tl.c
 
 
 @triton.jit
+def _total(vector):  # type: ignore[no-untyped-def]
+    """The sum of a vector, [1]. It is that of a row: triton 3.6 cannot compile a vector's for sm_100."""
+    return tl.sum(vector[None, :], axis=1)
+
+
+@triton.jit
 def input_gradients_kernel(  # type: ignore[no-untyped-def]
     do_ptr, q_ptr, k_ptr, beta_ptr, sums_ptr, starts_ptr, dp_ptr, da_ptr, dx_ptr, u_ptr, states_ptr, dstates_ptr,
     dq_ptr, dk_ptr, dg_ptr, dbeta_ptr, heads, length, chunks, all_heads,
@@ -291,7 +297,7 @@ def input_gradients_kernel(  # type: ignore[no-untyped-def]
         store_tile(dg_ptr + out * WIDTH, dg, token, all_heads * WIDTH, left, column, WIDTH)
     else:
         dq, dk = _of_pairs_of_heads(q, k, dq, dk, dp_ptr, da_ptr, CHUNK)
-        dg = _sums_from_here(tl.sum(dsums, axis=1), CHUNK) + tl.sum(tl.sum(before, axis=0) + dwhole, axis=0)
+        dg = _sums_from_here(tl.sum(dsums, axis=1), CHUNK) + _total(tl.sum(before, axis=0) + dwhole)
         tl.store(dg_ptr + part * all_heads * chunks * CHUNK + first_row + token, dg)
     store_tile(dq_ptr + out * WIDTH, dq, token, all_heads * WIDTH, left, column, WIDTH)
     store_tile(dk_ptr + out * WIDTH, dk, token, all_heads * WIDTH, left, column, WIDTH)
