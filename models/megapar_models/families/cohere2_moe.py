@@ -154,7 +154,7 @@ class _Experts(RoutedExperts):
 _EXPERTS = _Experts(
     names=same("num_experts", "num_experts_per_tok"), defaults={"num_experts": 8, "num_experts_per_tok": 2}
 )
-_FIXED = {"attention_dropout": 0.0, "use_qk_norm": False, "partial_rotary_factor": 1.0}
+_FIXED = {"attention_dropout": 0.0, "use_qk_norm": False, "partial_rotary_factor": 1.0, "use_parallel_block": True}
 _MLP = "model.layers.*.mlp"
 _OF_EXPERTS = QWEN3_MOE.hugging_face
 assert _OF_EXPERTS is not None

@@ -14,7 +14,7 @@ from megapar_models.families.deepseek import SIGMOID, DeepseekExperts, RenamedEx
 from megapar_models.families.exaone4 import Exaone4Windows
 from megapar_models.families.glm4_moe import GLM4_MOE
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
-from megapar_models.family import Family, ModelType, like
+from megapar_models.family import Family, ModelType, Raw, like
 from megapar_models.layer_kind import LayerKind
 from megapar_models.rotary_fields import Rope
 from megapar_models.windows import WindowModel, rotary_in_windows, window_of
@@ -49,7 +49,20 @@ class _Windows(Exaone4Windows):
             raise ConfigError("model.sliding_window=0: exaone_moe of transformers has a window")
 
 
-_EXPERTS = RenamedExperts(
+class _Experts(RenamedExperts):
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        values, problems = super().read(raw, model_type)
+        sparse = raw.get("is_moe_layer")  # in the first published files
+        if problems or sparse is None:
+            return values, problems
+        dense = values["moe"].first_k_dense_replace
+        if sparse != [number >= dense for number in range(raw["num_hidden_layers"])]:
+            text = f"is not supported unless the first {dense} layers alone have no experts"
+            problems = [f"is_moe_layer={sparse!r} {text}"]
+        return values, problems
+
+
+_EXPERTS = _Experts(
     theirs={"num_experts": "n_routed_experts", "num_shared_experts": "n_shared_experts"},
     lists_layers=True,
     defaults={"norm_topk_prob": True, "first_k_dense_replace": 1, "n_shared_experts": 1},
@@ -60,6 +73,7 @@ _EXPERTS = RenamedExperts(
 )
 _WINDOWS = _Windows(4096, every=4, pattern="sliding_window_pattern", keeps_unused=True, needed=True)
 _FIXED = {"attention_dropout": 0.0, "partial_rotary_factor": 1.0, "attention_bias": False, "mlp_bias": False}
+_FIXED |= {"first_last_k_dense_replace": 1}  # in the first published files
 
 EXAONE_MOE = Family(
     name="exaone_moe",

@@ -50,7 +50,8 @@ class _Multipliers(Multipliers):
 
 
 # The published files state dropouts of 0 that no version of the model reads.
-_FIXED = dict.fromkeys(("attention_dropout", "embd_pdrop", "resid_pdrop"), 0.0) | {"partial_rotary_factor": 1.0}
+_DROPOUTS = ("attention_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop", "summary_first_dropout")
+_FIXED = dict.fromkeys(_DROPOUTS, 0.0) | {"partial_rotary_factor": 1.0}
 
 HYPERCLOVAX = Family(
     name="hyperclovax",
@@ -68,5 +69,6 @@ HYPERCLOVAX = Family(
         },
         fields=same("use_post_norm"),
         defaults={"attention_multiplier": None, "use_post_norm": True},
+        without_effect=("end_token_id",),
     ),
 )

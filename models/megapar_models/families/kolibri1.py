@@ -96,6 +96,6 @@ KOLIBRI1 = Family(
         },
         fields={"intermediate_size": None},  # all layers have experts
         defaults={"head_dim": 128},
-        without_effect=("intermediate_size",),
+        without_effect=("head_dtype", "intermediate_size"),
     ),
 )

@@ -53,6 +53,7 @@ _EXPERTS = ExpertsByLayer(
     },
     first_dense=0,
 )
+_FIXED = {"attention_dropout": 0.0, "use_sliding_window": True}
 _ROPES = LocalRope(500000.0, local_theta=10000.0, windows=Windows(1024, keeps_unused=True))
 
 MELLUM = Family(
@@ -63,12 +64,15 @@ MELLUM = Family(
     even_head_dim=True,
     hugging_face=like(
         QWEN3_MOE,
-        model_types={"mellum": ModelType("MellumForCausalLM", fixed={"attention_dropout": 0.0})},
+        model_types={"mellum": ModelType("MellumForCausalLM", fixed=_FIXED)},
         codecs=(_EXPERTS, _ROPES),
         fields=same("attention_bias"),
         defaults={"head_dim": 128, "attention_bias": False},
         ignored=lambda raw: ("mtp.",),
-        # Of the layer of prediction.
-        without_effect=("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+        without_effect=(
+            # Of the layer of prediction.
+            *("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+            "max_window_layers",  # layer_types says which layers have a window
+        ),
     ),
 )

@@ -67,7 +67,7 @@ _DEFAULTS = {"norm_topk_prob": True, "first_k_dense_replace": 0, "n_shared_exper
 # What transformers takes if a config.json has no field about rotary positions.
 _ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 128.0, "original_max_position_embeddings": 8192}
 _ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale_all_dim": 1.0, "mscale": 1.0}
-_FIXED = {"attention_dropout": 0.0, "rope_interleave": True, "mlp_bias": False}
+_FIXED = {"attention_dropout": 0.0, "rope_interleave": True, "mlp_bias": False, "sliding_window": None}
 
 MISTRAL4 = Family(
     name="mistral4",
