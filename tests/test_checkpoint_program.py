@@ -77,16 +77,20 @@ def test_a_damaged_checkpoint_ends_the_program(trained: Path, tmp_path: Path, na
 
 
 def test_a_full_disk_ends_the_program_and_costs_no_older_checkpoint(trained: Path, tmp_path: Path) -> None:
-    """Fault disk-without-space: exit code 7 and one line with path and bytes; files may grow to 200 blocks of 1,024
-    bytes."""
+    """Faults disk-without-space, save-fails-for-a-while: the last save ends the run with exit code 7, and each failure
+    is one line with path and bytes; files may grow to 200 blocks of 1,024 bytes."""
     shutil.copytree(trained / "run", tmp_path / "run")
     program = Path(__file__).parent.parent / "pretrain_scripts/pretrain.py"
     flags = (*TINY, *FEW_LAYERS, "--run_dir", "run", "--train.steps", "7", *ASYNC, "--log.no-tensorboard")
     limited = ["bash", "-c", 'ulimit -f 200; exec "$@"', "bash", sys.executable, str(program), *flags]
     run = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert run.returncode == 7, run.stderr
-    assert run.stderr.startswith("StorageError: checkpoint of step 6 not saved: run/checkpoints/.tmp-step_00000006")
+    (first,) = (line for line in run.stdout.splitlines() if line.startswith("save_failed: "))
+    assert "checkpoint of step 6 not saved: run/checkpoints/.tmp-step_00000006" in first
+    assert "the next save is that of step 7; the newest complete checkpoint is that of step 5, " in first
+    assert run.stderr.startswith("StorageError: checkpoint of step 7 not saved: run/checkpoints/.tmp-step_00000007")
     assert run.stderr.count("\n") == 1
+    assert "bytes needed" in first
     assert "bytes needed" in run.stderr
     names = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir() if path.name[:5] != ".tmp-")
     assert names == ["latest", "step_00000004", "step_00000005"]
@@ -251,10 +255,13 @@ def remove_run_folder(again: bool) -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["deleted", "replaced"])
 def test_a_run_folder_that_is_taken_away_is_noticed_at_the_next_save(tmp_path: Path, again: bool) -> None:
-    """Fault replaced-run-folder: nothing is written into the new folder, for it may be another job's."""
+    """Fault replaced-run-folder: nothing is written into the new folder, for it may be another job's. A deleted one may
+    come back, until the run's last save."""
     ended = program.run(*ONE, "6", cwd=tmp_path, plant=lambda: remove_run_folder(again))
     assert ended.code == 7, ended.out
-    assert "checkpoint of step 4 not saved: run/.lock is not the file that this run locked" in ended.err
+    reason = "not saved: run/.lock is not the file that this run locked"
+    assert f"checkpoint of step {4 if again else 6} {reason}" in ended.err
+    assert (f"save_failed: checkpoint of step 4 {reason}" in ended.out) == (not again)
     assert "Traceback" not in ended.err
     assert not (tmp_path / "run/checkpoints").exists()
     assert (tmp_path / "moved/checkpoints/step_00000002").exists()

@@ -120,7 +120,7 @@ def test_a_mixture_is_tables_of_loads_and_no_chart_for_each_layer(tmp_path: Path
 def test_every_event_of_the_documents_is_a_sentence_and_others_are_listed() -> None:
     table = (program.ROOT / "docs/run-folder.md").read_text().partition("## events.jsonl")[2].partition("## MFU")[0]
     names = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
-    assert len(names) == 12
+    assert len(names) == 13
     for name in names:  # also of a line that has no field
         assert re.fullmatch(r"[A-Z].*", words.tell_event({"event": name}))
         assert "_" not in words.tell_event({"event": name})
@@ -145,6 +145,8 @@ def test_every_event_of_the_documents_is_a_sentence_and_others_are_listed() -> N
         "FP8 loses more in gradient of layers.3.mlp.down: 2.31% flushed to zero, and 0.40% flushed to zero at the "
         "first watch; and in 1 other product, at step 9."
     )
+    failed = {"event": "save_failed", "step": 4, "reason": "checkpoint of step 4 not saved: No space left on device"}
+    assert words.tell_event(failed) == "Checkpoint of step 4 not saved: No space left on device."
     stopped = {"event": "exit", "code": 75, "step": 9, "reason": "SIGTERM"}
     assert words.tell_event(stopped) == "Ended after step 9 with exit code 75: SIGTERM."
 

@@ -139,7 +139,7 @@ REASONS = {"full": errno.ENOSPC, "quota": errno.EDQUOT, "broken": errno.EIO, "re
 
 
 def failing(call: str, number: int) -> Callable[[], None]:
-    """Plant a disk's refusal of a call from the fourth step on, as of a full or broken one."""
+    """Plant a disk's refusal of a call for the checkpoint of the fourth step, as of a full or broken one."""
 
     def plant() -> None:
         real_step = trainer.queue_step
@@ -153,8 +153,8 @@ def failing(call: str, number: int) -> Callable[[], None]:
             return real(*args, **named)
 
         def queue_step(state: Any, *args: Any, **named: Any) -> Any:
-            if state.step == 3:
-                setattr(owner, name, refuse)
+            if state.step in (3, 5):
+                setattr(owner, name, refuse if state.step == 3 else real)
             return real_step(state, *args, **named)
 
         trainer.queue_step = queue_step
@@ -178,7 +178,7 @@ DISKS = [
 
 def check_disk(call: str, reason: str, flags: tuple[str, ...], folder: Path) -> None:
     scene = Scene(folder)
-    flags = (*FLAGS, *flags, "--checkpoint.every", "2", "--train.steps")
+    flags = (*FLAGS, *flags, "--checkpoint.every", "2", "--checkpoint.on_failure", "stop", "--train.steps")
     ended = scene.run(*flags, "6", plant=failing(call, REASONS[reason]))
     assert ended.code == 7, ended.out + ended.err
     (line,) = ended.err.splitlines()
@@ -194,6 +194,19 @@ def check_disk(call: str, reason: str, flags: tuple[str, ...], folder: Path) -> 
     assert not [path for path in scene.checkpoints.iterdir() if path.name.startswith(".")]
 
 
+def check_disk_for_a_while(call: str, reason: str, flags: tuple[str, ...], folder: Path) -> None:
+    scene = Scene(folder)
+    flags = (*FLAGS, *flags, "--checkpoint.every", "2", "--train.steps")
+    ended = scene.run(*flags, "6", plant=failing(call, REASONS[reason]))
+    assert ended.code == 0, ended.out + ended.err
+    (line,) = [line for line in ended.out.splitlines() if line.startswith("save_failed: ")]
+    assert line.startswith("save_failed: checkpoint of step 4 not saved")
+    assert os.strerror(REASONS[reason]) in line
+    steps = scene.check_checkpoints(ended.out)
+    assert steps == ([6, 4, 2] if call == "sync" else [6, 2]), "a checkpoint that has its name stays"
+    assert not [path for path in scene.checkpoints.iterdir() if path.name.startswith(".")]
+
+
 def test_a_quota_that_is_reached_costs_no_older_checkpoint(tmp_path: Path) -> None:
     """Fault disk-without-space."""
     check_disk("shard", "quota", TWO, tmp_path)
@@ -202,8 +215,11 @@ def test_a_quota_that_is_reached_costs_no_older_checkpoint(tmp_path: Path) -> No
 @pytest.mark.slow
 @pytest.mark.parametrize(("call", "reason", "flags"), DISKS, ids=[f"{c}-{r}" for c, r, _ in DISKS])
 def test_sweep_of_disks_that_refuse(call: str, reason: str, flags: tuple[str, ...], tmp_path: Path) -> None:
-    """Faults disk-without-space, broken-disk."""
-    check_disk(call, reason, flags, tmp_path)
+    """Faults disk-without-space, broken-disk, save-fails-for-a-while."""
+    for check in (check_disk, check_disk_for_a_while):
+        path = tmp_path / check.__name__
+        path.mkdir()
+        check(call, reason, flags, path)
 
 
 @pytest.mark.slow

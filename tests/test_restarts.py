@@ -294,7 +294,8 @@ def test_a_faster_tier_that_fails_costs_its_snapshots_alone(
     assert (lost["tier"], again["tier"]) == (name, name)
     assert lost["step"] == 3 if mode != "async" else lost["step"] >= 3
     (line,) = (line for line in ended.out.splitlines() if line.startswith("tier_lost: "))
-    assert "checkpoint of step 3 not saved (rank " in line
+    # In the background the snapshot of the step before may be lost too, if the disk fails before its end.
+    assert re.search(rf"checkpoint of step {'[23]' if mode == 'async' else 3} not saved \(rank ", line)
     assert 4 in [saved["step"] for saved in told(scene, "saved") if saved["tier"] == "shared"]
     # The start after the fault is from the tier that works again. A snapshot that was being written may be lost, and in
     # the background the only one.
@@ -438,7 +439,7 @@ def test_intervals_follow_the_time_of_a_save(tmp_path: Path, monkeypatch: pytest
         clock["now"] = 10.0 * step
         state.step = step
         if made.due(step):
-            made.save(state, stopping=False, ready=lambda: None)
+            list(made.save(state, stopping=False, ready=lambda: None))
             saved.append(step)
     assert saved == [2, 8, 14, 20, 26, 32, 38]
 

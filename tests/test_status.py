@@ -70,6 +70,17 @@ def test_steps_lost_to_faults_and_pauses_are_not_productive(tmp_path: Path) -> N
     assert "  fault     rank 1 on node- [31mb, step 9: CommunicationError: gone x" in status.in_words(found)
 
 
+def test_saves_that_failed_are_counted_since_the_newest(tmp_path: Path) -> None:
+    """Fault save-fails-for-a-while: a checkpoint on a local disk does not mend the run folder."""
+    failed = [event("save_failed", time, step=6, reason="no space") for time in (26, 30)]
+    saved = event("saved", 20, step=4, tier="shared")
+    local = event("saved", 31, step=8, tier="local")
+    write(tmp_path, lines_of(8), [event("start", 0), failed[0], saved, *failed, local], 1)
+    found = look(tmp_path, START + 100)
+    assert (found.saved_step, found.failed_saves) == (8, 2)
+    assert "  failed    2 saves, since the newest in the run folder" in status.in_words(found)
+
+
 def test_the_speed_agrees_with_itself(tmp_path: Path) -> None:
     """The last step took four times as long: tokens a second are those of the median step, too."""
     lines = lines_of(30)

@@ -13,6 +13,7 @@ import tyro
 from megapar_tools.dashboard.status import HEALTHY, Status, look, shown
 
 from megapar.base.errors import DataError
+from megapar.config.messages import counted
 from megapar.launch.reporting import open_streams, reported
 from megapar.system.atomic_files import as_json
 from megapar.system.say import say
@@ -55,6 +56,8 @@ def in_words(status: Status) -> list[str]:
         lines.append(f"  silent    for {_span(status.silent_seconds)}{times}")
     if status.saved_step is not None:
         lines.append(f"  saved     step {status.saved_step}")
+    if status.failed_saves:
+        lines.append(f"  failed    {counted(status.failed_saves, 'save')}, since the newest in the run folder")
     if status.slow_ranks:
         lines.append(f"  slow      rank {', '.join(map(str, status.slow_ranks))}")
     if status.fault:

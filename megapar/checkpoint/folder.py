@@ -96,6 +96,12 @@ class Ownership:
                 "run used it; start again with another --run_dir, or from a checkpoint elsewhere"
             )
 
+    def is_replaced(self) -> bool:
+        """Whether another lock file has the name. A folder that was deleted, or cannot be seen, may come back."""
+        with suppress(OSError):
+            return self._look() not in (self._identity, None)
+        return False
+
     def _look(self) -> tuple[int, int] | None:
         """The device and inode of the lock file, its identity, or None if it is not there."""
         try:

@@ -122,6 +122,7 @@ class Save:
         self._after = after
         self._ready = ready
         self._published = False
+        self._failed = False  # whether `finish` has found a problem of any rank
         self._problem: Problem | None = None
         self._done = Event()  # set when this rank's thread will no longer change the checkpoint
         self._given_up = Event()
@@ -166,6 +167,7 @@ class Save:
         until_all(self._done, self._ctx)
         problems = collectives.gather_json(self._problem, self._ctx.world, self._ctx.device)
         if error := shared_error(problems, StorageError, self._doing):
+            self._failed = True
             on_all_ranks(self._remove_temporary, self._ctx, StorageError, self._doing)
             raise error
         return self._root / folder_name(self.step)
@@ -179,6 +181,8 @@ class Save:
 
         Raises StorageError if `needed` bytes are not free.
         """
+        if self._after is not None and self._after._failed:
+            self._after._remove_temporary()  # a disk that could not be written may have refused this too
         try:
             require_space(self._root, needed)
         except StorageError:

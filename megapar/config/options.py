@@ -368,6 +368,9 @@ class CheckpointConfig:
     async_save: bool = False
     """Train on while a copy of the state is written. Host memory holds up to two copies, of 12 bytes a parameter
     each."""
+    on_failure: Literal["go_on", "stop"] = "go_on"
+    """What to do when a checkpoint cannot be written. go_on: a line and an alert; the run trains on to the next
+    checkpoint, and only a failure of its last one ends it. stop: end the run."""
     keep_last: int = 0
     """Number of complete checkpoints that are kept, the newest ones; 0 means all."""
     keep_every: int = 0

@@ -28,7 +28,7 @@ def on_all_ranks(action: Callable[[], T], ctx: ParallelContext, kind: type[Megap
 
     `action` runs in a thread and calls no collective. It may take longer than launch.timeout_seconds. `doing` says in
     words what failed. If `action` fails on any rank, every rank raises `kind`, and the message names the first of these
-    ranks. If the error of that rank was a NumericError, every rank raises NumericError instead. A single rank runs
+    ranks. If the error of any rank was a NumericError, every rank raises that NumericError instead. A single rank runs
     `action` in this thread, where a signal may interrupt it: KeyboardInterrupt passes.
     """
     task = _Task(action, ctx.device)
@@ -116,18 +116,19 @@ def shared_error(problems: Sequence[Problem | None], kind: type[MegaparError], d
     """Build one exception, the same on all ranks, from the problems of all ranks.
 
     `problems` are in rank order, None for a rank without one. `kind` is the class of the exception. `doing` says in
-    words what failed. Returns None if all ranks succeeded.
+    words what failed. A NumericError of any rank comes before other errors. Returns None if all ranks succeeded.
     """
     failed = [(rank, problem) for rank, problem in enumerate(problems) if problem is not None]
     if not failed:
         return None
-    first, (name, text) = failed[0]
+    # A NumericError keeps its class: a run does not go on after it, nor is the run started again.
+    numeric = NumericError.__name__
+    first, (name, text) = next((item for item in failed if item[1][0] == numeric), failed[0])
     rank_text = ""
     if len(problems) > 1:
         others = f" and {len(failed) - 1} more" if len(failed) > 1 else ""
         rank_text = f" (rank {first}{others})"
-    # A NumericError keeps its class: its exit code tells programs that restart runs not to try again.
-    error_class = NumericError if name == NumericError.__name__ else kind
+    error_class = NumericError if name == numeric else kind
     shared = error_class(f"{doing}{rank_text}: {text}")
     shared.everywhere = True
     return shared

@@ -197,7 +197,7 @@ class LineWriter:
     """Writes lines to a file in their order, in a thread of its own.
 
     A full disk loses lines. The first loss prints a message. The run goes on without the line; only an unsaved
-    checkpoint ends it.
+    last checkpoint ends it.
     """
 
     def __init__(self, path: Path):

@@ -82,6 +82,11 @@ class Watch(Observer):
         if self._speaks and text:
             self.event("tier_back" if works else "tier_lost", text, tier=name, step=step, reason=text)
 
+    def save_failed(self, text: str, step: int) -> None:
+        """Take that a checkpoint of the run folder could not be written, and that the run goes on, in words."""
+        if self._speaks:
+            self.event("save_failed", text, step=step, reason=text)
+
     def event(self, name: str, text: str, **fields: Any) -> None:
         """Print a line, append the event to events.jsonl, and alert."""
         self._say(f"{name}: {text}")

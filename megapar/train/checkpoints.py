@@ -96,20 +96,15 @@ class Saver:
 
         Returns the checkpoints completed since the last call. An asynchronous save returns when the state is copied. If
         two saves are under way already, it first waits for the older one. Rank 0 calls `ready` in another thread before
-        the checkpoint gets its name. Raises StorageError on every rank if this save or an earlier one failed, and
+        the checkpoint gets its name. Raises StorageError on every rank if this save or the older one failed, and
         NumericError if a value is not finite.
         """
-        paths = []
-        if len(self._saves) == _UNDER_WAY:
-            if state.ctx.world.first:
-                text = "step %d: waiting for the checkpoint of step %d, which is still being written"
-                logging.getLogger(__name__).warning(text, state.step, self._saves[0][0].step)
-            paths.append(self._finish())
+        paths = [self.finish()] if self.must_wait(state) else []
         slices = self._slices_to_save(state)
+        header = trainer_state(state)
+        root, keep = self._root, self.tier.keep
         if self.tier.disks:
-            header = trainer_state(state)
-            last = self.tier.keep.last
-            return [by_host.save(self._root, slices, state.ctx, header, self.tier.disks, keep_last=last, ready=ready)]
+            return [by_host.save(root, slices, state.ctx, header, self.tier.disks, keep_last=keep.last, ready=ready)]
         buffer = None
         if self._options.async_save:
             doing = f"checkpoint of step {state.step} not saved"
@@ -117,28 +112,59 @@ class Saver:
             slices, buffer = on_all_ranks(
                 lambda: self._copied(slices, state.ctx.device), state.ctx, StorageError, doing
             )
-        self._last = Save(
-            self._root,
-            slices,
-            state.ctx,
-            trainer_state(state),
-            keep=self.tier.keep,
-            after=self._last,
-            require=self._require,
-            ready=ready,
-        )
+        try:
+            self._last = Save(
+                root, slices, state.ctx, header, keep=keep, after=self._last, require=self._require, ready=ready
+            )
+        except StorageError:
+            if buffer is not None:
+                self._idle.append(buffer)
+            raise
         self._saves.append((self._last, buffer))
         if self._options.async_save:
             return paths
-        return [self._finish()]
+        return [self.finish()]
+
+    def must_wait(self, state: TrainState) -> bool:
+        """Whether a save of `state` must first `finish` the oldest one under way. Then a warning says so."""
+        if len(self._saves) < _UNDER_WAY:
+            return False
+        if state.ctx.world.first:
+            text = "step %d: waiting for the checkpoint of step %d, which is still being written"
+            logging.getLogger(__name__).warning(text, state.step, self._saves[0][0].step)
+        return True
+
+    def under_way(self) -> list[int]:
+        """The steps of the saves that were begun and not finished, oldest first."""
+        return [save.step for save, _ in self._saves]
+
+    def has_ended(self, wait: bool = False) -> bool:
+        """Whether `finish` would return or raise at once; with `wait`, whether a save is under way."""
+        return bool(self._saves) and (wait or self._saves[0][0].ended())
+
+    def finish(self) -> Path:
+        """Wait for the oldest save and free its buffer for the next; returns the checkpoint's folder.
+
+        Raises StorageError on every rank if the save failed.
+        """
+        save, buffer = self._saves.pop(0)
+        if buffer is not None:
+            self._idle.append(buffer)
+        return save.finish()
 
     def completed(self, wait: bool = False) -> Iterator[Path]:
         """Yield the newly completed checkpoints; with `wait`, wait for all of them.
 
         Raises StorageError on every rank if a save failed.
         """
-        while self._saves and (wait or self._saves[0][0].ended()):
-            yield self._finish()
+        while self.has_ended(wait):
+            yield self.finish()
+
+    def is_replaced(self, ctx: ParallelContext) -> bool:
+        """Whether another folder has the name of the run folder now: no later save may write there either."""
+        doing = f"{self._root} not found"
+        found = on_all_ranks(lambda: ctx.world.first and self._owned.is_replaced(), ctx, StorageError, doing)
+        return bool(from_first(found, ctx))
 
     def __enter__(self) -> "Saver":
         return self
@@ -167,13 +193,6 @@ class Saver:
         # Copies to pinned memory are asynchronous: the thread that writes must not read them before they are done.
         device.synchronize(source)
         return copies, buffer
-
-    def _finish(self) -> Path:
-        """Wait for the oldest save and free its buffer for the next; returns the checkpoint's folder."""
-        save, buffer = self._saves.pop(0)
-        if buffer is not None:
-            self._idle.append(buffer)
-        return save.finish()
 
     def _slices_to_save(self, state: TrainState) -> list[Any]:
         """What this rank writes of the optimizer's state and of the fixed tensors."""

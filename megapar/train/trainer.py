@@ -1,10 +1,11 @@
 """The trainer: builds a training state around a model, and runs its steps."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -404,14 +405,15 @@ def _train(run: TrainingRun, watch: Watch) -> str:
                 flight.enter("evaluate")
                 report_validation(state, run.validation_sets, reporter, last)
             flight.enter("save")
-            saved: list[Saved | Lost] = []
+            saved: Iterable[Saved | Lost] = ()
             if saver.due(state.step) or (stop and saves):
                 observers.before_save(state.step)
                 # The lines of the steps before a checkpoint must be on disk when it gets its name: a resumed run goes
                 # on behind them.
                 saved = saver.save(state, stopping=stop and saves, ready=reporter.flush)
-            for one in [*saved, *saver.completed(wait=last or stop)]:
-                _report_saved(run, one, saver.change(one), reporter, watch)
+            # One by one: what was completed or lost is told before the error of a later save ends the run.
+            for one in chain(saved, saver.completed(wait=last or stop)):
+                _report_saved(run, one, saver, reporter, watch)
         state.weights.wait()  # no forward pass follows that would
     reason = _why_stopped(run, saves) if stop else ""
     if state.ctx.world.first:
@@ -420,12 +422,22 @@ def _train(run: TrainingRun, watch: Watch) -> str:
     return reason
 
 
-def _report_saved(run: TrainingRun, saved: Saved | Lost, change: str, reporter: Reporter, watch: Watch) -> None:
-    """Report a completed checkpoint, and the `change` of its tier. A snapshot in memory ends with the job: no news."""
-    watch.tier(saved.tier.name, change, run.state.step, works=isinstance(saved, Saved))
+def _report_saved(run: TrainingRun, saved: Saved | Lost, saver: Savers, reporter: Reporter, watch: Watch) -> None:
+    """Report a completed or lost checkpoint.
+
+    A snapshot in memory ends with the job, so only the changes of this tier are reported.
+    """
+    state = run.state
+    failed = saver.failed
+    change = saver.change(saved)
+    if isinstance(saved, Lost) and saved.tier.name == "shared":
+        watch.save_failed(change, saved.step)
+    else:
+        watch.tier(saved.tier.name, change, state.step, works=isinstance(saved, Saved))
+    if saver.failed != failed:
+        reporter.write({"step": state.step, "failed_saves": saver.failed})
     if isinstance(saved, Lost) or saved.tier.name == "memory":
         return
-    state = run.state
     state.ctx.flight.checkpoint(step_of(saved.path))
     reporter.say(f"step {state.step}/{state.config.train.steps} | saved {saved.path}")
     if state.ctx.world.first:

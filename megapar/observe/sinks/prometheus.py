@@ -27,6 +27,7 @@ _HELP = {
     "mfu": "Model FLOPs a second, as a share of the peak",
     "grad_norm": "Norm of the gradient before clipping",
     "step": "Completed steps",
+    "failed_saves": "Saves to the run folder that have failed since the newest one that did not",
     "last_step_timestamp_seconds": "When the newest step was reported, in seconds since 1970",
 }
 

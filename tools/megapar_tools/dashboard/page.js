@@ -27,6 +27,7 @@ function card(run) {
   const troubles = [];
   if (s.state === "stands still" || s.state === "gone") troubles.push(`no step for ${span(s.silent_seconds)}`);
   if (s.fault && s.state === "failed") troubles.push(`failed: ${s.fault}`);
+  if (s.failed_saves) troubles.push(`${s.failed_saves} save${s.failed_saves === 1 ? "" : "s"} failed since the newest in the run folder`);
   if (s.slow_ranks.length) troubles.push(`slow: rank ${s.slow_ranks.join(", ")}`);
   if (run.error) troubles.push(run.error);
   return make("div", { className: "card run" },

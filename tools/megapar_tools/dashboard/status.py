@@ -47,6 +47,8 @@ class Status:
     silent_seconds: float | None = None
     """Since the newest line of metrics.jsonl, or since the end of a run that is over."""
     saved_step: int | None = None
+    failed_saves: int = 0
+    """Saves to the run folder that have failed since the newest one that did not."""
     restarts: int = 0
     fault: str = ""
     """The newest one: its rank, host and message."""
@@ -192,6 +194,10 @@ def _add_events(status: Status, past: Sequence[Mapping[str, Any]]) -> None:
         if name == "saved":
             step = event.get("step")
             status.saved_step = step if type(step) is int else None  # a text could steer a terminal
+            if event.get("tier") != "local":
+                status.failed_saves = 0
+        elif name == "save_failed":
+            status.failed_saves += 1
         elif name == "fault":
             status.fault = shown(words.tell_fault(event))
         elif name == "straggler" and "rank" in event and event["rank"] not in status.slow_ranks:

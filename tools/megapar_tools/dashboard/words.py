@@ -158,6 +158,11 @@ def _tier(found: Mapping[str, Any]) -> str:
     )
 
 
+def _save_failed(found: Mapping[str, Any]) -> str:
+    why = str(found.get("reason") or "a checkpoint was not saved")
+    return f"{why[:1].upper()}{why[1:]}."
+
+
 def _disk(found: Mapping[str, Any]) -> str:
     free, total = (found.get(key, 0) / 2**30 for key in ("free_bytes", "total_bytes"))
     return f"The disk is nearly full: {free:.1f} of {total:.0f} GiB are free."
@@ -183,6 +188,7 @@ _SENTENCES: dict[str, Callable[[Mapping[str, Any]], str]] = {
     "spike": _spike,
     "straggler": _straggler,
     "stall": _stall,
+    "save_failed": _save_failed,
     "tier_lost": _tier,
     "tier_back": _tier,
     "disk": _disk,
