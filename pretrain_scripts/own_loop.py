@@ -12,8 +12,9 @@ from megapar.launch.rank_process import job
 from megapar.launch.reporting import reported
 from megapar.step.step import train_step
 from megapar.system import environment
-from megapar.train.checkpoints import Saver, lock_run_dir
+from megapar.train.checkpoints import lock_run_dir
 from megapar.train.data import go_on, identity, open_loaders
+from megapar.train.saver import Saver
 from megapar.train.trainer import start
 
 with reported():

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from megapar_models.build import StageBuilder, build_stages, described
 from megapar_models.counts import size_and_flops
+from megapar_models.doors import opened
 from megapar_models.registry import FOR_OPTIONS, named_configs, num_targets, sample_kind, validate
 
 from megapar.comm.flight import Board
@@ -31,7 +32,8 @@ def train_rank(plan: RunPlan, env: Environment, board: Board | None = None) -> N
         limit, on_host = plan.memory_limit(), plan.host_bytes_of_inputs(env.rank)
         with lock_run_dir(run_dir, ctx, process):
             stages = build_stages(config, ctx, allocate=not initializes_by_unit(config))
-            state, notes = start(config, ctx, stages, identity(data, held_out), limit, env, on_host)
+            samples, foreign = identity(data, held_out), opened(config, ctx)
+            state, notes = start(config, ctx, stages, samples, limit, env, on_host, foreign)
             go_on(state, data, held_out)
             model, flops = described(config, ctx.device)
             write_run_header(config, ctx, model, [*balance, *notes], plan.options.to_toml())

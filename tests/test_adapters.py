@@ -27,7 +27,7 @@ from megapar.step.step import train_step
 from megapar.tensor_parallel.columns import Columns
 from megapar.tensor_parallel.layers import ColumnParallelLinear
 from megapar.tensor_parallel.lora import lora_of_columns
-from megapar.train.checkpoints import Saver
+from megapar.train.saver import Saver
 from megapar.train.trainer import start
 from tests.support import adapters, tiny_models
 from tests.support.distributed import run_ranks

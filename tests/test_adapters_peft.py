@@ -22,7 +22,7 @@ from megapar.checkpoint.load import Reader
 from megapar.config.options import AdapterConfig, CheckpointConfig, Config, DataConfig
 from megapar.declare import context
 from megapar.step.step import train_step
-from megapar.train.checkpoints import Saver
+from megapar.train.saver import Saver
 from megapar.train.trainer import start
 from tests.support import adapters
 from tests.support.distributed import run_ranks

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from megapar.base.errors import CheckpointError, StorageError
 from megapar.base.grid import Grid
-from megapar.checkpoint.format import find_complete, logical_boxes, read_manifest
+from megapar.checkpoint.boxes import logical_boxes
+from megapar.checkpoint.format import find_complete, read_manifest
 from megapar.checkpoint.load import Reader, load, load_weights
 from megapar.checkpoint.resume import choose
 from megapar.checkpoint.save import save
@@ -25,7 +26,7 @@ from megapar.config.options import CheckpointConfig, Config, flatten
 from megapar.declare import context
 from megapar.declare.params import make_piece
 from megapar.step.state import TrainState
-from megapar.train.checkpoints import Saver
+from megapar.train.saver import Saver
 from megapar.train.trainer import start
 from tests.support.checkpoints import (
     STATE,

@@ -18,10 +18,11 @@ from megapar.checkpoint import save as saving
 from megapar.checkpoint.format import checkpoint_folders, find_complete, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.checkpoint.save import Save, snapshot, snapshot_bytes
+from megapar.checkpoint.tiers import FOLDER
 from megapar.config.options import CheckpointConfig, Config
 from megapar.declare import context
 from megapar.system import device
-from megapar.train.checkpoints import FOLDER, Saver
+from megapar.train.saver import Saver
 from tests.support.checkpoints import (
     MODEL,
     STATE,

@@ -13,12 +13,13 @@ import torch
 from megapar.base.errors import CheckpointError, NumericError
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.checkpoint.load import load, load_weights, weight_slices
+from megapar.checkpoint.tiers import FOLDER
 from megapar.checkpoint.values import examine
 from megapar.config.options import CheckpointConfig
 from megapar.declare import context
 from megapar.declare.sharding import model_dtype
 from megapar.optimizer.optimizers import Optimizers
-from megapar.train.checkpoints import FOLDER, Saver
+from megapar.train.saver import Saver
 from tests.support import program
 from tests.support.checkpoints import MODEL, STATE, edit_tensor, load_toy, outcome, save_toy, toy_slices
 from tests.support.distributed import run_ranks

@@ -17,9 +17,10 @@ from megapar.checkpoint import folder as folders
 from megapar.checkpoint import save as saving
 from megapar.checkpoint.folder import Keep, check, exclusive, prune, sweep
 from megapar.checkpoint.format import checkpoint_folders, find_complete
+from megapar.checkpoint.tiers import FOLDER
 from megapar.config.options import CheckpointConfig, Config
 from megapar.declare import context
-from megapar.train.checkpoints import FOLDER, lock_run_dir
+from megapar.train.checkpoints import lock_run_dir
 from tests.support.checkpoints import killed_at, load_toy, outcome, save_toy, toy_slices
 from tests.support.distributed import run_ranks
 

@@ -18,15 +18,8 @@ from safetensors.torch import load_file, save_file
 
 from megapar.base.errors import CheckpointError
 from megapar.checkpoint import format as checkpoint_format
-from megapar.checkpoint.format import (
-    StoredChunk,
-    TensorEntry,
-    boxes,
-    find_complete,
-    folder_name,
-    logical_boxes,
-    read_manifest,
-)
+from megapar.checkpoint.boxes import boxes, logical_boxes
+from megapar.checkpoint.format import StoredChunk, TensorEntry, find_complete, folder_name, read_manifest
 from megapar.checkpoint.resume import choose
 from megapar.checkpoint.save import owned_boxes
 from megapar.checkpoint.values import content, sum_of_contents

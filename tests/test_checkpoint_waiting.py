@@ -21,12 +21,13 @@ from megapar.checkpoint.folder import exclusive
 from megapar.checkpoint.format import checkpoint_folders
 from megapar.checkpoint.load import load
 from megapar.checkpoint.save import save
+from megapar.checkpoint.tiers import FOLDER
 from megapar.comm import collectives
 from megapar.config.options import CheckpointConfig
 from megapar.declare import agreement, context
 from megapar.declare.agreement import from_first, on_all_ranks
 from megapar.declare.context import ParallelContext
-from megapar.train.checkpoints import FOLDER, Saver
+from megapar.train.saver import Saver
 from tests.support.checkpoints import cut_slices
 from tests.support.distributed import run_ranks
 from tests.support.small_training import MODEL_CONFIG, make_config, make_state, step

@@ -20,11 +20,11 @@ from megapar.base.errors import StorageError
 from megapar.checkpoint import folder as folders
 from megapar.checkpoint import save as saving
 from megapar.checkpoint.format import checkpoint_folders
+from megapar.checkpoint.tiers import FOLDER
 from megapar.config.options import CheckpointConfig, Config
 from megapar.step.state import TrainState
 from megapar.system import events
 from megapar.train import trainer
-from megapar.train.checkpoints import FOLDER
 from megapar.train.savers import Lost, Saved, Savers
 from tests.support import faults
 from tests.support.checkpoints import files_limited_to, outcome

@@ -22,7 +22,7 @@ from megapar.data.delivery import Delivery
 from megapar.launch import rank_process
 from megapar.observe import metrics
 from megapar.step import evaluation
-from megapar.train import checkpoints, trainer
+from megapar.train import checkpoints, saver, trainer
 from tests.support import faults
 from tests.support.faults import LAYOUTS, RANKS, Scene
 from tests.support.program import Ended
@@ -133,7 +133,7 @@ def plant(case: Case) -> Callable[[], None]:
             "sealed": lambda: after(save, "write_manifest", lambda path, *_: in_save(path, 0)),
             "published": lambda: after(save, "publish", lambda path, *_: in_save(path, 0)),
             "pruning": lambda: before(folders, "_remove", lambda *_: strike(0)),
-            "copying": lambda: before(checkpoints, "snapshot", lambda *_: on_step(2)),
+            "copying": lambda: before(saver, "snapshot", lambda *_: on_step(2)),
             "ending": lambda: before(rank_process, "leave", lambda *_: strike()),
             "loading": lambda: before(checkpoints, "load", lambda *_: strike()),
             "aside": lambda: before(checkpoints, "set_aside", lambda *_: strike(0)),

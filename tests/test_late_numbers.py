@@ -21,6 +21,7 @@ from megapar.base.errors import NumericError
 from megapar.base.grid import Grid
 from megapar.base.precision import LossScale
 from megapar.checkpoint.format import checkpoint_folders
+from megapar.checkpoint.tiers import FOLDER
 from megapar.config.options import CheckpointConfig, Config, LogConfig
 from megapar.data.delivery import Delivery
 from megapar.declare import context
@@ -29,7 +30,6 @@ from megapar.step import step as step_module
 from megapar.step.state import TrainState
 from megapar.step.step import queue_step, train_step
 from megapar.system import device
-from megapar.train.checkpoints import FOLDER
 from megapar.train.data import open_loaders
 from megapar.train.trainer import TrainingRun, start, train
 from tests.support.distributed import rank_device, run_ranks

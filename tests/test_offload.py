@@ -20,8 +20,9 @@ from megapar.step.state import TrainState
 from megapar.step.step import train_step
 from megapar.system.host_memory import available_bytes
 from megapar.system.side_stream import SideStream
-from megapar.train.checkpoints import Saver, find, resume
+from megapar.train.checkpoints import find, resume
 from megapar.train.host_memory import optimizer_bytes, too_small
+from megapar.train.saver import Saver
 from tests.support import program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_state, micro_batches, name

@@ -25,7 +25,8 @@ from megapar.optimizer import owners, table
 from megapar.optimizer.muon import Muon, orthogonalized
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
-from megapar.train.checkpoints import Saver, find, resume
+from megapar.train.checkpoints import find, resume
+from megapar.train.saver import Saver
 from tests.support import program
 from tests.support.cover import Case, Rule, Space, cover
 from tests.support.distributed import run_ranks

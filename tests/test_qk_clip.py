@@ -20,7 +20,8 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import OptimizerConfig
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
-from megapar.train.checkpoints import Saver, find, resume
+from megapar.train.checkpoints import find, resume
+from megapar.train.saver import Saver
 from tests.support import program, tiny_models
 from tests.support.distributed import run_ranks
 from tests.support.grid import (

@@ -28,7 +28,7 @@ from megapar.declare.params import ZEROS, ParamSpec, cut, make_piece
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.step.step import train_step
 from megapar.step.trainable import freeze, freeze_others
-from megapar.train.checkpoints import Saver
+from megapar.train.saver import Saver
 from megapar.train.trainer import start
 from tests.support import close, program
 from tests.support.distributed import run_ranks

@@ -25,6 +25,7 @@ from megapar.base.errors import NumericError, StorageError
 from megapar.base.grid import Grid
 from megapar.base.precision import LossScale, Precision
 from megapar.checkpoint.format import folder_name
+from megapar.checkpoint.tiers import FOLDER
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import CheckpointConfig, Config, LogConfig
 from megapar.declare import context
@@ -35,6 +36,7 @@ from megapar.step.state import TrainState
 from megapar.step.step import count_targets, sum_of_losses, train_step
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
+from megapar.train.saver import Saver
 from megapar.train.trainer import TrainingRun, start, train
 from tests.support import close
 from tests.support.distributed import rank_device, run_ranks
@@ -156,7 +158,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Path], list
 def copy_of_the_checkpoint(folder: Path, target: Path) -> Path:
     """`target`, a run folder left after the step SAVED."""
     name = folder_name(SAVED)
-    shutil.copytree(folder / checkpoints.FOLDER / name, target / checkpoints.FOLDER / name)
+    shutil.copytree(folder / FOLDER / name, target / FOLDER / name)
     lines = (folder / "metrics.jsonl").read_text().splitlines()[: SAVED + 1]  # one more than was saved
     cut_short = lines[-1][:20]
     (target / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines) + cut_short)
@@ -179,8 +181,8 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(finished: tuple[list[Pat
         assert metrics(folder) == metrics(uninterrupted), case
         assert [line["step"] for line in metrics(folder)] == list(range(1, LAST + 1)), case
         assert_bitwise(
-            stored(folder / checkpoints.FOLDER / folder_name(LAST)),
-            stored(uninterrupted / checkpoints.FOLDER / folder_name(LAST)),
+            stored(folder / FOLDER / folder_name(LAST)),
+            stored(uninterrupted / FOLDER / folder_name(LAST)),
             str(case),
         )
 
@@ -191,7 +193,7 @@ def go_on_elsewhere(cases: Sequence[Case], folders: Sequence[Path]) -> list[floa
     for case, folder in zip(cases, folders, strict=True):
         state = started(run_config(case, folder))
         assert state.step == SAVED
-        checkpoints.Saver(state, folder / "again").save(state)
+        Saver(state, folder / "again").save(state)
         data, _ = open_loaders(state.config, state.ctx)
         data.consumed_samples = state.consumed_samples
         losses.append(train_step(state, [batch.to(state.ctx.device) for batch in data.next_step()]).loss)
@@ -213,8 +215,8 @@ def test_a_run_resumes_in_another_layout(finished: tuple[list[Path], list[Any]],
     losses = run_ranks(4, go_on_elsewhere, cases, copies)
     for i, (number, layout) in enumerate(moves):
         name = folder_name(SAVED)
-        saved = stored(folders[number] / checkpoints.FOLDER / name)
-        assert_bitwise(stored(copies[i] / "again" / checkpoints.FOLDER / name), saved, str(layout))
+        saved = stored(folders[number] / FOLDER / name)
+        assert_bitwise(stored(copies[i] / "again" / FOLDER / name), saved, str(layout))
         uninterrupted = metrics(folders[number])[SAVED]["loss"]
         # bf16 rounds logits to 2^-9 of themselves; their mean over all tokens is far better.
         tolerance = 1e-6 if cases[i].precision == "fp32" else 2**-9
@@ -237,7 +239,7 @@ def run_long(case: Case, steps: int, every: int, folder: Path) -> tuple[list[lis
     shown = []
     for step in range(steps + every):
         if step == steps:
-            checkpoints.Saver(state, folder).save(state)
+            Saver(state, folder).save(state)
             state = make_state(config)
             checkpoints.resume(state, folder, checkpoints.find(state.config, folder, state.ctx))
             assert state.step == steps
@@ -483,7 +485,7 @@ def test_a_loss_that_is_not_finite_stops_every_rank_before_the_update(tmp_path: 
     (line,) = (json.loads(text) for text in (tmp_path / "metrics.jsonl").read_text().splitlines())
     assert line["step"] == 2
     assert line["loss"] is None, "JSON has no NaN"
-    assert not list((tmp_path / checkpoints.FOLDER).iterdir()), "nothing is saved"
+    assert not list((tmp_path / FOLDER).iterdir()), "nothing is saved"
 
 
 def full_disk(folder: Path) -> str:
@@ -537,7 +539,7 @@ def overflowing(folder: Path) -> list[Any]:
         shown.append((result.overflowed, result.finite, state.loss_scale.scale, position, state.grads.not_finite()))
         if step == 1:
             state.loss_scale.scale = 2.0**10
-    checkpoints.Saver(state, folder).save(state)
+    Saver(state, folder).save(state)
     again = started(config)
     checkpoints.resume(again, folder, checkpoints.find(again.config, folder, again.ctx))
     return [*shown, again.loss_scale]

@@ -13,12 +13,14 @@ from torch import Tensor
 from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader
+from megapar.checkpoint.tiers import FOLDER
 from megapar.config.options import Config
 from megapar.declare.params import AVERAGE, MAIN
 from megapar.step.evaluation import averaged, evaluate
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
-from megapar.train.checkpoints import FOLDER, Saver, find, resume
+from megapar.train.checkpoints import find, resume
+from megapar.train.saver import Saver
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, Layout, make_state, micro_batches, name
 from tests.support.plans import PARTS

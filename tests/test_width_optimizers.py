@@ -27,6 +27,7 @@ from torch import Tensor
 
 from megapar.base.errors import CheckpointError, ConfigError
 from megapar.checkpoint.format import read_manifest
+from megapar.checkpoint.tiers import FOLDER
 from megapar.comm import collectives
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, OptimizerConfig
@@ -38,7 +39,8 @@ from megapar.optimizer.table import check
 from megapar.optimizer.table import find as find_optimizer
 from megapar.optimizer.visits import UpdateArgs, UpdateShard
 from megapar.step.step import TrainState, train_step
-from megapar.train.checkpoints import FOLDER, Saver, find, resume
+from megapar.train.checkpoints import find, resume
+from megapar.train.saver import Saver
 from tests.support import program
 from tests.support.close import assert_close
 from tests.support.distributed import run_ranks

@@ -36,7 +36,7 @@ from megapar.pipeline.sharding_plan import UnitAction
 from megapar.step.evaluation import evaluate
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
-from megapar.train.checkpoints import Saver
+from megapar.train.saver import Saver
 from megapar.train.trainer import initializes_by_unit, start
 from tests.support import grid, program
 from tests.support.built_plan import built_report

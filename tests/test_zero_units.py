@@ -23,7 +23,7 @@ from megapar.declare.params import ONES, Init, ParamSpec, Piece, parameter, shar
 from megapar.declare.random import initial_values
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
-from megapar.train.checkpoints import Saver
+from megapar.train.saver import Saver
 from megapar.train.trainer import initializes_by_unit, start
 from tests.support.distributed import run_ranks
 from tests.support.grid import ONE_KV_HEAD, Layout, micro_batches

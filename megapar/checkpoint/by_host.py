@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from megapar.base.errors import CheckpointError, MegaparError, StorageError, storing
+from megapar.checkpoint.boxes import logical_boxes, overlap
 from megapar.checkpoint.folder import remove, require_space
 from megapar.checkpoint.format import (
     MANIFEST,
@@ -29,9 +30,7 @@ from megapar.checkpoint.format import (
     check_files,
     checkpoint_folders,
     folder_name,
-    logical_boxes,
     open_manifest,
-    overlap,
     step_of,
 )
 from megapar.checkpoint.save import needed_bytes, publish, write_part

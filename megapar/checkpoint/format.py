@@ -20,18 +20,19 @@ import uuid
 import weakref
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from safetensors import SafetensorError
 
 from megapar.base.errors import CheckpointError
+from megapar.checkpoint.boxes import overlap
 from megapar.checkpoint.manifest import EntryBytes, encode, index, seal
-from megapar.declare.params import MAIN, ParamSpec, Piece, Sizes
+from megapar.declare.params import MAIN, Sizes
 from megapar.system.device import out_of_memory
 from megapar.system.regular_files import open_new, open_regular, read_regular
 
@@ -49,55 +50,10 @@ _UNDECLARED = {
     "exp_avg_sq": {"optimizer": "adamw", "initial": 0.0, "nonnegative": True},
 }
 MOST = 1 << 60  # counts are below it: a step further, they still fit into 64 bits
+_NOT_IN_HEADER = ("tensors", "source")
 _FOLDER = re.compile(r"step_(\d{8,})")
 _PARSED = 32  # parsed entries that stay in memory
 _LARGEST_MANIFEST = 1 << 32  # bytes; that of 70 billion parameters on 4,096 ranks has 83 MB
-
-
-class FlatBox(NamedTuple):
-    """A box [offset, offset + size) of a tensor. Its elements lie in flat order from `position` on."""
-
-    offset: Sizes
-    size: Sizes
-    position: int
-
-
-def boxes(shape: Sizes, start: int, stop: int) -> Iterator[FlatBox]:
-    """Cut the flat row-major range [start, stop) of a tensor into at most 2 * len(shape) - 1 boxes, in order."""
-    if start >= stop:
-        return
-    if len(shape) < 2:
-        yield FlatBox((start,)[: len(shape)], (stop - start,)[: len(shape)], start)
-        return
-    row = math.prod(shape[1:])
-    first_whole = -(-start // row)
-    end_whole = stop // row
-
-    def within(number: int, low: int, high: int) -> Iterator[FlatBox]:
-        for box in boxes(shape[1:], low, high):
-            yield FlatBox((number, *box.offset), (1, *box.size), number * row + box.position)
-
-    if end_whole < first_whole:  # the range begins and ends inside one row
-        yield from within(end_whole, start - end_whole * row, stop - end_whole * row)
-        return
-    if start < first_whole * row:
-        yield from within(first_whole - 1, start - (first_whole - 1) * row, row)
-    if first_whole < end_whole:
-        whole = (end_whole - first_whole, *shape[1:])
-        yield FlatBox((first_whole, *(0 for _ in shape[1:])), whole, first_whole * row)
-    if end_whole * row < stop:
-        yield from within(end_whole, 0, stop - end_whole * row)
-
-
-def logical_boxes(spec: ParamSpec, start: int, stop: int) -> Iterator[tuple[Piece, FlatBox]]:
-    """Cut the flat elements [start, stop) of the local parameter into boxes of its logical tensors.
-
-    Offsets of the boxes count in the logical tensor, positions in the local parameter. Padding rows are in no box.
-    """
-    for piece, first, last in spec.segments():
-        for box in boxes(piece.local_shape, max(start, first) - first, min(stop, last) - first):
-            offset = tuple(held + inside for held, inside in zip(piece.held.offset, box.offset, strict=True))
-            yield piece, FlatBox(offset, box.size, first + box.position)
 
 
 class StoredChunk(NamedTuple):
@@ -116,6 +72,26 @@ class TensorEntry(NamedTuple):
     shape: Sizes
     dtype: str
     chunks: tuple[StoredChunk, ...]
+
+
+class BoxSource(Protocol):
+    """Where the tensors of a manifest lie if no file of the project's own format holds them."""
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Lines for the user about what goes on from them."""
+
+    def reader(self, manifest: "Manifest") -> "AbstractContextManager[BoxReader]":
+        """Open what reads boxes of the tensors of `manifest`, which is the source's."""
+
+
+class BoxReader(Protocol):
+    """What reads boxes of a checkpoint's tensors, such as `load.Reader`."""
+
+    manifest: "Manifest"
+
+    def fill(self, name: str, offset: Sizes, out: torch.Tensor) -> None:
+        """Fill `out` with the box of tensor `name` at `offset`, in the shape of `out`. Values are cast."""
 
 
 class ForeignCheckpointError(CheckpointError):
@@ -173,7 +149,8 @@ class Manifest:
     `files` maps each file's name to its bytes. `layout` is the layout of the writing job. It is for people and is never
     needed to read the checkpoint. `states` has an object for each state of an optimizer, by its name: the name of the
     `optimizer` (`StateSlice.optimizer`), and what it declares (`StateTensor`). `content` has a number for each state of
-    `WEIGHTS`, that of all its tensors in any layout (`megapar.checkpoint.values.content`).
+    `WEIGHTS`, that of all its tensors in any layout (`megapar.checkpoint.values.content`). `source` is None unless the
+    folder is another framework's: then tensors have no chunks, and the source reads them.
     """
 
     step: int
@@ -186,6 +163,7 @@ class Manifest:
     tensors: Mapping[str, TensorEntry]
     states: dict[str, dict[str, Any]] = field(default_factory=dict)
     content: dict[str, int] = field(default_factory=dict)
+    source: BoxSource | None = None
 
     @classmethod
     def from_body(cls, body: Mapping[str, Any]) -> "Manifest":
@@ -202,7 +180,7 @@ class Manifest:
         Raises KeyError or TypeError if the body does not have this format's shape.
         """
         header = {"states": _UNDECLARED, "content": {}, **header}
-        fields = {name: header[name] for name in cls.__dataclass_fields__ if name != "tensors"}
+        fields = {name: header[name] for name in cls.__dataclass_fields__ if name not in _NOT_IN_HEADER}
         for name, value in fields.items():
             if name not in ("step", "consumed_samples") and type(value) is not dict:
                 raise TypeError(f"{name} must be an object")
@@ -246,12 +224,12 @@ class Manifest:
 
     def header(self) -> dict[str, Any]:
         """All fields but the tensors, as JSON types."""
-        return {name: value for name, value in vars(self).items() if name != "tensors"}
+        return {name: value for name, value in vars(self).items() if name not in _NOT_IN_HEADER}
 
     def body(self) -> dict[str, Any]:
         """All fields and the format, as JSON types."""
         tensors = {name: entry._asdict() for name, entry in self.tensors.items()}
-        return {"format": FORMAT, **vars(self), "tensors": tensors}
+        return {"format": FORMAT, **self.header(), "tensors": tensors}
 
     def kinds(self) -> dict[str, tuple[str, Sizes]]:
         """Return dtype and shape of each tensor, by name. No chunk is parsed."""
@@ -519,15 +497,6 @@ def _reach(chunk: StoredChunk) -> int:
     if chunk.offset:
         return chunk.offset[0] + chunk.size[0]
     return 1
-
-
-def overlap(offset: Sizes, size: Sizes, other_offset: Sizes, other_size: Sizes) -> tuple[Sizes, Sizes] | None:
-    """The (first, last + 1) corners of the overlap of two boxes, or None if they share nothing."""
-    low = tuple(map(max, offset, other_offset))
-    high = tuple(min(o + s, p + t) for o, s, p, t in zip(offset, size, other_offset, other_size, strict=True))
-    if any(a >= b for a, b in zip(low, high, strict=True)):
-        return None
-    return low, high
 
 
 def checkpoint_folders(root: Path) -> list[Path]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megapar.base.errors import CheckpointError
 from megapar.checkpoint import vocabulary
+from megapar.checkpoint.boxes import logical_boxes, overlap
 from megapar.checkpoint.format import (
     WEIGHTS,
     Manifest,
@@ -23,9 +24,7 @@ from megapar.checkpoint.format import (
     dtype_name,
     dtype_of,
     is_complete,
-    logical_boxes,
     open_manifest,
-    overlap,
     read_manifest,
     reading,
     step_of,
@@ -69,6 +68,7 @@ def load(
     model_config: Mapping[str, Any],
     why: Callable[[Manifest], str] = _no_reason,
     whole: bool = True,
+    manifest: Manifest | None = None,
 ) -> Manifest:
     """Fill `slices`, all those of this rank, from the checkpoint `path` and return its manifest.
 
@@ -83,9 +83,10 @@ def load(
     Raises CheckpointError on every rank. If names, shapes, dtypes, `model_config` or a parameter's optimizer differ, or
     a file is missing or cut, nothing has been changed then. If a chunk's contents are damaged, slices may be filled in
     part. If a checkpoint does not fit, `why` may give the reason. The message then begins with it. Without `whole` the
-    folder may lack files that this host does not need.
+    folder may lack files that this host does not need. `manifest` is that of the folder of another framework, on every
+    rank.
     """
-    return _load(path, list(slices), ctx, model_config, why=why, whole=whole)
+    return _load(path, list(slices), ctx, model_config, why=why, whole=whole, manifest=manifest)
 
 
 def load_weights(
@@ -96,6 +97,7 @@ def load_weights(
     model_config: Mapping[str, Any],
     why: Callable[[Manifest], str] = _no_reason,
     unused: Collection[str] = (),
+    manifest: Manifest | None = None,
 ) -> Manifest:
     """Load the weights alone, as for evaluation, generation or a new run from old weights. Otherwise as `load`.
 
@@ -105,7 +107,8 @@ def load_weights(
     The checkpoint may hold the weights `unused`, which the run does not have. It may have fewer ids in its vocabulary:
     old rows are kept, and new ones are the mean of these (`megapar.checkpoint.vocabulary`).
     """
-    return _load(path, weights_of(slices), ctx, model_config, weights_alone=True, why=why, unused=unused)
+    weights = weights_of(slices)
+    return _load(path, weights, ctx, model_config, weights_alone=True, why=why, unused=unused, manifest=manifest)
 
 
 def holds(manifest: Manifest, item: StateSlice) -> bool:
@@ -114,7 +117,12 @@ def holds(manifest: Manifest, item: StateSlice) -> bool:
 
 
 def load_fitting(
-    path: Path, *, slices: Iterable[StateSlice], ctx: ParallelContext, model_config: Mapping[str, Any]
+    path: Path,
+    *,
+    slices: Iterable[StateSlice],
+    ctx: ParallelContext,
+    model_config: Mapping[str, Any],
+    manifest: Manifest | None = None,
 ) -> list[str]:
     """Load the fitting weights: tensors of the same name and shape, in fp32. All others are left as they are.
 
@@ -123,7 +131,7 @@ def load_fitting(
     """
     held = weights_of(slices)
     wanted = _wanted_kinds(held, ctx)
-    manifest = verified_manifest(path, ctx)
+    manifest = manifest or verified_manifest(path, ctx)
     rows = vocabulary.growth(manifest, held, wanted, ctx)
     wanted, model_config = vocabulary.as_stored(manifest, rows, wanted, model_config)
     different = _differences(manifest, wanted, ctx, model_config, weights_alone=True)
@@ -167,9 +175,10 @@ def _load(
     why: Callable[[Manifest], str] = _no_reason,
     unused: Collection[str] = (),
     whole: bool = True,
+    manifest: Manifest | None = None,
 ) -> Manifest:
     wanted = _wanted_kinds(slices, ctx)
-    manifest = verified_manifest(path, ctx, whole=whole)
+    manifest = manifest or verified_manifest(path, ctx, whole=whole)
     if not has_average(manifest):
         slices = [without_average(item) for item in slices]
     rows = vocabulary.growth(manifest, slices, wanted, ctx) if weights_alone else {}
@@ -387,7 +396,7 @@ def fill(
     """
     rows = rows or {}
     means: dict[str, Tensor] = {}
-    with Reader(path, manifest) as reader:
+    with manifest.source.reader(manifest) if manifest.source else Reader(path, manifest) as reader:
         for item in slices:
             initial = {tensor.name: tensor.initial for tensor in item.states}
             for state, flat in item.tensors.items():

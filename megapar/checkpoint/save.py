@@ -20,10 +20,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megapar.base.errors import NumericError, StorageError
+from megapar.checkpoint.boxes import FlatBox, logical_boxes
 from megapar.checkpoint.folder import KEEP_ALL, Keep, is_own, prune, require_space
 from megapar.checkpoint.format import (
     WEIGHTS,
-    FlatBox,
     Manifest,
     StoredChunk,
     TensorEntry,
@@ -31,7 +31,6 @@ from megapar.checkpoint.format import (
     check_tensors,
     dtype_name,
     folder_name,
-    logical_boxes,
     sync_folder,
     write_latest,
     write_manifest,

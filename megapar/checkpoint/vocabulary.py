@@ -1,12 +1,12 @@
 """Weights of a smaller vocabulary: a run with more ids keeps the old rows, and its new ones begin as their mean."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from megapar.checkpoint.format import Manifest
+from megapar.checkpoint.format import BoxReader, Manifest
 from megapar.comm import collectives
 from megapar.declare.context import ParallelContext
 from megapar.declare.optimizer_state import StateSlice
@@ -14,14 +14,6 @@ from megapar.declare.params import Sizes
 
 _ROWS = 4096  # read at a time; the mean is summed block by block, so it is the same whatever layout wrote the file
 _SIZE = "vocab_size"
-
-
-class RowReader(Protocol):
-    """What reads boxes of a checkpoint's tensors, such as `load.Reader`."""
-
-    manifest: Manifest
-
-    def fill(self, name: str, offset: Sizes, out: Tensor) -> None: ...
 
 
 def growth(
@@ -63,7 +55,7 @@ def as_stored(
     return kinds, {**model_config, **changed}
 
 
-def mean_row(reader: RowReader, name: str) -> Tensor:
+def mean_row(reader: BoxReader, name: str) -> Tensor:
     """The mean of the stored rows of a tensor, in fp32, summed in fp64."""
     rows, *rest = reader.manifest.tensors[name].shape
     total = torch.zeros(rest, dtype=torch.float64)
@@ -82,7 +74,7 @@ def fill_new_rows(mean: Tensor, rows: int, offset: Sizes, out: Tensor) -> None:
         out[first:] = mean[columns]
 
 
-def whole(reader: RowReader, name: str, values: Tensor, rows: int) -> Tensor:
+def whole(reader: BoxReader, name: str, values: Tensor, rows: int) -> Tensor:
     """`values`, a whole stored tensor, with new rows up to `rows`."""
     if values.shape[0] >= rows:
         return values

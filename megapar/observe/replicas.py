@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from megapar.base.errors import NumericError
+from megapar.checkpoint.boxes import logical_boxes
 from megapar.checkpoint.fixed import fixed_slices
-from megapar.checkpoint.format import logical_boxes
 from megapar.comm import collectives
 from megapar.comm.rendezvous import in_runs
 from megapar.declare.context import ParallelContext

@@ -8,6 +8,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from megapar.base.errors import DataError
 from megapar.base.precision import LossScale
+from megapar.checkpoint.format import Manifest
 from megapar.checkpoint.tiers import Tier
 from megapar.config.options import Config
 from megapar.data.blend import BlendPhase
@@ -56,8 +58,9 @@ class TrainState:
     samples are read; it is empty at step 0, where the options have them (`megapar.train.resumed_samples`). `base` names
     the frozen weights of adapters (`megapar.train.adapter_base`); it is empty if checkpoints hold all weights. `origin`
     names the model at Hugging Face that the weights began as (`megapar.checkpoint.origin`), if there was one. `tiers`
-    are the folders for its checkpoints, the fastest first. A step with a gradient norm beyond `norm_limit` makes no
-    update; it counts as one in the bias correction of moments.
+    are the folders for its checkpoints, the fastest first. `opened` are folders of other frameworks that it starts
+    from. A step with a gradient norm beyond `norm_limit` makes no update; it counts as one in the bias correction of
+    moments.
 
     `failed` is a 0-d bool on the device. No update is made while it is True. The step sets it if its loss or norm is
     not finite. Steps queued behind it by the host find it set. `QueuedStep.finish` clears it, when the host reads the
@@ -83,6 +86,7 @@ class TrainState:
     tiers: Sequence[Tier] = ()
     norm_limit: float = math.inf
     recent: Recent = field(default_factory=Recent)
+    opened: Mapping[Path, Manifest] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -1,27 +1,21 @@
-"""Saves a training state to the checkpoints of its run folder, and restores it from them."""
+"""Restores a training state from the checkpoints of its run folder, or starts it from weights."""
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from megapar.base.errors import CheckpointError, CommunicationError, StorageError
+from megapar.base.errors import CheckpointError, StorageError
 from megapar.checkpoint import by_host, tiers
 from megapar.checkpoint.fixed import fixed_slices
-from megapar.checkpoint.folder import Ownership, check, exclusive, remove
-from megapar.checkpoint.format import Manifest, open_manifest, step_of
+from megapar.checkpoint.folder import exclusive, remove
+from megapar.checkpoint.format import Manifest, step_of
 from megapar.checkpoint.lineage import Lineage, new_id, set_aside
 from megapar.checkpoint.load import has_average, holds, load, load_fitting, load_weights, verified_manifest, weights_of
 from megapar.checkpoint.origin import in_words, origin_of
 from megapar.checkpoint.resume import choose
-from megapar.checkpoint.save import Save, first_copies, needed_bytes, share, snapshot, snapshot_bytes
 from megapar.checkpoint.tiers import FOLDER, Tier
 from megapar.checkpoint.values import rounding_problem
 from megapar.checkpoint.vocabulary import grown_note
@@ -39,15 +33,10 @@ from megapar.launch.rank_process import RankProcess
 from megapar.optimizer.schedule import change_of_rate
 from megapar.step import spikes
 from megapar.step.state import TrainState
-from megapar.system import device
 from megapar.train import adapter_base
 from megapar.train.data import compare
-from megapar.train.position import TrainerRecord, options_of_weights, position, trainer_state
+from megapar.train.position import TrainerRecord, options_of_weights, position
 from megapar.train.resumed_samples import resumed_blend
-
-# One save writes while another waits with its copy of the state. Each further one would cost another copy in memory.
-_UNDER_WAY = 2
-_PATIENCE_SECONDS = 10.0  # how long a failed run waits for the parts of ranks that may be gone
 
 
 @contextmanager
@@ -62,147 +51,6 @@ def lock_run_dir(run_dir: Path, ctx: ParallelContext, process: RankProcess | Non
         yield
 
 
-class Saver:
-    """Saves the checkpoints of one folder. It is a context manager: leaving it waits for the saves in progress.
-
-    It is made before the first step. `tier` is the folder; None is that of the run folder. If the options ask for
-    checkpoints and the folder cannot take them, making it raises StorageError on every rank, unless the tier may fail.
-    All methods are collectives.
-    """
-
-    def __init__(self, state: TrainState, run_dir: Path, tier: Tier | None = None):
-        self._options = state.config.checkpoint
-        self.tier = tier or tiers.shared(self._options, run_dir)
-        self._root = self.tier.root
-        self._timeout_seconds = state.config.launch.timeout_seconds
-        self._saves: list[tuple[Save, Tensor | None]] = []  # oldest first, each with its copy of the state
-        self._last: Save | None = None  # the newest save; it may still have to remove old checkpoints
-        self._owned = Ownership(run_dir)
-        # Buffers of finished saves. The next save takes one of them: pinned memory is slow to allocate.
-        self._idle: list[Tensor] = []
-        if self.tier.may_fail:
-            return
-        if self.tier.disks:
-            by_host.require_room(self._root, self._slices_to_save(state), state.ctx, self.tier.disks)
-        elif self.tier.every or self.tier.at_end:
-            check(self._root, needed_bytes(self._slices_to_save(state), state.ctx), state.ctx)
-
-    def due(self, step: int, last: bool) -> bool:
-        """Whether the options ask for a checkpoint after `step` steps; `last`: these are all steps of the run."""
-        return self.tier.due(step, last)
-
-    def save(self, state: TrainState, ready: Callable[[], None] = lambda: None) -> list[Path]:
-        """Save the weights, moments and position, completely or not at all.
-
-        Returns the checkpoints completed since the last call. An asynchronous save returns when the state is copied. If
-        two saves are under way already, it first waits for the older one. Rank 0 calls `ready` in another thread before
-        the checkpoint gets its name. Raises StorageError on every rank if this save or the older one failed, and
-        NumericError if a value is not finite.
-        """
-        paths = [self.finish()] if self.must_wait(state) else []
-        slices = self._slices_to_save(state)
-        header = trainer_state(state)
-        root, keep = self._root, self.tier.keep
-        if self.tier.disks:
-            return [by_host.save(root, slices, state.ctx, header, self.tier.disks, keep_last=keep.last, ready=ready)]
-        buffer = None
-        if self._options.async_save:
-            doing = f"checkpoint of step {state.step} not saved"
-            # Training changes the weights while the thread writes, so it writes from a copy.
-            slices, buffer = on_all_ranks(
-                lambda: self._copied(slices, state.ctx.device), state.ctx, StorageError, doing
-            )
-        try:
-            self._last = Save(
-                root, slices, state.ctx, header, keep=keep, after=self._last, require=self._require, ready=ready
-            )
-        except StorageError:
-            if buffer is not None:
-                self._idle.append(buffer)
-            raise
-        self._saves.append((self._last, buffer))
-        if self._options.async_save:
-            return paths
-        return [self.finish()]
-
-    def must_wait(self, state: TrainState) -> bool:
-        """Whether a save of `state` must first `finish` the oldest one under way. Then a warning says so."""
-        if len(self._saves) < _UNDER_WAY:
-            return False
-        if state.ctx.world.first:
-            text = "step %d: waiting for the checkpoint of step %d, which is still being written"
-            logging.getLogger(__name__).warning(text, state.step, self._saves[0][0].step)
-        return True
-
-    def under_way(self) -> list[int]:
-        """The steps of the saves that were begun and not finished, oldest first."""
-        return [save.step for save, _ in self._saves]
-
-    def has_ended(self, wait: bool = False) -> bool:
-        """Whether `finish` would return or raise at once; with `wait`, whether a save is under way."""
-        return bool(self._saves) and (wait or self._saves[0][0].ended())
-
-    def finish(self) -> Path:
-        """Wait for the oldest save and free its buffer for the next; returns the checkpoint's folder.
-
-        Raises StorageError on every rank if the save failed.
-        """
-        save, buffer = self._saves.pop(0)
-        if buffer is not None:
-            self._idle.append(buffer)
-        return save.finish()
-
-    def completed(self, wait: bool = False) -> Iterator[Path]:
-        """Yield the newly completed checkpoints; with `wait`, wait for all of them.
-
-        Raises StorageError on every rank if a save failed.
-        """
-        while self.has_ended(wait):
-            yield self.finish()
-
-    def is_replaced(self, ctx: ParallelContext) -> bool:
-        """Whether another folder has the name of the run folder now: no later save may write there either."""
-        doing = f"{self._root} not found"
-        found = on_all_ranks(lambda: ctx.world.first and self._owned.is_replaced(), ctx, StorageError, doing)
-        return bool(from_first(found, ctx))
-
-    def __enter__(self) -> "Saver":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        patience = self._timeout_seconds
-        if isinstance(error, CommunicationError):
-            patience = _PATIENCE_SECONDS
-        for save, _ in self._saves:
-            save.join(patience)
-        if error is None and self._last is not None:
-            self._last.settle()  # every rank is here, so they can wait for the removal of old checkpoints together
-
-    def _require(self) -> None:
-        """Raise StorageError if the run folder, or the launcher's folder in memory, was deleted or replaced."""
-        self._owned.require()
-        if self.tier.name == "memory":
-            tiers.require_own(self._root)
-
-    def _copied(self, slices: list[Any], source: torch.device) -> tuple[list[Any], Tensor]:
-        """Copies of the slices in host memory, and the buffer holding them. `source` is the device of the slices."""
-        buffer = self._idle.pop() if self._idle else device.host_buffer(snapshot_bytes(slices), source)
-        copies = snapshot(slices, buffer)
-        # Copies to pinned memory are asynchronous: the thread that writes must not read them before they are done.
-        device.synchronize(source)
-        return copies, buffer
-
-    def _slices_to_save(self, state: TrainState) -> list[Any]:
-        """What this rank writes of the optimizer's state and of the fixed tensors."""
-        slices = state.optimizer.slices()
-        # Without ZeRO all replicas hold the whole optimizer state, so they share the work of writing it.
-        trained = first_copies(slices) if state.grads.layout.sharded else share(slices)
-        fixed = fixed_slices(state.stages.values(), to_save=True, parameters=not state.base)
-        return trained + share(fixed)
-
-
 def find(
     config: Config,
     run_dir: Path,
@@ -211,13 +59,17 @@ def find(
     *,
     again: bool = False,
     rewind: spikes.RewindPlan | None = None,
+    opened: Collection[Path] = (),
 ) -> Path | None:
     """The checkpoint named by `checkpoint.resume`, or None. A collective.
 
-    `faster` are the tiers besides the run folder. `again`: the job's launcher has started the ranks again, and they go
-    on from the newest whatever the option says. With `rewind` they go on from the newest that serves it.
+    `faster` are the tiers besides the run folder. `opened` are folders of other frameworks, which may be named.
+    `again`: the job's launcher has started the ranks again, and they go on from the newest whatever the option says.
+    With `rewind` they go on from the newest that serves it.
     """
     resume = "auto" if again or rewind is not None else config.checkpoint.resume
+    if Path(resume) in opened:
+        return Path(resume)
 
     def check(manifest: Manifest) -> TrainerRecord:
         if rewind is not None and not rewind.is_served_by(manifest.step, manifest.consumed_samples):
@@ -256,7 +108,7 @@ def resume(state: TrainState, run_dir: Path, path: Path | None) -> list[str]:
         notes = [*_start_from_weights(state), *_start_from_adapters(state)]
     else:
         if state.base:
-            adapter_base.require_same(verified_manifest(path, ctx).base, dict(state.base), path, state.config)
+            adapter_base.require_same(_manifest(path, state).base, dict(state.base), path, state.config)
             _start_from_weights(state)
         slices = list(_saved_slices(state))
         disks = next((tier.disks for tier in state.tiers if tier.root == path.parent), None)
@@ -270,6 +122,7 @@ def resume(state: TrainState, run_dir: Path, path: Path | None) -> list[str]:
                 slices=slices,
                 ctx=ctx,
                 whole=disks is None,
+                manifest=state.opened.get(path),
                 model_config=options_of_weights(state),
                 why=lambda manifest: _other_training_state(manifest, state.config),
             )
@@ -281,6 +134,8 @@ def resume(state: TrainState, run_dir: Path, path: Path | None) -> list[str]:
         hashes = state.data_identity.get("hashes", {})
         state.blend, told = resumed_blend(manifest, saved.config, state.config, hashes, path)
         notes += told
+        if manifest.source is not None:
+            notes = [*manifest.source.notes, *notes]
         notes = [f"resumed step {manifest.step} from {path}", *_go_on(state, manifest, saved), *notes]
         past = saved.lineage
         averaged = has_average(manifest)
@@ -296,6 +151,11 @@ def resume(state: TrainState, run_dir: Path, path: Path | None) -> list[str]:
         return set_aside(root, state.lineage) if ctx.world.first else []
 
     return [*notes, *on_all_ranks(leave, ctx, StorageError, doing)]
+
+
+def _manifest(path: Path, state: TrainState) -> Manifest:
+    """The manifest of a checkpoint, or that of another framework's folder opened before. A collective."""
+    return state.opened.get(path) or verified_manifest(path, state.ctx)
 
 
 def _of_step(step: int, manifest: Manifest) -> None:
@@ -458,23 +318,28 @@ def _start_from_weights(state: TrainState) -> list[str]:
     if options.init_from == "none":
         return []
     path = Path(options.init_from)
-    slices, model_config, unused, notes = without_added(path, _all_slices(state), options_of_weights(state), state.ctx)
-    _require_trained_head(path, state)
+    manifest = _manifest(path, state)
+    slices, model_config, unused, notes = without_added(manifest, _all_slices(state), options_of_weights(state))
+    _require_trained_head(manifest, path, state)
     # The base of adapters has none. They start as they were made.
     slices = [item for item in slices if item.spec.added_by != ADAPTER]
-    different: list[str] = []
-    if options.strict:
-        load_weights(path, slices=slices, ctx=state.ctx, model_config=model_config, unused=unused)
-    else:
-        different = load_fitting(path, slices=slices, ctx=state.ctx, model_config=model_config)
+    load_from = partial(_load_strictly, unused=unused) if options.strict else load_fitting
+    different = load_from(path, slices=slices, ctx=state.ctx, model_config=model_config, manifest=manifest)
     _require_fitting_weights(state, path)
     state.optimizer.refresh_params_from_main()
     lines = [f"does not fit (checkpoint | run): {line}{_lost(line)}" for line in different]
-    manifest = verified_manifest(path, state.ctx)
     notes += grown_note(manifest, state.config.model.vocab_size)
     state.origin = origin_of(manifest.trainer)
     began = f" ({in_words(state.origin)})" if state.origin else ""
-    return [f"started from the weights of {path}{began}, step 0", *notes, *lines, *_function_notes(path, state)]
+    if manifest.source is not None:
+        notes = [*manifest.source.notes, *notes]
+    return [f"started from the weights of {path}{began}, step 0", *notes, *lines, *_function_notes(manifest, state)]
+
+
+def _load_strictly(path: Path, **what: Any) -> list[str]:
+    """Load all weights (`load_weights`). No difference is left."""
+    load_weights(path, **what)
+    return []
 
 
 def _lost(line: str) -> str:
@@ -486,11 +351,11 @@ def _lost(line: str) -> str:
     return ": the checkpoint's values are thrown away, and the run's are drawn"
 
 
-def _require_trained_head(path: Path, state: TrainState) -> None:
+def _require_trained_head(manifest: Manifest, path: Path, state: TrainState) -> None:
     """Raise CheckpointError on every rank if the head is neither loaded nor trained."""
     config = state.config
     trained = any(fnmatchcase(SCORE, pattern) for pattern in config.train.trainable or ("*",))
-    if config.model.head == "vocabulary" or trained or HEAD in verified_manifest(path, state.ctx).model_config:
+    if config.model.head == "vocabulary" or trained or HEAD in manifest.model_config:
         return
     patterns = shown(config.train.trainable)
     problem = CheckpointError(f"{path} has no {SCORE}, and train.trainable={patterns} does not train it: add {SCORE}")
@@ -557,17 +422,15 @@ class InitialWeights(NamedTuple):
     notes: list[str]
 
 
-def without_added(
-    path: Path, slices: Iterable[StateSlice], model_config: Mapping[str, Any], ctx: ParallelContext
-) -> InitialWeights:
-    """What to load from the checkpoint, without what options of the run add to its model. A collective.
+def without_added(manifest: Manifest, slices: Iterable[StateSlice], model_config: Mapping[str, Any]) -> InitialWeights:
+    """What to load from the checkpoint, without what options of the run add to its model.
 
     `slices` and `model_config` are those of the whole model, as for `load_weights`.
     """
     model_config = dict(model_config)
     lacks = []
     for option in [option for option in _ADDED if option in model_config]:
-        stated = verified_manifest(path, ctx).model_config
+        stated = manifest.model_config
         # A checkpoint that states the option must hold what it adds.
         if option not in stated:
             lacks.append(option)
@@ -581,15 +444,9 @@ def without_added(
     )
 
 
-def _function_notes(path: Path, state: TrainState) -> list[str]:
-    """A line for each option that makes another function of the weights than where they come from. A collective."""
-
-    def look() -> list[str]:
-        saved = open_manifest(path).trainer.get("config") if state.ctx.world.first else None
-        # Weights that were not trained here may come without options.
-        if type(saved) is dict:
-            return function_changes(saved, state.config)
-        return []
-
-    changed = on_all_ranks(look, state.ctx, CheckpointError, f"{path} not read")
+def _function_notes(manifest: Manifest, state: TrainState) -> list[str]:
+    """A line for each option that makes another function of the weights than where they come from."""
+    saved = manifest.trainer.get("config")
+    # Weights that were not trained here may come without options.
+    changed = function_changes(saved, state.config) if type(saved) is dict else []
     return [f"computes something else than the checkpoint's model: {line}" for line in changed]

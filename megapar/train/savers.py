@@ -14,7 +14,7 @@ from megapar.checkpoint.format import MANIFEST, checkpoint_folders, step_of
 from megapar.checkpoint.tiers import Tier, shared
 from megapar.declare.agreement import from_first, on_all_ranks
 from megapar.step.state import TrainState
-from megapar.train.checkpoints import Saver
+from megapar.train.saver import Saver
 
 
 def best_interval(save_seconds: float, mtbf_seconds: float) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ import torch
 from megapar.base.errors import NumericError, Preempted, StorageError
 from megapar.base.precision import LossScale
 from megapar.checkpoint import tiers
-from megapar.checkpoint.format import step_of
+from megapar.checkpoint.format import Manifest, step_of
 from megapar.comm import collectives
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config, OptimizerConfig, flatten
@@ -184,6 +185,7 @@ def start(
     memory: ScheduleMemory | None = None,
     env: Environment | None = None,
     inputs_on_host: int = 0,
+    opened: Mapping[Path, Manifest] = MappingProxyType({}),
 ) -> tuple[TrainState, list[str]]:
     """Build the state at step 0 or at the checkpoint named by `checkpoint.resume`; returns it and lines for the user.
 
@@ -191,8 +193,9 @@ def start(
     The checkpoint's must be equal. `memory` is what the schedule may keep (`megapar_tools.plan.memory.memory_limit`).
     `env` tells whether the job's launcher has started the ranks again; then they go on from the newest checkpoint of
     all tiers, whatever `checkpoint.resume` says. `inputs_on_host` are the bytes of host memory that train.offload takes
-    by plan (`memory.host_bytes_of_inputs`). Raises ConfigError if an option is set that no optimizer of the run reads,
-    or if a host has too little memory for its share of state and of inputs.
+    by plan (`memory.host_bytes_of_inputs`). `opened` are the folders of other frameworks that checkpoint.resume and
+    checkpoint.init_from name (`megapar_models.doors.opened`). Raises ConfigError if an option is set that no optimizer
+    of the run reads, or if a host has too little memory for its share of state and of inputs.
     """
     # In this order: the optimizer copies the initialized weights, and makes state for trained parameters alone.
     run_dir = Path(config.run_dir)
@@ -200,7 +203,7 @@ def start(
     again = from_first(ctx.world.first and events.has_started(run_dir, env.job, env.restart), ctx)
     folders = tiers.all_of(config.checkpoint, run_dir, env.snapshots, ctx, again=again)
     rewind = spikes.planned_rewind(run_dir, ctx, named=config.checkpoint.resume != "auto" and not again)
-    path = checkpoints.find(config, run_dir, ctx, folders[:-1], again=again, rewind=rewind)
+    path = checkpoints.find(config, run_dir, ctx, folders[:-1], again=again, rewind=rewind, opened=opened)
     seed = config.train.seed
     draws = checkpoints.draws(config, path)
     initial: Initial | None = None
@@ -219,6 +222,7 @@ def start(
     state = assemble(config, ctx, stages, memory, initial)
     state.data_identity = data or {}
     state.tiers = folders
+    state.opened = opened
     notes += checkpoints.resume(state, run_dir, path)
     notes += spikes.rewind(state, rewind, run_dir)
     if ctx.world.first:

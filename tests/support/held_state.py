@@ -8,13 +8,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megapar.checkpoint.format import logical_boxes
+from megapar.checkpoint.boxes import logical_boxes
 from megapar.config.options import Config
 from megapar.declare.params import Box, Init
 from megapar.declare.random import initial_values
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
-from megapar.train.checkpoints import Saver, find, resume
+from megapar.train.checkpoints import find, resume
+from megapar.train.saver import Saver
 from tests.support.grid import make_state, micro_batches
 
 Part = tuple[str, Box, Sequence[int], Tensor]  # name with the state's, box in the logical tensor, its shape, values

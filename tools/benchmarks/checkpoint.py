@@ -38,7 +38,7 @@ from megapar.config.options import CheckpointConfig, Config, LaunchConfig, Train
 from megapar.observe.provenance import provenance
 from megapar.step.step import TrainState
 from megapar.system import device
-from megapar.train.checkpoints import Saver
+from megapar.train.saver import Saver
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,8 @@ def load_pipeline(
     slices = [*weight_slices(nn.ModuleList(stages.values()).parameters()), *weights_of(fixed_slices(stages.values()))]
     options = weight_options(config)
     if base is not None:
-        start = without_added(base, [item for item in slices if item.spec.added_by != ADAPTER], options, ctx)
+        of_base = [item for item in slices if item.spec.added_by != ADAPTER]
+        start = without_added(verified_manifest(base, ctx), of_base, options)
         if adapters_off and start.unused:
             raise _everywhere(f"--adapters_off: {base} has no head of rewards; leave it out, or score another model")
         load_weights(base, slices=start.slices, ctx=ctx, model_config=start.model_config, unused=start.unused)
