@@ -263,14 +263,17 @@ def test_an_option_that_we_do_not_know_is_refused_if_its_name_speaks_of_the_arit
 
 
 def test_a_distributed_checkpoint_of_megatron_is_named(tmp_path: Path) -> None:
-    """torch_dist is Megatron's default format: both the root and the iteration's folder are recognized."""
+    """Both the root and the iteration's folder are recognized, and another command reads Megatron's default format."""
     folder = tmp_path / "iter_0000012"
     folder.mkdir()
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
     (tmp_path / TRACKER).write_text("12")
     for source in (tmp_path, folder):
-        with pytest.raises(CheckpointError, match=r"format torch_dist .*--ckpt-convert-format torch"):
+        with pytest.raises(CheckpointError, match=r"format torch_dist .*`megapar convert SRC DST` reads it"):
             read(source)
+    (folder / "metadata.json").write_text('{"sharded_backend": "fsdp_dtensor"}')
+    with pytest.raises(CheckpointError, match=r"format fsdp_dtensor .*--ckpt-convert-format torch_dist"):
+        read(folder)
 
 
 def test_tensors_that_the_args_do_not_speak_of_are_refused(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ No code in a file is run. Storages are mapped: a tensor's bytes are read only wh
 """
 
 import json
-import pickle
 import re
 from argparse import Namespace
 from collections.abc import Collection, Iterator, Mapping
@@ -22,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from megapar.base.errors import CheckpointError
 from megapar.checkpoint.format import Sizes, dtype_name
@@ -30,6 +28,8 @@ from megapar.checkpoint.load import flatten
 from megapar.config.messages import counted, first_few
 from megapar.config.model_options import ModelConfig
 from megapar.system.regular_files import read_regular
+from megapar_models.convert.formats.pickles import Left
+from megapar_models.convert.formats.torch_files import load_mapped
 from megapar_models.convert.megatron_args import unsupported
 from megapar_models.convert.stream import CODES, check_finite
 from megapar_models.family import Megatron
@@ -39,14 +39,6 @@ from megapar_models.rotary import RopeScaling
 FILE = "model_optim_rng.pt"
 TRACKER = "latest_checkpointed_iteration.txt"
 METADATA = "metadata.json"
-
-# Classes of the objects that Megatron stores besides tensors and plain values: its own settings and states, and numpy's
-# random state. None of them is needed, so none of the classes is imported. Python 3.11.0 to 3.11.3 stores a member of
-# an enumeration as a call of getattr, which is not made either.
-_LEFT = re.compile(
-    r"megatron\..+|numpy\.(_?core\.multiarray\.(_reconstruct|scalar)|ndarray|dtype|dtypes\.\w+DType)"
-    r"|builtins\.getattr|types\.SimpleNamespace|pathlib\.(_local\.)?PosixPath|signal\.Signals|_io\.BytesIO|torch\._C\.Generator"
-)
 
 # Our names of a layer's tensors, and Megatron's names: legacy (in two spellings), Megatron Core's, and Transformer
 # Engine's, which fuses a norm with the matrix after it. `weight` or `bias` follows.
@@ -92,16 +84,6 @@ _ROWS = (
     *(f"attention.{letter}.{kind}" for letter in "qkv" for kind in ("weight", "bias")),
 )
 _FUSED_ROWS = ("attention.qkv.weight", "attention.qkv.bias")
-
-
-class _Left:
-    """Stands in for an unpickled object we do not need. It takes any arguments and state, and keeps none of it."""
-
-    def __init__(self, *_: Any):
-        super().__init__()
-
-    def __setstate__(self, state: Any) -> None:
-        """Keep nothing."""
 
 
 @dataclass(frozen=True)
@@ -250,7 +232,7 @@ def read(source: Path, vocab_size: int = 0, accepted: Collection[str] = ()) -> M
         raise CheckpointError(
             f"{folder}: holds {counted(len(layers), 'layer')}, args.num_layers is {model.num_hidden_layers}"
         )
-    plain = {name: value for name, value in args.items() if not isinstance(value, _Left)}
+    plain = {name: value for name, value in args.items() if not isinstance(value, Left)}
     return MegatronCheckpoint(folder, first.get("iteration") or 0, model, parts, plain)
 
 
@@ -284,10 +266,10 @@ def _no_ranks(folder: Path) -> str:
         backend = metadata["sharded_backend"]
     except (OSError, ValueError, TypeError, KeyError):
         return f"{folder}: has no mp_rank_* folders; of Megatron's formats `--ckpt-format torch` is read"
-    return (
-        f"{folder}: is in Megatron's format {backend} (metadata.json), which is not read: run Megatron-LM on it with "
-        "--ckpt-convert-format torch --ckpt-convert-save FOLDER"
-    )
+    way = "`megapar convert SRC DST` reads it, moments included"
+    if backend != "torch_dist":
+        way = "run Megatron-LM on it with --ckpt-convert-format torch_dist --ckpt-convert-save FOLDER"
+    return f"{folder}: is in Megatron's format {backend} (metadata.json), not in its classic one: {way}"
 
 
 def find_files(folder: Path) -> dict[tuple[int, int], Path]:
@@ -310,20 +292,10 @@ def find_files(folder: Path) -> dict[tuple[int, int], Path]:
 def load_file(path: Path) -> dict[str, Any]:
     """A rank's dict, with its storages mapped from the file.
 
-    It has tensors, containers, plain values and `args`. Other objects are replaced by empty ones.
-    Raises CheckpointError if the pickle names anything not stored by Megatron. No code has been run then.
+    It has tensors, containers, plain values and `args`. Other objects are replaced by `Left`.
+    Raises CheckpointError if the pickle names anything not stored by Megatron. No code is run.
     """
-    try:
-        # The names are read before anything is unpickled. Only classes that stand for nothing are then allowed.
-        names = set(get_unsafe_globals_in_checkpoint(path)) - {"argparse.Namespace"}
-        foreign = sorted(name for name in names if not _LEFT.fullmatch(name))
-        if foreign:
-            raise CheckpointError(f"{path}: refused, not unpickled: names {', '.join(foreign)}, which could run code")
-        with safe_globals([Namespace, *((_Left, name) for name in names)]):
-            state = torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except (RuntimeError, ValueError, TypeError, KeyError, EOFError, OSError, pickle.UnpicklingError) as error:
-        reason = str(error).partition("\n")[0]
-        raise CheckpointError(f"{path}: not readable as a zipped file of torch.save ({reason})") from None
+    state = load_mapped(path)
     if not isinstance(state, dict) or not isinstance(state.get("args"), Namespace):
         raise CheckpointError(f"{path}: no checkpoint of Megatron-LM: has no `args`")
     return state
