@@ -30,6 +30,7 @@ from megapar.config.options import CheckpointConfig, Config
 from megapar.declare.batch import MicroBatch
 from megapar.step.step import train_step
 from megapar.train import checkpoints
+from megapar.train.saver import Saver
 from tests.support.distributed import run_ranks
 from tests.support.grid import Layout, make_state, micro_batches
 from tests.support.hugging_face import (
@@ -155,7 +156,7 @@ def first_loss_and_save(model: ModelConfig, native: Path, run: Path, layout: dic
     config = replace(laid.config(), checkpoint=CheckpointConfig(init_from=str(native)), run_dir=str(run))
     state = make_state(config)
     checkpoints.resume(state, run, checkpoints.find(state.config, run, state.ctx))
-    with checkpoints.Saver(state, run) as saver:
+    with Saver(state, run) as saver:
         saver.save(state)
     return train_step(state, micro_batches(state.config, state.ctx, 0)).loss
 

@@ -44,6 +44,7 @@ def there_and_back(stored, made):
         parts = []
         for source, part in found:
             parts.append(part.read(stored[source] if part.expert is None else stored[source][part.expert]))
+            cut_anywhere(stored[source], part, parts[-1])
         ours[name] = torch.cat(parts)
     for name, recipe in made.items():
         out = torch.full(recipe.shape, torch.nan)
@@ -51,6 +52,26 @@ def there_and_back(stored, made):
             part.write(FromMemory(ours), out)
         assert torch.equal(out, stored[name]), name
     return ours
+
+
+def cut_anywhere(theirs, part, whole):
+    """Assert that boxes of a part come out of boxes of theirs, and no more than whole heads and groups are read."""
+    random = torch.Generator().manual_seed(1)
+    for _ in range(12):
+        low = [int(torch.randint(0, size, (), generator=random)) for size in whole.shape]
+        size = [int(torch.randint(1, n - at + 1, (), generator=random)) for n, at in zip(whole.shape, low, strict=True)]
+        box = Box((low[0] + part.start, *low[1:]), tuple(size))
+        boxes: list[Box] = []
+
+        def read(asked: Box, boxes: list[Box] = boxes) -> Tensor:
+            boxes.append(asked)
+            return theirs[asked.slices]
+
+        values = part.cut(read, box)
+        assert torch.equal(values, whole[Box(tuple(low), tuple(size)).slices])
+        assert values.is_contiguous()
+        if part.groups == 1 and part.pairs is None:
+            assert [asked.numel for asked in boxes] == [box.numel]
 
 
 def qkv(heads: int = 6, kv: int = 2, bias: bool = False) -> dict[str, tuple[int, ...]]:

@@ -29,7 +29,7 @@ from megapar.declare.params import spec_of
 from megapar.launch.grid import grid_of
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
-from megapar.train.checkpoints import Saver
+from megapar.train.saver import Saver
 from tests.support.distributed import run_ranks
 from tests.support.grid import (
     GPT,

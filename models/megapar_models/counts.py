@@ -16,7 +16,7 @@ from megapar.base.errors import ConfigError
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import NO_ADAPTER, AdapterConfig, Config
 from megapar.declare.context import single
-from megapar.declare.params import ParamSpec, Piece, selected, spec_of
+from megapar.declare.params import ParamSpec, Piece, Sizes, selected, spec_of
 from megapar.declare.sharding import Sharding
 from megapar_models.factory import initializations
 from megapar_models.registry import find
@@ -172,6 +172,16 @@ class WholeModel:
             return int(rest.partition(".")[0])
         # A name that is not known here counts as one before the layers: the count is then never too small.
         return {"norm": layers, "project_out": layers, "head": layers + 1, "score": layers + 1}.get(module, -1)
+
+
+def training_state(whole: WholeModel) -> dict[str, tuple[Sizes, torch.dtype]]:
+    """Shape and dtype of the tensors that training needs beside weights and optimizer. They begin at zero."""
+    found = {}
+    for buffer in whole._stage.buffers():
+        spec = getattr(buffer, "spec", None)
+        if spec is not None and spec.training_state:
+            found[spec.name] = (spec.pieces[0].shape, buffer.dtype)
+    return found
 
 
 def _everywhere(option: str, patterns: Sequence[str], text: str) -> ConfigError:

@@ -29,7 +29,7 @@ from megapar.declare.params import MAIN
 from megapar_models.convert.by_name import open_source
 from megapar_models.convert.config_json import names_of
 from megapar_models.convert.exported import native_shapes
-from megapar_models.convert.huggingface import hugging_face_tensor
+from megapar_models.convert.huggingface import their_tensor
 from megapar_models.convert.peft_beside import PeftExtras, modules_to_save, read_beside, trainable, trained_beside
 from megapar_models.convert.peft_config import (
     PEFT_CONFIG,
@@ -191,7 +191,7 @@ def native_to_peft(options: NativeToPeft) -> None:
 
         def make(name: str) -> Tensor:
             if recipe := kept.get(name.removeprefix(PREFIX)):
-                return advance(hugging_face_tensor(options.src, manifest, recipe, torch.float32))
+                return advance(their_tensor(options.src, manifest, recipe, torch.float32))
             with Reader(options.src, manifest) as reader:
                 if name in stacked:
                     return advance(stacked[name].join(lambda ours: reader.tensor(f"{MAIN}.{ours}")))

@@ -144,17 +144,22 @@ def native_tensor(weights: HFWeights, sources: Sequence[TensorPlace]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def hugging_face_tensor(path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype) -> Tensor:
-    """A recipe's tensor from the native checkpoint `path`. Raises CheckpointError if a chunk is damaged."""
+def their_tensor(
+    path: Path, manifest: Manifest, recipe: Recipe, dtype: torch.dtype = torch.float32, state: str = MAIN
+) -> Tensor:
+    """A recipe's tensor, of the weights or of a state of an optimizer, from the native checkpoint `path`.
+
+    Raises CheckpointError if a chunk is damaged.
+    """
     if recipe.constant is not None:
         return torch.full(recipe.shape, recipe.constant, dtype=dtype)
     out = torch.empty(recipe.shape, dtype=dtype)
     for part in recipe.parts:
         # A Reader for each tensor: when it closes, the pages of its mapped files are released.
         # A bias that selects experts is no parameter.
-        state = BUFFER if f"{BUFFER}.{part.name}" in manifest.tensors else MAIN
+        kept = BUFFER if state == MAIN and f"{BUFFER}.{part.name}" in manifest.tensors else state
         with Reader(path, manifest) as reader:
-            part.write(reader, out, state)
+            part.write(reader, out, kept)
     return out
 
 

@@ -6,7 +6,7 @@ the two numbers of a rotary pair beside each other. Ours has them half a head ap
 theirs, one for each group of its rows (a norm's weight for each head).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -52,14 +52,18 @@ class TensorPart(NamedTuple):
         rows = min(box.offset[0] + box.size[0], self.start + self.shape[0]) - start
         return Box((start, *box.offset[1:]), (rows, *box.size[1:])) if rows > 0 else None
 
-    def view(self, theirs: Tensor) -> Tensor:
-        """The view [groups, rows of ours in a group, ...] of `theirs`, which is one expert's if they are stacked."""
+    def matrix(self, theirs: Tensor) -> Tensor:
+        """The view of a box of theirs without further axes of size 1, and not transposed. Stacked experts: one's."""
         before, behind = self.axes
         for axis in (*(0,) * before, *(-1,) * behind):
             theirs = theirs.select(axis, 0)
+        return theirs.t() if self.transposed else theirs
+
+    def view(self, theirs: Tensor) -> Tensor:
+        """The view [groups, rows of ours in a group, ...] of `theirs`, which is one expert's if they are stacked."""
+        matrix = self.matrix(theirs)
         if self.within is not None:
-            theirs = theirs[self.within]
-        matrix = theirs.t() if self.transposed else theirs
+            matrix = matrix[:, self.within] if self.transposed else matrix[self.within]
         by_group = matrix if self.by_group else matrix.unflatten(0, (self.groups, self.rows))
         return by_group[:, self.first : self.first + self.shape[0] // self.groups]
 
@@ -89,8 +93,53 @@ class TensorPart(NamedTuple):
             return ours
         return self.pairs.ours(ours)
 
+    def cut(self, read: Callable[[Box], Tensor], box: Box) -> Tensor:
+        """A box `inside` the part, fp32 and contiguous. `read` returns a box of theirs: the least that holds this one.
+
+        Where rows of several of ours lie in turn, these are whole groups, and where rotary pairs differ, whole heads.
+        """
+        start = box.offset[0] - self.start
+        low, high = start, start + box.size[0]
+        if self.pairs is not None:
+            width = self.pairs.width or self.shape[0]
+            low, high = low // width * width, -(-high // width) * width
+        in_group = self.shape[0] // self.groups
+        before = 0  # rows of ours in front of `low` that are read too
+        if self.groups == 1 and not self.by_group:
+            offset: Sizes = (self.first + low,)
+            size: Sizes = (high - low,)
+        else:
+            group, stop = low // in_group, -(-high // in_group)
+            before = low - group * in_group
+            offset, size = (group * self.rows,), ((stop - group) * self.rows,)
+            if self.by_group:
+                offset, size = (group, self.first), (stop - group, in_group)
+        values = read(self._placed((*offset, *box.offset[1:]), (*size, *box.size[1:])))
+        values = self.matrix(values if self.expert is None else values[0])
+        if self.by_group:
+            values = values.flatten(0, 1)
+        elif self.groups > 1:
+            values = values.unflatten(0, (-1, self.rows))[:, self.first : self.first + in_group].flatten(0, 1)
+        values = values[before : before + high - low]
+        if self.pairs is not None:
+            values = self.pairs.ours(values)
+        return values[start - low : start - low + box.size[0]].float().contiguous()
+
+    def _placed(self, offset: Sizes, size: Sizes) -> Box:
+        """A box of the matrix as a box of theirs."""
+        if self.transposed:
+            offset, size = offset[::-1], size[::-1]
+        if self.within is not None:
+            offset = (self.within.start + offset[0], *offset[1:])
+        before, behind = self.axes
+        offset = (*(0,) * before, *offset, *(0,) * behind)
+        size = (*(1,) * before, *size, *(1,) * behind)
+        if self.expert is None:
+            return Box(offset, size)
+        return Box((self.expert, *offset), (1, *size))
+
     def write(self, reader: Reader, theirs: Tensor, state: str = MAIN) -> None:
-        """Put the part, read from a native checkpoint, into theirs. There our tensor has the state MAIN or BUFFER."""
+        """Put the part, read from a native checkpoint, into theirs. There our tensor has this state, such as MAIN."""
         if self.expert is not None:
             theirs = theirs[self.expert]
         view = self.view(theirs)
@@ -110,6 +159,14 @@ class Recipe(NamedTuple):
     shape: Sizes
     parts: tuple[TensorPart, ...]
     constant: float | None = None
+
+    def of_experts(self) -> list["Recipe"]:
+        """The recipes of the experts in a stack of all, in order. Empty if the tensor is no stack."""
+        numbers = sorted({part.expert for part in self.parts if part.expert is not None})
+        return [
+            Recipe(self.shape[1:], tuple(part._replace(expert=None) for part in self.parts if part.expert == number))
+            for number in numbers
+        ]
 
 
 def recipes(

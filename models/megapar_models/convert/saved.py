@@ -1,7 +1,7 @@
 """Options and model of a native checkpoint in one process. Any layout may have written it."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from megapar.config.data_spec import DataSource
 from megapar.config.messages import counted, first_few, shown
 from megapar.config.model_options import ModelConfig
 from megapar.config.option_values import convert_all
-from megapar.config.options import Config, DataConfig, default_config, flatten, option_types, unflatten
+from megapar.config.options import Config, DataConfig, TrainConfig, default_config, flatten, option_types, unflatten
 from megapar.declare import context
 from megapar.declare.params import MAIN
 from megapar_models.build import build_stages
@@ -73,9 +73,21 @@ def _stated(manifest: Manifest, checkpoint: str) -> dict[str, Any]:
     return stated
 
 
-def _read(manifest: Manifest, model: type[ModelConfig], checkpoint: str) -> Config:
+def trained_options(manifest: Manifest, family: str = "") -> Config:
+    """The options of a checkpoint that say how it was trained: those of train and of the optimizer, not validated.
+
+    Options that the checkpoint does not state have their defaults. `family` is as in `saved_config`.
+    """
+    checkpoint = f"checkpoint of step {manifest.step}"
+    model = _family_of(_stated(manifest, checkpoint), family, "--family", checkpoint).options
+    return _read(manifest, model, checkpoint, lambda path: path.partition(".")[0] in ("model", "train", "optimizer"))
+
+
+def _read(
+    manifest: Manifest, model: type[ModelConfig], checkpoint: str, keeps: Callable[[str], bool] = is_kept
+) -> Config:
     """The options of a checkpoint that are kept, with those of a family in `model`, and defaults of all others."""
-    types = {path: annotation for path, annotation in option_types(model).items() if is_kept(path)}
+    types = {path: annotation for path, annotation in option_types(model).items() if keeps(path)}
     kept, wrong = convert_all(_stated(manifest, checkpoint), types)
     if wrong:
         raise CheckpointError(f"{checkpoint}: trainer.config: {first_few(wrong, separator='; ')}")
@@ -129,6 +141,12 @@ def with_fitting_objective(config: Config) -> Config:
     if config.model.head == "vocabulary":
         return replace(config, data=DataConfig())
     return replace(config, train=replace(config.train, objective="reward"), data=DataConfig(documents="apart"))
+
+
+def whole_config(model: ModelConfig) -> Config:
+    """The options of a run with this model, derived values filled in. Raises ConfigError for an invalid model."""
+    config = Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings)))
+    return validate(with_fitting_objective(config), 1, trains=False)
 
 
 def load_model(checkpoint: Path, family: str = "", **train: Any) -> tuple[Config, Stage]:

@@ -7,6 +7,7 @@ import shutil
 import uuid
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,11 +19,14 @@ from megapar.base.errors import CheckpointError, ConfigError, StorageError
 from megapar.checkpoint.format import (
     BASE,
     BUFFER,
+    WEIGHTS,
     Manifest,
     Sizes,
     StoredChunk,
     TensorEntry,
     dtype_name,
+    dtype_of,
+    read_entry,
     sync_folder,
     write_manifest,
 )
@@ -39,6 +43,7 @@ FOUND_FP32 = "found_in_fp32"
 """Of `Manifest.trainer`: names of Hugging Face's tensors that had fp32 beside others of 16 bits (`dtypes_of`)."""
 SHARD_BYTES = 5_000_000_000  # largest file of weights, unless a single tensor is larger
 CODES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # safetensors' names
+_ALL_CODES = CODES | {torch.int64: "I64"}  # counts among the state of a training
 
 
 class TensorInfo(NamedTuple):
@@ -103,7 +108,7 @@ def write_file(path: Path, plan: Plan, make: Callable[[str], Tensor]) -> None:
     for name, info in plan.items():
         start = end
         end = end + info.nbytes
-        header[name] = {"dtype": CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": _ALL_CODES[info.dtype], "shape": list(info.shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the tensors are aligned
     with open(path, "wb") as file:
@@ -155,27 +160,6 @@ def write_weights(
     of the weights (`checkpoint.origin`). With `trainer.weights_only` in the manifest it has no moments, so no run can
     be resumed from it.
     """
-    plan = {}
-    for name, shape in shapes.items():
-        state = BUFFER if name in buffers else MAIN
-        plan[f"{state}.{name}"] = TensorInfo(shape, torch.float32)
-    tensors: dict[str, TensorEntry] = {}
-    files: dict[str, int] = {}
-    contents: list[dict[str, int]] = []
-    for number, shard in enumerate(shards(plan, shard_bytes)):
-        file = f"weights_{number:05d}.safetensors"
-
-        def stored(name: str, file: str = file) -> Tensor:
-            values = make(name.partition(".")[2]).contiguous()
-            shape = tuple(values.shape)
-            origin = (0,) * len(shape)
-            chunk = StoredChunk(file, name, origin, shape, checksum(values))
-            contents.append({name.partition(".")[0]: content(name, shape, origin, values)})
-            tensors[name] = TensorEntry(shape, dtype_name(values.dtype), (chunk,))
-            return values
-
-        write_file(folder / file, shard, stored)
-        files[file] = (folder / file).stat().st_size
     trainer: dict[str, Any] = {"updates": 0, "loss_scale": None, "weights_only": True, "config": flatten(config)}
     if base is not None:
         trainer[BASE] = dict(base)
@@ -186,5 +170,68 @@ def write_weights(
     if origin:
         trainer[ORIGIN] = dict(origin)
     data: dict[str, Any] = {TEXTS: dict(texts)} if texts else {}
-    total = sum_of_contents(contents)
-    write_manifest(folder, Manifest(0, 0, {}, weight_options(config), trainer, data, files, tensors, content=total))
+    tensors = {
+        f"{BUFFER if name in buffers else MAIN}.{name}": TensorEntry(shape, "float32", ())
+        for name, shape in shapes.items()
+    }
+    manifest = Manifest(0, 0, {}, weight_options(config), trainer, data, {}, tensors)
+    write_checkpoint(folder, manifest, lambda name: make(name.partition(".")[2]), shard_bytes=shard_bytes)
+
+
+class WrittenFiles:
+    """The files of a checkpoint that are whole, by name: their bytes, tensors and contents, as JSON types."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, Mapping[str, Any]] = {}
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Note a file that is whole and on the disk."""
+        self.files[entry["file"]] = entry
+
+
+def write_checkpoint(
+    folder: Path,
+    manifest: Manifest,
+    make: Callable[[str], Tensor],
+    *,
+    shard_bytes: int = SHARD_BYTES,
+    written: WrittenFiles | None = None,
+) -> None:
+    """Write a native checkpoint of the tensors of `manifest`, which names no files and chunks yet, to `folder`.
+
+    `make` returns the tensor of a name such as main.norm.weight. One tensor at a time is in memory. What `written`
+    has is not made again. Raises CheckpointError for a tensor unlike its entry, or not finite.
+    """
+    written = written or WrittenFiles()
+    plan = {name: TensorInfo(entry.shape, dtype_of(entry.dtype)) for name, entry in manifest.tensors.items()}
+    kind = "weights" if all(name.partition(".")[0] in WEIGHTS for name in plan) else "states"
+    for number, shard in enumerate(shards(plan, shard_bytes)):
+        file = f"{kind}_{number:05d}.safetensors"
+        if file in written.files:
+            continue
+        written.add(_write_shard(folder, file, shard, make))
+    found = {name: read_entry(entry) for file in written.files.values() for name, entry in file["tensors"].items()}
+    total = sum_of_contents(file["content"] for file in written.files.values())
+    files = {name: file["bytes"] for name, file in written.files.items()}
+    write_manifest(folder, replace(manifest, files=files, tensors=found, content=total))
+
+
+def _write_shard(folder: Path, file: str, shard: Plan, make: Callable[[str], Tensor]) -> dict[str, Any]:
+    """Write a file of a native checkpoint; returns its entry in `WrittenFiles`."""
+    tensors: dict[str, Any] = {}
+    contents: list[dict[str, int]] = []
+
+    def stored(name: str) -> Tensor:
+        values = make(name).contiguous()
+        shape = tuple(values.shape)
+        origin = (0,) * len(shape)
+        chunk = StoredChunk(file, name, origin, shape, checksum(values))
+        state = name.partition(".")[0]
+        if state in WEIGHTS:
+            contents.append({state: content(name, shape, origin, values)})
+        tensors[name] = TensorEntry(shape, dtype_name(values.dtype), (chunk,))._asdict()
+        return values
+
+    write_file(folder / file, shard, stored)
+    nbytes = (folder / file).stat().st_size
+    return {"file": file, "bytes": nbytes, "tensors": tensors, "content": sum_of_contents(contents)}
