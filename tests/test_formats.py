@@ -4,8 +4,7 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from megapar_models.convert.formats.fsdp import open_store, read_fsdp
 from megapar_models.convert.formats.native import JOURNAL, write_native
 from megapar_models.convert.recipes import recipes
 from megapar_models.convert.saved import whole_config
-from megapar_models.convert.stream import TensorInfo
 from megapar_models.tensor_layouts import Packing
 from torch import Tensor
 
@@ -30,6 +28,7 @@ from megapar.config.files import part_toml
 from megapar.config.model_options import ModelConfig
 from megapar.declare.params import Box
 from tests.support.checkpoints import STATE
+from tests.support.foreign_folders import MemoryStore
 from tests.support.simulated_ranks import LAYOUTS, LLAMA, Layout, expected, rank_slices, whole
 from tools.convert_checkpoint import convert_any
 
@@ -46,23 +45,16 @@ LAYOUTS_OF_THEIRS = {"blocks.*.qkv": Packing(groups="num_key_value_heads")}
 
 
 @dataclass
-class MemoryStore:
-    """A framework's folder in memory. It counts the elements that were read, and can break off."""
+class CountingStore(MemoryStore):
+    """It counts the elements that were read, and can break off."""
 
-    folder: Path
-    kept: dict[str, Tensor]
-    values: Mapping[str, Any] = field(default_factory=dict)
     read_elements: int = 0
     breaks_after: int | None = None
-
-    @property
-    def tensors(self) -> dict[str, TensorInfo]:
-        return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self.kept.items()}
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         if self.breaks_after is not None and self.read_elements > self.breaks_after:
             raise KeyboardInterrupt
-        values = self.kept[name] if box is None else self.kept[name][box.slices]
+        values = super().read(name, box)
         self.read_elements += values.numel()
         return values
 
@@ -91,7 +83,7 @@ def foreign(folder: Path, model: ModelConfig = LLAMA, padding: int = 5) -> Conte
                 stored[state][name] = StoredAt(f"{state}/{name}")
     folder.mkdir(exist_ok=True)
     position = Position(step=7, updates=6, consumed_samples=56, loss_scale=1024.0)
-    return Contents("Framework 1.0, iteration 7", MemoryStore(folder, kept), made, stored, position, model=model)
+    return Contents("Framework 1.0, iteration 7", CountingStore(folder, kept), made, stored, position, model=model)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
@@ -106,12 +98,12 @@ def test_ranks_of_every_layout_read_their_boxes(tmp_path: Path, layout: Layout) 
         for _, view, _ in expected(LLAMA, slices):
             view.fill_(torch.nan)
         store = contents.store
-        assert isinstance(store, MemoryStore)
+        assert isinstance(store, CountingStore)
         store.read_elements = 0
         fill(tmp_path, manifest, slices)
         for name, view, values in expected(LLAMA, slices):
             assert torch.equal(view, values), f"{layout} rank {rank}: {name}"
-        assert store.read_elements <= 3 * sum(tensor.numel() for tensor in store.kept.values()) / layout.tp
+        assert store.read_elements <= 3 * sum(tensor.numel() for tensor in store.held.values()) / layout.tp
 
 
 def test_a_native_checkpoint_has_the_moments_and_the_position(tmp_path: Path) -> None:
@@ -131,7 +123,7 @@ def test_a_broken_off_conversion_goes_on_where_it_was(tmp_path: Path) -> None:
     """The second run reads the rest alone, the result is that of a run in one go, and a changed source begins anew."""
     contents = foreign(tmp_path / "theirs")
     store = contents.store
-    assert isinstance(store, MemoryStore)
+    assert isinstance(store, CountingStore)
     write_native(contents, CONFIG, tmp_path / "whole", file_bytes=4000)
     in_all, store.read_elements, store.breaks_after = store.read_elements, 0, store.read_elements // 2
     with pytest.raises(KeyboardInterrupt):
@@ -198,15 +190,16 @@ def test_contents_that_are_not_of_the_model_are_refused_in_one_line(tmp_path: Pa
 def test_values_unfit_for_training_are_refused(tmp_path: Path, state: str, value: float) -> None:
     contents = foreign(tmp_path / "theirs")
     store = contents.store
-    assert isinstance(store, MemoryStore)
-    store.kept[f"{state}/blocks.fc2.weight"][2, 1, 3] = value
+    assert isinstance(store, CountingStore)
+    store.held[f"{state}/blocks.fc2.weight"][2, 1, 3] = value
     with pytest.raises(CheckpointError, match=r"blocks\.fc2\.weight: .*it was saved so"):
         write_native(contents, CONFIG, tmp_path / "native")
     assert not (tmp_path / "native").exists()
 
 
 def test_weights_alone_are_those_of_step_0(tmp_path: Path) -> None:
-    contents = foreign(tmp_path / "theirs").weights_only()
+    with_moments = foreign(tmp_path / "theirs")
+    contents = replace(with_moments, stored={"main": with_moments.stored["main"]}, position=Position())
     manifest = native.write_native(contents, CONFIG, tmp_path / "native")
     assert manifest.trainer["weights_only"]
     assert (manifest.step, manifest.states) == (0, {})

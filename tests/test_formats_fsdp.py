@@ -27,7 +27,7 @@ from megapar.config.options import Config
 from megapar.optimizer.schedule import learning_rate
 from tests.support import foreign_folders, fsdp_run, going_on
 from tests.support.distributed import run_ranks
-from tests.support.foreign_folders import FakeStore
+from tests.support.foreign_folders import store_of
 from tests.support.model_types import TYPES
 
 needs_transformers = pytest.mark.skipif(
@@ -166,7 +166,7 @@ def test_names_in_memory_are_those_of_transformers() -> None:
         ours = {name: parameter.shape for name, parameter in in_memory(hf_recipes(model), names).items()}
         copies = {renamed(name, names) for name in names.tied} if model.tie_word_embeddings else set()
         assert ours == {name: shape for name, shape in theirs.items() if name not in copies}, row
-        contents = read_fsdp(FakeStore({f"model.{name}": shape for name, shape in theirs.items()}), model)
+        contents = read_fsdp(store_of({f"model.{name}": shape for name, shape in theirs.items()}), model)
         contents.check()
         compared += 1
     assert compared > 130
@@ -200,7 +200,7 @@ def test_a_mixture_goes_on_with_the_loss_of_balance(tmp_path: Path) -> None:
     config = going_on.config_of(model, SAMPLES, LENGTH)
     assert config.model.moe.balance == "global"  # type: ignore[attr-defined]
     held = with_moments(shapes(fields=MIXTURE))
-    write_native(read_fsdp(FakeStore(held), config.model), config, tmp_path / "native")
+    write_native(read_fsdp(store_of(held), config.model), config, tmp_path / "native")
     losses, _ = going_on.go_on(config, tmp_path / "native", tmp_path / "run", 1, tokens_of)
     assert losses == pytest.approx([math.log(VOCABULARY)])  # of weights that are all 0
 
@@ -216,7 +216,7 @@ def test_a_checkpoint_without_moments_is_written_without_an_optimizer(tmp_path: 
 def test_rates_that_a_checkpoint_does_not_state_are_told(tmp_path: Path) -> None:
     """Such as one that was converted itself."""
     config = config_of(LLAMA)
-    write_native(read_fsdp(FakeStore(with_moments(shapes())), config.model), config, tmp_path / "native")
+    write_native(read_fsdp(store_of(with_moments(shapes())), config.model), config, tmp_path / "native")
     (note,) = export_fsdp(tmp_path / "native", tmp_path / "dcp")
     assert note.endswith("does not state optimizer.lr: rates, betas and decay in param_groups are megapar's defaults")
 
@@ -247,7 +247,7 @@ def with_moments(of: Mapping[str, Any], step: int = 5, *, prefix: str = "model."
 
 @pytest.mark.parametrize("prefix", ["", "model.", "app.model.", "pytorch_model_fsdp_0.model.", "a.b.c."])
 def test_any_prefix_is_found(prefix: str) -> None:
-    contents = read_fsdp(FakeStore(with_moments(shapes(prefix), prefix=prefix)), config_of(LLAMA).model)
+    contents = read_fsdp(store_of(with_moments(shapes(prefix), prefix=prefix)), config_of(LLAMA).model)
     contents.check()
     assert contents.position.updates == 5
     assert contents.title.endswith(f"names behind '{prefix}'" if prefix else "no prefix")
@@ -321,12 +321,12 @@ def test_two_folders_are_one_checkpoint(tmp_path: Path) -> None:
 def test_other_folders_are_refused_by_name(tensors: dict[str, Any], values: dict[str, Any], message: str) -> None:
     model = config_of(LLAMA).model
     with pytest.raises(CheckpointError, match=re.escape(message)):
-        read_fsdp(FakeStore(tensors, values), model)
+        read_fsdp(store_of(tensors, values), model)
 
 
 def test_states_that_are_not_understood_are_left_where_they_are_with_weights_only() -> None:
     held = with_moments(shapes(), **{"optim.state.lm_head.weight.max_exp_avg_sq": (67, 24)})
-    contents = read_fsdp(FakeStore(held), config_of(LLAMA).model, weights_only=True)
+    contents = read_fsdp(store_of(held), config_of(LLAMA).model, weights_only=True)
     contents.check()
     assert contents.left_out == ["the state of the optimizer, if there is one"]
 
@@ -336,13 +336,13 @@ def test_a_tied_copy_must_be_equal() -> None:
     table = torch.rand(67, 24)
     held["model.model.embed_tokens.weight"] = table
     model = config_of(TIED).model
-    read_fsdp(FakeStore({**held, "model.lm_head.weight": table.clone()}), model).check()
+    read_fsdp(store_of({**held, "model.lm_head.weight": table.clone()}), model).check()
     with pytest.raises(CheckpointError, match=r"tie_word_embeddings, but model\.lm_head\.weight differs"):
-        read_fsdp(FakeStore({**held, "model.lm_head.weight": table + 1}), model)
+        read_fsdp(store_of({**held, "model.lm_head.weight": table + 1}), model)
 
 
 def test_a_stack_of_more_experts_than_the_model_has_takes_no_memory() -> None:
     """A shape of no elements needs no bytes in a file, whatever it says of experts."""
     held = shapes(fields=MIXTURE, **{"model.model.layers.0.mlp.experts.gate_up_proj": torch.empty(1 << 40, 2, 0)})
     with pytest.raises(CheckpointError, match=r"holds model\.model\.layers\.0\.mlp\.experts\.gate_up_proj, which the"):
-        read_fsdp(FakeStore(held), config_of(MIXTURE).model)
+        read_fsdp(store_of(held), config_of(MIXTURE).model)

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,8 +26,6 @@ from megapar_models.convert.formats.megatron_names import megatron_recipes, stor
 from megapar_models.convert.formats.native import CONFIG, write_native
 from megapar_models.convert.parity import native_logits
 from megapar_models.convert.saved import whole_config
-from megapar_models.convert.stream import TensorInfo
-from megapar_models.families.deepseek import DeepseekModel
 from megapar_models.registry import validate
 from megapar_tools.verify import logical
 from safetensors.torch import load_file
@@ -41,6 +39,7 @@ from megapar.config.options import Config, TrainConfig
 from megapar.declare import context
 from megapar.declare.params import MAIN, Box
 from tests.support import program, tiny_models
+from tests.support.foreign_folders import MemoryStore
 from tests.support.frameworks import PYTHON, runs
 from tests.support.megatron_dist_writer import (
     CASES,
@@ -55,6 +54,7 @@ from tests.support.megatron_dist_writer import (
     UPDATES,
     VOCABULARY,
 )
+from tests.support.megatron_expected import expected_of
 
 HERE = Path(__file__).parent
 KEPT = {
@@ -62,95 +62,6 @@ KEPT = {
     "experts, small": HERE / "data" / "megatron_dist_experts",
 }
 needs_megatron = runs("megatron.core")
-
-
-class FakeStore:
-    """Tensors and values in memory as a store."""
-
-    def __init__(self, folder: Path, held: Mapping[str, Tensor], values: Mapping[str, Any] | None = None):
-        self.folder = folder
-        self.held = dict(held)
-        self.values = values or {}
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self.held.items()}
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        tensor = self.held[name]
-        return tensor if box is None else tensor[box.slices]
-
-
-def expected_of(model: Any, theirs: Mapping[str, Tensor], state: str) -> dict[str, Tensor]:
-    """Our tensors of a state, by loops over the heads and halves of Megatron's `theirs`."""
-    found = {}
-    for name, tensor in theirs.items():
-        held, _, name = name.partition("/")
-        if held != state:
-            continue
-        found |= dict(_ours(model, name.removeprefix("decoder."), tensor))
-    return found
-
-
-_RENAMED = {
-    "embedding.word_embeddings.weight": "embedding.weight",
-    "embedding.position_embeddings.weight": "positions.weight",
-    "output_layer.weight": "head.weight",
-    "final_layernorm": "norm",
-    "input_layernorm": "attention_norm",
-    "pre_mlp_layernorm": "mlp_norm",
-    "self_attention.kv_layernorm": "attention.kv_a_norm",
-    "self_attention.linear_proj": "attention.o",
-    "self_attention.linear_q_proj": "attention.q",
-    "self_attention.linear_q_down_proj": "attention.q_a",
-    "self_attention.linear_q_up_proj": "attention.q_b",
-    "self_attention.linear_kv_down_proj": "attention.kv_a",
-    "self_attention.linear_kv_up_proj": "attention.kv_b",
-    "mlp.experts.local_experts.": "mlp.experts.",
-    "mlp.shared_experts.": "mlp.shared.",
-    "linear_fc2": "down",
-    "router.expert_bias": "router.bias",
-}
-
-
-def _ours(model: Any, name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield (our name, values) of one of Megatron's parameters on one rank."""
-    for there, here in _RENAMED.items():
-        name = name.replace(there, here)
-    latent = isinstance(model, DeepseekModel)
-    name = name.replace("self_attention.q_layernorm", "attention.q_a_norm" if latent else "attention.q_norm")
-    name = name.replace("self_attention.k_layernorm", "attention.k_norm")
-    if "linear_qkv" in name:
-        rows: dict[str, list[Tensor]] = {"q": [], "k": [], "v": []}
-        heads = list(tensor.split(model.head_dim))
-        for _ in range(model.num_key_value_heads):
-            for _ in range(model.num_attention_heads // model.num_key_value_heads):
-                rows["q"].append(heads.pop(0))
-            rows["k"].append(heads.pop(0))
-            rows["v"].append(heads.pop(0))
-        for letter in "qkv":
-            yield name.replace("self_attention.linear_qkv", f"attention.{letter}"), torch.cat(rows[letter])
-    elif "linear_fc1" in name and model.hidden_act == "silu":
-        for letters, half in zip(("gate", "up"), tensor.chunk(2), strict=True):
-            yield name.replace("linear_fc1", letters), half
-    else:
-        name = name.replace("linear_fc1", "up")
-        if name in ("embedding.weight", "head.weight"):
-            tensor = tensor[: model.vocab_size]
-        turned = {"attention.q_b": 1, "attention.q": 1, "attention.kv_a": 0}.get(".".join(name.split(".")[2:4]))
-        if latent and turned is not None:
-            tensor = _half_apart(model, tensor, bool(turned))
-        yield name, tensor
-
-
-def _half_apart(model: DeepseekModel, rows: Tensor, heads: bool) -> Tensor:
-    """Rows with the two numbers of each rotary pair half a head apart, where Megatron has them beside each other."""
-    rotated = model.head_dim
-    unrotated = model.qk_nope_head_dim if heads else model.kv_lora_rank
-    out = []
-    for head in rows.split(unrotated + rotated):
-        out += [head[:unrotated], head[unrotated::2], head[unrotated + 1 :: 2]]
-    return torch.cat(out)
 
 
 def config_of(model: ModelConfig) -> Config:
@@ -276,16 +187,16 @@ def test_a_run_goes_on_from_a_folder_itself(case: str, tmp_path: Path) -> None:
 # What a folder may hold, and what is refused: kept folders with changes, in memory.
 
 
-def held(case: str) -> tuple[FakeStore, dict[str, Any], dict[str, Any]]:
+def held(case: str) -> tuple[MemoryStore, dict[str, Any], dict[str, Any]]:
     """All tensors and values of a kept folder in memory, what is no tensor in it, and its args."""
     opened = open_folder(KEPT[case] / FOLDER)
-    store = FakeStore(opened.path, {name: opened.store.read(name) for name in opened.store.tensors})
+    store = MemoryStore(opened.path, {name: opened.store.read(name) for name in opened.store.tensors})
     store.values = {name: opened.store.values[name] for name in opened.store.values if "per_bucket" not in name}
     assert opened.args is not None
     return store, dict(opened.common), dict(opened.args)
 
 
-def read(store: FakeStore, common: Mapping[str, Any], args: Mapping[str, Any] | None, **options: Any) -> Contents:
+def read(store: MemoryStore, common: Mapping[str, Any], args: Mapping[str, Any] | None, **options: Any) -> Contents:
     model = options.pop("model", None) or megatron_experts.model_of(args or {}, VOCABULARY, store.folder)
     return contents_of(Folder(store.folder, store, common, args), whole_config(model).model, **options)
 
@@ -355,7 +266,7 @@ def test_experts_may_be_stored_one_by_one() -> None:
             for expert, values in enumerate(of_layer):
                 by_expert[numbered.replace("experts.experts.", f"experts.experts.{expert}.")] = values
     for tensors in (by_layer, by_expert):
-        contents = read(FakeStore(store.folder, tensors, store.values), common, args)
+        contents = read(MemoryStore(store.folder, tensors, store.values), common, args)
         for state, places in expected.stored.items():
             for name, at in places.items():
                 box = Box((0,) * len(expected.recipes[name].shape), expected.recipes[name].shape)
@@ -405,23 +316,23 @@ def test_muon_leaves_its_momentum_by_name() -> None:
     assert "exp_avg.layers.0.attention.k.weight" not in names
 
 
-def _flatten(store: FakeStore) -> None:
+def _flatten(store: MemoryStore) -> None:
     """As Megatron Core up to 0.14 stored the parts of data-parallel ranks."""
     for name in [name for name in store.held if name.startswith("optimizer.state.")]:
         store.held[name] = store.held[name].flatten()
 
 
-def _rename(store: FakeStore) -> None:
+def _rename(store: MemoryStore) -> None:
     for name in [name for name in store.held if ".exp_avg_sq." in name]:
         store.held[name.replace("exp_avg_sq", "second_order")] = store.held.pop(name)
 
 
-def _without_moments(store: FakeStore) -> None:
+def _without_moments(store: MemoryStore) -> None:
     for name in [name for name in store.held if ".exp_avg" in name]:
         del store.held[name]
 
 
-def _gather(store: FakeStore) -> None:
+def _gather(store: MemoryStore) -> None:
     """As dp_zero_gather_scatter stores them: one object of the first data-parallel rank."""
     _without_moments(store)
     store.values = {**store.values, "optimizer.distributed.dp_group_idx_0.param_state/shard_0_1": None}
@@ -510,7 +421,7 @@ def test_the_common_state_may_lie_among_the_tensors(tmp_path: Path) -> None:
     """Fault megatron-common-state: Megatron-LM from July 2026 on has no common.pt (ms-swift#9908)."""
     store, common, args = held(EXPERTS)
     for value in ([{**common, "args": args}], {**common, "args": args}):
-        moved = FakeStore(tmp_path, store.held, {**store.values, "common_state/shard_0_1": value})
+        moved = MemoryStore(tmp_path, store.held, {**store.values, "common_state/shard_0_1": value})
         opened = open_folder(tmp_path, moved)
         assert (opened.args or {})["num_experts"] == args["num_experts"]
         contents = read(moved, opened.common, opened.args)
@@ -725,7 +636,7 @@ def test_hybrids_are_read_with_a_given_model() -> None:
             for theirs, name in (("fc1", "up"), ("fc2", "down"))
         },
     }
-    contents = contents_of(Folder(Path("hybrid"), FakeStore(Path("hybrid"), theirs), {}, None), model)
+    contents = contents_of(Folder(Path("hybrid"), MemoryStore(Path("hybrid"), theirs), {}, None), model)
     with contents.reader(contents.manifest(whole_config(model))) as reader:
         for name, tensor in ours.items():
             assert torch.equal(reader.tensor(f"{MAIN}.{name}"), tensor), name

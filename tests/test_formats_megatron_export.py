@@ -7,7 +7,7 @@ import subprocess
 import zlib
 from argparse import Namespace
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,6 @@ from megapar_models.convert.formats.megatron_export import args_of, export_megat
 from megapar_models.convert.formats.native import write_native
 from megapar_models.convert.recipes import recipes, starred
 from megapar_models.convert.saved import whole_config
-from megapar_models.convert.stream import TensorInfo
 from megapar_models.registry import FAMILIES, validate
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -34,9 +33,10 @@ from megapar.checkpoint.format import BUFFER, read_manifest
 from megapar.checkpoint.load import Reader
 from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, OptimizerConfig, TrainConfig, flatten
-from megapar.declare.params import MAIN, Box
+from megapar.declare.params import MAIN
 from tests.support import going_on
 from tests.support.checkpoints import edit_manifest, files_limited_to, killed_at
+from tests.support.foreign_folders import MemoryStore
 from tests.support.frameworks import PYTHON, runs
 from tests.support.megatron_expected import expected_of
 
@@ -86,22 +86,6 @@ MODELS = {
 }
 
 
-@dataclass
-class HeldStore:
-    """Tensors in memory as a store."""
-
-    folder: Path
-    held: Mapping[str, Tensor]
-    values: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self.held.items()}
-
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        return self.held[name] if box is None else self.held[name][box.slices]
-
-
 def native(folder: Path, model: ModelConfig, precision: str = "fp32", states: bool = True, **changes: Any) -> Path:
     """A native checkpoint of random weights, moments and biases of routers, by the options ADAMW. Weights of a training
     in bf16 are not those of bf16: the main weights."""
@@ -118,7 +102,7 @@ def native(folder: Path, model: ModelConfig, precision: str = "fp32", states: bo
             generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}.{name}".encode()))
             values = torch.randn((shapes | buffers)[name], generator=generator) * 0.1
             held[f"{kind}/{name}"] = values.square() if kind == EXP_AVG_SQ else values
-    contents = Contents("random", HeldStore(folder.parent, held), made, stored, Position(STEP, UPDATES, SAMPLES))
+    contents = Contents("random", MemoryStore(folder.parent, held), made, stored, Position(STEP, UPDATES, SAMPLES))
     train = TrainConfig(steps=40, global_batch_size=BATCH, seq_length=16, precision=precision)  # type: ignore[arg-type]
     config = validate(Config(model=model, train=train, optimizer=replace(ADAMW, **changes)), 1)
     write_native(contents, config, folder)

@@ -145,10 +145,10 @@ def test_a_native_checkpoint_comes_back_bit_for_bit(kind: str, tmp_path: Path) -
     foreign_folders.require_equal(native, tmp_path / "again")
 
 
-def stored(config: Config, **changes: Any) -> foreign_folders.FakeStore:
+def stored(config: Config, **changes: Any) -> foreign_folders.store_of:
     """A folder of torchtitan without an optimizer, in memory."""
     tensors: dict[str, Any] = {name: recipe.shape for name, recipe in torchtitan_recipes(config.model).items()}
-    return foreign_folders.FakeStore({**tensors, **changes})
+    return foreign_folders.store_of({**tensors, **changes})
 
 
 def test_names_before_0_3_0_are_read() -> None:
@@ -159,7 +159,7 @@ def test_names_before_0_3_0_are_read() -> None:
         name = name.replace(".routed_experts.inner_experts.", ".experts.")
         older[name.removesuffix("_EFD").removesuffix("_EDF")] = info.shape
     assert {"output.weight", "layers.1.attention.wk.weight", "layers.0.moe.experts.w2"} <= older.keys()
-    read_torchtitan(foreign_folders.FakeStore(older), config.model).check()
+    read_torchtitan(foreign_folders.store_of(older), config.model).check()
 
 
 def test_other_folders_are_refused_by_name() -> None:

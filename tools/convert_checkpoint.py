@@ -23,7 +23,9 @@ from megapar_models.convert.config_json import from_hugging_face, names_of, warn
 from megapar_models.convert.copied_files import copy_files, files_inside
 from megapar_models.convert.export_config import hf_config, unlike, with_dtype
 from megapar_models.convert.exported import buffer_shapes, dtypes_of, found_in_fp32, hf_infos, hf_recipes, native_shapes
-from megapar_models.convert.huggingface import hugging_face_tensor, native_tensor, write_model
+from megapar_models.convert.formats.command import AnyToNative, from_native, require_read, to_native
+from megapar_models.convert.formats.detect import is_hugging_face, is_native
+from megapar_models.convert.huggingface import native_tensor, their_tensor, write_model
 from megapar_models.convert.other_parts import listed, open_text, source_of_parts
 from megapar_models.convert.parity import (
     check_transformers,
@@ -34,7 +36,7 @@ from megapar_models.convert.parity import (
 )
 from megapar_models.convert.progress import progress
 from megapar_models.convert.recipes import places
-from megapar_models.convert.saved import saved_config, text_record, with_fitting_objective
+from megapar_models.convert.saved import saved_config, text_record, whole_config
 from megapar_models.convert.stream import ACCEPTED, SHARD_BYTES, TensorInfo, new_folder, write_weights
 from megapar_models.convert.tokenizer_files import compare_with_transformers, read_as_it_is, write_missing
 from megapar_models.convert.typed_fields import NAMES, read_object
@@ -59,6 +61,7 @@ from megapar.declare.sharding import model_dtype
 from megapar.launch.reporting import reported
 
 CONFIG = "config.toml"
+ANY = "any"  # `megapar convert SRC DST` means `megapar convert any SRC DST`
 PARITY = "parity.json"
 TOKENIZERS = {"hf": "tokenizer.json", "spm": "tokenizer.model"}
 PRECISION: dict[torch.dtype, Literal["fp32", "bf16", "fp16"]] = {
@@ -258,7 +261,7 @@ def native_to_hf(options: NativeToHf) -> None:
     raw = with_dtype(parts.raw if parts else {**raw, "torch_dtype": ""}, dtype)
 
     def make(name: str) -> Tensor:
-        return hugging_face_tensor(options.src, manifest, wanted[name], infos[name].dtype)
+        return their_tensor(options.src, manifest, wanted[name], infos[name].dtype)
 
     with new_folder(options.dst, sum(info.nbytes for info in plan.values())) as folder:
         with progress(len(plan)) as advance:
@@ -359,12 +362,6 @@ def upcycle_dense(options: Upcycle) -> None:
 
 
 # Configurations
-
-
-def whole_config(model: ModelConfig) -> Config:
-    """The options of a run with this model, derived values filled in. Raises ConfigError for an invalid model."""
-    config = Config(model=model, train=TrainConfig(seq_length=min(2048, model.max_position_embeddings)))
-    return validate(with_fitting_objective(config), 1, trains=False)
 
 
 def described_by(config: Config, options: NativeToHf) -> Path | None:
@@ -543,7 +540,23 @@ def verify_tokenizer(folder: Path, training: Training, model: ModelConfig, optio
     return {"verified": True, "trained_with": training.spec, **content}
 
 
+def convert_any(options: AnyToNative) -> None:
+    """Convert a folder as its kind asks for. Raises ConfigError and CheckpointError as what converts that kind."""
+    if is_native(options.src):
+        if options.to != "auto":
+            return from_native(options)
+        require_read(options, ("family",), "a native checkpoint that becomes Hugging Face's")
+        return native_to_hf(NativeToHf(options.src, options.dst, options.family))
+    if options.to != "auto":
+        raise ConfigError(f"--to {options.to}: {options.src} is no native checkpoint: convert it to one first")
+    if is_hugging_face(options.src):
+        require_read(options, ("family", "accept"), "a folder of Hugging Face")
+        return hf_to_native(HfToNative(options.src, options.dst, options.family, options.accept))
+    return to_native(options)
+
+
 COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {
+    ANY: (AnyToNative, convert_any),
     "hf-to-native": (HfToNative, hf_to_native),
     "native-to-hf": (NativeToHf, native_to_hf),
     "megatron-to-native": (MegatronToNative, megatron_to_native),
@@ -557,9 +570,13 @@ COMMANDS: Mapping[str, tuple[type, Callable[[Any], None]]] = {
 
 
 def main() -> None:
+    words = sys.argv[1:]
+    if words and not words[0].startswith("-") and words[0] not in COMMANDS:
+        words = [ANY, *words]  # a folder
     with reported():
         options = tyro.extras.subcommand_cli_from_dict(
             {name: options_class for name, (options_class, _) in COMMANDS.items()},
+            args=words,
             description=__doc__,
             use_underscores=True,
         )

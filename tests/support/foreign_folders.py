@@ -1,11 +1,13 @@
 """Folders of other frameworks in memory, and native checkpoints with random moments to be written as such."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from megapar_models.convert.exported import buffer_shapes, native_shapes
+from megapar_models.convert.formats.contents import OPTIMIZERS
 from megapar_models.convert.stream import TensorInfo, write_checkpoint
 from megapar_models.registry import weight_options
 from torch import Tensor
@@ -15,25 +17,27 @@ from megapar.checkpoint.load import Reader
 from megapar.config.options import Config, flatten
 from megapar.declare.params import MAIN, Box
 
-STATES = {
-    "exp_avg": {"optimizer": "adamw", "initial": 0.0, "nonnegative": False},
-    "exp_avg_sq": {"optimizer": "adamw", "initial": 0.0, "nonnegative": True},
-    "momentum": {"optimizer": "muon", "initial": 0.0, "nonnegative": False},
-}
 
+@dataclass
+class MemoryStore:
+    """The folder of a framework in memory."""
 
-class FakeStore:
-    """A store in memory: tensors of these values, or zeros of these shapes."""
+    folder: Path
+    held: dict[str, Tensor]
+    values: Mapping[str, Any] = field(default_factory=dict)
 
-    folder = Path("folder")
-
-    def __init__(self, tensors: Mapping[str, Any], values: Mapping[str, Any] | None = None):
-        self._held = {name: held if isinstance(held, Tensor) else torch.zeros(held) for name, held in tensors.items()}
-        self.tensors = {name: TensorInfo(tuple(held.shape), held.dtype) for name, held in self._held.items()}
-        self.values = values or {}
+    @property
+    def tensors(self) -> dict[str, TensorInfo]:
+        return {name: TensorInfo(tuple(tensor.shape), tensor.dtype) for name, tensor in self.held.items()}
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        return self._held[name] if box is None else self._held[name][box.slices]
+        return self.held[name] if box is None else self.held[name][box.slices]
+
+
+def store_of(tensors: Mapping[str, Any], values: Mapping[str, Any] | None = None) -> MemoryStore:
+    """A folder in memory: tensors of these values, or zeros of these shapes."""
+    held = {name: each if isinstance(each, Tensor) else torch.zeros(each) for name, each in tensors.items()}
+    return MemoryStore(Path("folder"), held, values or {})
 
 
 def random_native(config: Config, folder: Path, matrices: str = "adamw") -> Path:
@@ -52,7 +56,7 @@ def random_native(config: Config, folder: Path, matrices: str = "adamw") -> Path
     tensors = {name: values.abs() if name.startswith("exp_avg_sq.") else values for name, values in tensors.items()}
     entries = {name: TensorEntry(shape, "float32", ()) for name, shape in kept.items()}
     trainer = {"updates": 4, "loss_scale": None, "config": flatten(config)}
-    states = {state: declared for state, declared in STATES.items() if state in used}
+    states = {state: declared for state, declared in OPTIMIZERS.items() if state in used}
     manifest = Manifest(4, 16, {}, weight_options(config), trainer, {}, {}, entries, states)
     path = folder / "native"
     path.mkdir()

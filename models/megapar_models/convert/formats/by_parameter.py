@@ -262,7 +262,10 @@ def _whole(store: TensorStore, key: str, value: object) -> int:
 
 
 def _common(store: TensorStore, steps: Mapping[str, int]) -> int:
-    """The one number of updates of all parameters."""
+    """Return the number of updates that all parameters had. `steps` has it by the name of what states it.
+
+    Raises CheckpointError if the numbers differ.
+    """
     of_count: dict[int, list[str]] = defaultdict(list)
     for name, count in steps.items():
         of_count[count].append(name)

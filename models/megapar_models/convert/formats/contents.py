@@ -71,10 +71,10 @@ class Position:
 class Contents:
     """What a folder of another framework holds of a model.
 
-    `title` names the framework's format and its iteration, for people. `model` is the model of the recipes, as the
-    folder or the caller states it. `recipes` say how each of their tensors holds
+    `title` names the framework's format and its iteration, for people. `recipes` say how each of their tensors holds
     ours, by the name that `stored` has for it. `stored` has the places of their tensors for each state of ours: MAIN,
-    and those of the optimizer. `left_out` are lines for the user about what is in the folder and is not read.
+    and those of the optimizer. `left_out` are lines for the user about what is in the folder and is not read. `model`
+    is the model of the recipes, as the folder or the caller states it.
     """
 
     title: str
@@ -89,11 +89,6 @@ class Contents:
     def states(self) -> list[str]:
         """The states of an optimizer that the folder holds besides the weights."""
         return [state for state in self.stored if state != MAIN]
-
-    def weights_only(self) -> "Contents":
-        """The same contents without the states of an optimizer, at step 0."""
-        weights = {MAIN: self.stored[MAIN]}
-        return replace(self, stored=weights, position=Position())
 
     def check(self) -> None:
         """Raise CheckpointError unless each state has a place, of the right shape, for all tensors of its recipes.
@@ -168,12 +163,11 @@ class Contents:
             for name, (shape, dtype) in training_state(WholeModel(config.model)).items():
                 tensors[f"{TRAINING_STATE}.{name}"] = TensorEntry(shape, dtype_name(dtype), ())
         options = {path: value for path, value in flatten(config).items() if path.startswith("model.")}
-        options = json.loads(json.dumps(options))  # tuples are lists in a manifest
         scale = None
         if self.position.loss_scale is not None:
             scale = asdict(replace(LossScale.of("fp16"), scale=self.position.loss_scale))
         trainer: dict[str, Any] = {"updates": self.position.updates, "loss_scale": scale}
-        trainer["config"] = json.loads(json.dumps(options))  # as from a file: without tuples
+        trainer["config"] = json.loads(json.dumps(options))  # tuples are lists in a manifest
         if not self.states:
             trainer["weights_only"] = True
         return Manifest(

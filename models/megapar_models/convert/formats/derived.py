@@ -20,22 +20,30 @@ class Derived(NamedTuple):
     read: Callable[[Box], Tensor]
 
 
-class WithDerived:
+class _Listed:
+    """A store of another folder's tensors, or of some of them, under the names of `infos`."""
+
+    def __init__(self, folder: Path, infos: Mapping[str, TensorInfo]):
+        self._folder = folder
+        self._infos = infos
+
+    @property
+    def folder(self) -> Path:
+        return self._folder
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        return self._infos
+
+
+class WithDerived(_Listed):
     """A store without the tensors `hidden`, and with further ones, which may replace stored ones of their names."""
 
     def __init__(self, store: TensorStore, derived: Mapping[str, Derived], hidden: Collection[str] = ()):
         self._store = store
         self._derived = derived
         kept = {name: info for name, info in store.tensors.items() if name not in hidden}
-        self._infos = kept | {name: tensor.info for name, tensor in derived.items()}
-
-    @property
-    def folder(self) -> Path:
-        return self._store.folder
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._infos
+        super().__init__(store.folder, kept | {name: tensor.info for name, tensor in derived.items()})
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -48,22 +56,13 @@ class WithDerived:
         return self._derived[name].read(box or Box((0,) * len(shape), shape)).to(dtype)
 
 
-class JoinedStore:
+class JoinedStore(_Listed):
     """Stores of folders below one, such as model and optimizer apart. Names begin with that of their folder."""
 
     def __init__(self, folder: Path, stores: Mapping[str, TensorStore]):
-        self._folder = folder
         self._stores = stores
         parts = [{f"{part}.{name}": info for name, info in store.tensors.items()} for part, store in stores.items()]
-        self._infos = dict(chain.from_iterable(part.items() for part in parts))
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._infos
+        super().__init__(folder, dict(chain.from_iterable(part.items() for part in parts)))
 
     @property
     def values(self) -> Mapping[str, Any]:
@@ -93,22 +92,14 @@ class _JoinedValues(Mapping[str, Any]):
         return len(self._places)
 
 
-class RenamedStore:
+class RenamedStore(_Listed):
     """A store with other names for some of its tensors, and without the rest. `stored` has the stored names by ours."""
 
     def __init__(self, store: TensorStore, stored: Mapping[str, str]):
         self._store = store
         self._stored = stored
         infos = store.tensors
-        self._infos = {name: infos[key] for name, key in stored.items()}
-
-    @property
-    def folder(self) -> Path:
-        return self._store.folder
-
-    @property
-    def tensors(self) -> Mapping[str, TensorInfo]:
-        return self._infos
+        super().__init__(store.folder, {name: infos[key] for name, key in stored.items()})
 
     @property
     def values(self) -> Mapping[str, Any]:

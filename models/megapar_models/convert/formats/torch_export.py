@@ -264,7 +264,7 @@ def _flat_groups(source: NativeSource, groups: Mapping[str, tuple[str, bool]]) -
 
 
 def in_memory(recipes: Mapping[str, Recipe], names: HuggingFace) -> dict[str, _Parameter]:
-    """Their parameters by the names that transformers 5 has in memory, of recipes by names of files."""
+    """Return the parameters of a module of transformers 5 by their names there. `recipes` have the names of files."""
     stacks: dict[str, tuple[str, int]] = {}  # of a module's pattern: the stack's pattern, and which part of its rows
     for stack, modules in names.stacked.items():
         above = stack.rpartition(".")[0]
