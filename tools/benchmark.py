@@ -13,6 +13,7 @@ families     other families than Llama beside transformers, on a CPU
 finetuning   fine-tuning on packs beside the Trainer of transformers, on a CPU
 generation   texts continued beside transformers, on a CPU
 packing      how full packs of conversations are, beside TRL's
+frameworks   checkpoints of other frameworks, read and written
 handoff      weights handed over in buckets, and tensor by tensor
 restarts     what a lost rank and a snapshot cost
 watching     what the flight log, metrics, sinks and hashes take of a step
@@ -49,6 +50,7 @@ MODULES = {
     "finetuning": "benchmarks.finetuning",
     "generation": "benchmarks.generation",
     "packing": "benchmarks.packing",
+    "frameworks": "benchmarks.frameworks",
     "handoff": "benchmarks.handoff",
     "restarts": "benchmarks.restarts",
     "watching": "benchmarks.watching",
