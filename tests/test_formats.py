@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megapar_models import doors
 from megapar_models.convert.formats import native
 from megapar_models.convert.formats.command import AnyToNative
 from megapar_models.convert.formats.contents import Contents, Position, StoredAt
@@ -22,12 +23,15 @@ from megapar_models.tensor_layouts import Packing
 from torch import Tensor
 
 from megapar.base.errors import CheckpointError, ConfigError, StorageError
+from megapar.base.grid import Grid
 from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, fill
 from megapar.config.files import part_toml
 from megapar.config.model_options import ModelConfig
+from megapar.declare import context
 from megapar.declare.params import Box
-from tests.support.checkpoints import STATE
+from tests.support.checkpoints import STATE, outcome
+from tests.support.distributed import run_ranks
 from tests.support.foreign_folders import MemoryStore
 from tests.support.simulated_ranks import LAYOUTS, LLAMA, Layout, expected, rank_slices, whole
 from tools.convert_checkpoint import convert_any
@@ -254,3 +258,29 @@ def test_adams_moments_without_its_step_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="number of Adam's updates is nowhere stated: give --weights_only"):
         read_fsdp(without, LLAMA)
     assert read_fsdp(without, LLAMA, weights_only=True).states == []
+
+
+def open_on_two_hosts(root: str) -> list[tuple[str, int, str]]:
+    """Outcomes of opening a folder that rank 1 lacks, and one that is another iteration there."""
+    ctx = context.create(Grid(tp=1, dp=2, pp=1))
+    os.chdir(Path(root) / f"host{ctx.world.rank}")
+    outcomes = []
+    for name in ("lacking", "other"):
+        config = replace(CONFIG, checkpoint=replace(CONFIG.checkpoint, resume=name))
+        outcomes.append(outcome(lambda config=config: doors.opened(config, ctx)))
+    return outcomes
+
+
+def test_ranks_that_see_different_folders_of_a_name_end_with_one_error(tmp_path: Path) -> None:
+    """Fault foreign-folders-at-odds: a folder on the disk of one host alone, or another one there. No rank waits."""
+    contents = foreign(tmp_path / "theirs")
+    for host, step, names in ((0, 7, ("lacking", "other")), (1, 9, ("other",))):
+        native_folder = tmp_path / f"native{host}"
+        write_native(replace(contents, position=Position(step=step, updates=6)), CONFIG, native_folder)
+        for name in names:
+            convert_any(AnyToNative(native_folder, tmp_path / f"host{host}" / name, to="megatron"))
+    ranks = run_ranks(2, open_on_two_hosts, str(tmp_path))
+    assert ranks[0] == ranks[1]
+    assert [(kind, code) for kind, code, _ in ranks[0]] == [("CheckpointError", 4)] * 2
+    assert "lacking: is no folder here, and rank 0 has one" in ranks[0][0][2]
+    assert "other: ranks see different folders of this name" in ranks[0][1][2]
