@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from megapar.base.errors import ConfigError
 from megapar.base.grid import Grid
 from megapar.declare import context
-from megapar.declare.batch import MicroBatch, TensorSpec
+from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import Action, make, placement
 from megapar.system.device import DeviceClock
@@ -46,7 +46,7 @@ class Double(torch.autograd.Function):
         return 2 * grad
 
 
-class ToyStage(nn.Module):
+class ToyStage(PipelineStage):
     """Links carry hidden states [s, b, h], a gate [b, s, 1] ignored by the last stage, and int64 token ids.
 
     In float64, so errors beyond rounding show.
@@ -226,7 +226,7 @@ def test_every_work_of_a_batch_is_waited_for_once():
         assert waits == [1] * (3 * 3 * (3 + 2 + 3))
 
 
-class SentOutputs(nn.Module):
+class SentOutputs(PipelineStage):
     """A stage with a graph not needing its output; notes how many earlier outputs are alive when it runs."""
 
     def __init__(self, last: bool):

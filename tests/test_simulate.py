@@ -24,7 +24,7 @@ from megapar.config.derive import smallest_world
 from megapar.config.options import AdapterConfig, Config
 from megapar.data_parallel.accumulate import MainGradView
 from megapar.declare import context
-from megapar.declare.batch import MicroBatch, TensorSpec
+from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.launch.grid import grid_of
 from megapar.linear.main_grad import DeferredWeightGradient
 from megapar.observe import memory_report
@@ -289,7 +289,7 @@ class Sleep(torch.autograd.Function):
         return grad, None
 
 
-class SleepingStage(nn.Module):
+class SleepingStage(PipelineStage):
     """A stage whose F, I and W take known times, and no processor."""
 
     def __init__(self, number: int, num_stages: int):

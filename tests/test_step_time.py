@@ -36,6 +36,7 @@ from megapar.base.grid import Grid
 from megapar.config.derive import num_microbatches
 from megapar.config.options import Config
 from megapar.declare import context
+from megapar.declare.batch import PipelineStage
 from megapar.launch.grid import grid_of
 from megapar.linear.torch_products import TorchProducts
 from megapar.pipeline.actions import Action
@@ -217,7 +218,7 @@ def test_attention_with_a_window_is_one_operation_too(recomputes: bool, again: l
     """Also where backward repeats it."""
     q, k, v = (torch.empty(64, 1, 4, 32, device=META, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
 
-    class Windowed(torch.nn.Module):
+    class Windowed(PipelineStage):
         adds_gradients_in_i = False
 
         def boundary(self, batch: object) -> tuple[()]:

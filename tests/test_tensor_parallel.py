@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megapar_models.attention import deal_heads
+from megapar_models.heads import deal_heads
 from megapar_tools.verify import logical
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -23,7 +23,7 @@ from megapar.checkpoint.format import read_manifest
 from megapar.checkpoint.load import Reader, load
 from megapar.checkpoint.save import save, share
 from megapar.declare import context
-from megapar.declare.batch import MicroBatch, add_loss
+from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec, add_loss
 from megapar.declare.params import ZEROS, ParamSpec, cut, make_piece
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.step.step import train_step
@@ -226,7 +226,7 @@ def test_state_that_is_no_parameter_is_saved_and_loads_in_another_layout(tmp_pat
     assert torch.equal(module.bias, torch.arange(10.0))
 
 
-class WithOwnLoss(nn.Module):
+class WithOwnLoss(PipelineStage):
     """Three stages in one: the middle one adds a loss of its own."""
 
     def __init__(self, stage: int):
@@ -234,8 +234,8 @@ class WithOwnLoss(nn.Module):
         self.stage = stage
         self.weight = nn.Parameter(torch.linspace(0.1, 1.0, 6).double() * (stage + 1))
 
-    def boundary(self, batch: MicroBatch) -> tuple[()]:
-        return ()
+    def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
+        return (TensorSpec(tuple(batch.tokens_bs.shape), torch.float64),) if self.stage else ()
 
     def forward(self, x: Tensor | None, batch: MicroBatch) -> Tensor:
         y = self.weight * (batch.tokens_bs.double() if x is None else x)

@@ -9,13 +9,13 @@ import torch
 from einops import rearrange
 from megapar_kernels.backend import Kernels
 from megapar_models import reference as plain
-from megapar_models.attention import deal_heads
 from megapar_models.build import build_stages
 from megapar_models.counts import WholeModel
 from megapar_models.factory import Factory, Matrix
 from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from megapar_models.families.llama import LlamaModel, LlamaStage
 from megapar_models.forward import ForwardContext
+from megapar_models.heads import deal_heads
 from megapar_models.layer_kind import LayerKind
 from megapar_models.norms import NormRule
 from megapar_models.reference import Tensors, attend, heads, linear

@@ -71,7 +71,7 @@ def test_options_of_a_family_change_what_it_computes() -> None:
     for scale in (1.0, 3.0):
         config = tiny_models.config(replace(MODEL, scales=Scales(scale)))
         stage = tiny_models.build(config, context.single())
-        embedded.append(stage.embed(ForwardContext(batch, {}, 0, stage.recompute_rule.attention())))
+        embedded.append(stage.embed(ForwardContext(batch, {}, 0, stage.layers.rule.attention())))
     assert torch.equal(embedded[1], embedded[0] * 3)
 
 

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from megapar_models.attention import deal_heads
 from megapar_models.counts import WholeModel
 from megapar_models.factory import Factory
 from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from megapar_models.families.llama import LlamaStage
 from megapar_models.forward import ForwardContext
 from megapar_models.generation import Sampling, generate, next_logits, why_no_cache
+from megapar_models.heads import deal_heads
 from megapar_models.layer_kind import LayerKind, MixerRule
 from torch import Tensor, nn
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 from megapar_kernels.packed import form_of, rows_of
-from torch import Tensor, UntypedStorage, nn
+from torch import Tensor, UntypedStorage
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import get_gradient_edge
 
@@ -74,30 +74,29 @@ class Recompute:
 
 def run(
     recomputes: bool,
-    function: Callable[..., Tensor],
+    function: Callable[..., Any],
     *args: Any,
     keeps_attention: bool = False,
     offloads: bool = False,
-) -> Tensor:
-    """Return function(*args). `recomputes` says whether its activations are recomputed in backward rather than kept.
+    stay: Sequence[Tensor] = (),
+) -> Any:
+    """Return function(*args, *stay). `recomputes` says whether its activations are recomputed rather than kept.
 
     With `keeps_attention` calls of `kept` within are not repeated. With `offloads` the tensors among `args` are in host
-    memory until backward (`megapar.activations.host_inputs`). Without a backward pass, as through frozen layers behind
-    the tokens, the function is just called.
+    memory until backward (`megapar.activations.host_inputs`), and those in `stay` on the device. Without a backward
+    pass, as through frozen layers behind the tokens, the function is just called.
     """
-    if not recomputes or not _needs_gradient(function, *args):
-        return function(*args)
+    if not recomputes or not _needs_gradient(function, *args, *stay):
+        return function(*args, *stay)
     calls = _KeptCalls() if keeps_attention else None
-    with host_inputs.kept_in_it(offloads):
-        part = _Part(function, args, calls)
-    return part.forward(*args)
+    part = _Part(function, args, stay, calls, offloads=offloads)
+    return part.forward(*args, *stay)
 
 
-def _needs_gradient(function: Callable[..., Tensor], *args: Any) -> bool:
-    """Whether a tensor among the arguments, or a parameter of the function if it is a module, needs a gradient."""
+def _needs_gradient(function: Callable[..., Any], *args: Any) -> bool:
+    """Whether a tensor among the arguments, or a parameter of the function if it has some, needs a gradient."""
     given = [x for x in args if isinstance(x, Tensor)]
-    if isinstance(function, nn.Module):
-        given += function.parameters()
+    given += getattr(function, "parameters", list)()
     return any(x.requires_grad for x in given)
 
 
@@ -145,18 +144,29 @@ class _Part:
     step with hundreds of recomputed layers these would start Python's garbage collection again and again.
     """
 
-    def __init__(self, function: Callable[..., Tensor], args: Sequence[Any], calls: "_KeptCalls | None"):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        args: Sequence[Any],
+        stay: Sequence[Tensor],
+        calls: "_KeptCalls | None",
+        *,
+        offloads: bool,
+    ):
         self._function = function
         self._calls = calls
         tensors = [x for x in args if isinstance(x, Tensor)]
-        self._saved: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
-        self._needs_gradient = [x.requires_grad for x in tensors]
+        with host_inputs.kept_in_it(offloads):
+            self._saved: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+        self._stay: Any = _Inputs.apply(torch.empty(0, requires_grad=True), *stay).grad_fn if stay else None
+        args = (*args, *stay)
+        self._needs_gradient = [x.requires_grad for x in (*tensors, *stay)]
         self._others = [None if isinstance(x, Tensor) else x for x in args]
         self._is_tensor = [isinstance(x, Tensor) for x in args]
         # Weak: what autograd no longer needs is not held until the whole part has run backward.
         self._dropped: list[weakref.ref[_Dropped]] = []
 
-    def forward(self, *args: Any) -> Tensor:
+    def forward(self, *args: Any) -> Any:
         """Call the function for the first time. Autograd gets a stand-in for each tensor that it would save."""
 
         def drop(x: Tensor) -> _Dropped:
@@ -169,7 +179,8 @@ class _Part:
 
     def compute_again(self) -> None:
         """Call the function for the second time, up to the last tensor that was dropped."""
-        saved = zip(self._saved.saved_tensors, self._needs_gradient, strict=True)
+        kept = (*self._saved.saved_tensors, *(self._stay.saved_tensors if self._stay else ()))
+        saved = zip(kept, self._needs_gradient, strict=True)
         tensors = iter([x.detach().requires_grad_(needs_gradient) for x, needs_gradient in saved])
         args = [next(tensors) if is_tensor else x for x, is_tensor in zip(self._others, self._is_tensor, strict=True)]
         stand_ins = iter(self._dropped)

@@ -1,5 +1,6 @@
 """Types exchanged by data, models and pipeline: a micro-batch of samples, and a pipeline stage that consumes it."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
@@ -259,13 +260,25 @@ def scaling_added_losses(batches: Sequence[MicroBatch], grad_scale: Tensor) -> I
 
 
 class TensorSpec(NamedTuple):
-    """Shape and dtype of one tensor sent from a pipeline stage to the next.
+    """Shape and dtype of one tensor sent from a pipeline stage to the next, and whether its gradient is sent back.
 
-    Both ends derive it from the micro-batch, so no shapes are sent.
+    Both ends derive it from the micro-batch, so no shapes are sent. Numbers other than floating-point ones never have a
+    gradient.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    gradient: bool = True
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether a gradient of the tensor is sent back."""
+        return self.gradient and self.dtype.is_floating_point
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensor."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class PipelineStage(nn.Module):
@@ -273,8 +286,8 @@ class PipelineStage(nn.Module):
 
     `x` is what the previous stage returned, None on the first stage. The last stage returns the sum of the losses, an
     fp32 scalar. The other stages return hidden states. Each micro-batch may have its own shapes. A stage may return
-    several tensors, as a tuple. Floating-point tensors get a gradient. It is zero if the next stage did not use them.
-    Other tensors get none.
+    several tensors, as a tuple, and then gets several. Those with `TensorSpec.has_gradient` get a gradient. It is zero
+    if the next stage did not use them.
     """
 
     sizes_of_weights: tuple[str, ...] = ()
@@ -284,8 +297,12 @@ class PipelineStage(nn.Module):
     """Whether the I of a backward in halves adds gradients of parameters. All others are deferred to W."""
 
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
-        """Shapes and dtypes of the tensors in `x`. Empty on the first stage."""
+        """What is said of the tensors in `x`. Empty on the first stage."""
         raise NotImplementedError
+
+    def leaving(self, batch: MicroBatch) -> tuple[TensorSpec, ...] | None:
+        """What the next stage says in its `boundary`. None: all floating-point tensors have gradients."""
+        return None
 
     def title(self) -> str:
         """Text for people about the contents of the stage."""

@@ -1,5 +1,6 @@
 """The gradient of a stage's input, without the input."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,6 +27,24 @@ class InputGradient:
         if self.grad is None:
             return torch.zeros(self._spec.shape, dtype=self._spec.dtype, device=self._device)
         return self.grad
+
+
+def begin_all(
+    received: Sequence[Tensor], specs: Sequence[TensorSpec]
+) -> tuple[list[InputGradient], tuple[Tensor, ...]]:
+    """Return where the gradients of a stage's inputs arrive, and the inputs as the stage gets them.
+
+    Inputs without a gradient (`TensorSpec.has_gradient`) have no such place.
+    """
+    gradients: list[InputGradient] = []
+    begun = []
+    for x, spec in zip(received, specs, strict=True):
+        if spec.has_gradient:
+            gradients.append(InputGradient(x))
+            begun.append(gradients[-1].begin(x))
+        else:
+            begun.append(x)
+    return gradients, tuple(begun)
 
 
 class _Beginning(torch.autograd.Function):

@@ -19,7 +19,7 @@ from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec, scaling
 from megapar.declare.context import ParallelContext
 from megapar.linear.main_grad import WeightGradientQueue, main_grads
 from megapar.pipeline.actions import Action, Kind
-from megapar.pipeline.input_gradient import InputGradient
+from megapar.pipeline.input_gradient import InputGradient, begin_all
 from megapar.pipeline.lowering import MessageBatch, lower_one
 from megapar.pipeline.refine import refine, runs_breadth_first, stages_of_runs
 from megapar.pipeline.schedules import Schedule, find, make, placement
@@ -176,8 +176,8 @@ class _Saved:
     while a send is in flight.
     """
 
-    inputs: list[InputGradient]  # of each floating-point input
-    edges: list[GradientEdge | None]  # of each floating-point output, None if it needs no gradient
+    inputs: list[InputGradient]  # of each input with a gradient
+    edges: list[GradientEdge | None]  # of each output that gets a gradient, None if it needs none
     specs: tuple[TensorSpec, ...]  # of the same outputs, and so of their gradients
 
 
@@ -293,28 +293,26 @@ class _Execution:
             self._departing[target] = tuple(x.contiguous() for x in tensors)
 
     def _forward(self, action: Action, received: tuple[Tensor, ...]) -> None:
+        stage, batch = self._runtime.stages[action.stage], self._batches[action.microbatch]
         gradients: list[InputGradient] = []
-        if torch.is_grad_enabled():
-            gradients = [InputGradient(x) for x in received if x.is_floating_point()]
-            arriving = iter(gradients)
-            received = tuple(next(arriving).begin(x) if x.is_floating_point() else x for x in received)
+        if torch.is_grad_enabled() and received:
+            gradients, received = begin_all(received, stage.boundary(batch))
         # Stages take one tensor, a tuple of several, or None on the first stage.
-        x: Tensor | tuple[Tensor, ...] | None = received
-        if not received:
-            x = None
-        elif len(received) == 1:
-            x = received[0]
-        result = self._runtime.stages[action.stage](x, self._batches[action.microbatch])
+        x = received if len(received) > 1 else next(iter(received), None)
+        result = stage(x, batch)
         outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+        is_last = action.stage == self._runtime.num_stages - 1
         if torch.is_grad_enabled():
-            floating = [y for y in outputs if y.is_floating_point()]
-            if action.stage == self._runtime.num_stages - 1:
+            specs = (None if is_last else stage.leaving(batch)) or [TensorSpec((), y.dtype) for y in outputs]
+            with_gradient = [y for y, spec in zip(outputs, specs, strict=True) if spec.has_gradient]
+            if is_last:
                 # The root of the backward pass, whose gradient is 1. To hand `scale` to torch as a gradient instead
                 # would make it import its symbolic shapes and sympy, which takes every process half a second.
-                floating = [_ScaledGradient.apply(y, self._scale) for y in floating]
-            specs = tuple(TensorSpec(tuple(y.shape), y.dtype) for y in floating)
-            self._saved[action.stage, action.microbatch] = _Saved(gradients, [_edge(y) for y in floating], specs)
-        if action.stage == self._runtime.num_stages - 1:
+                with_gradient = [_ScaledGradient.apply(y, self._scale) for y in with_gradient]
+            of_gradients = tuple(TensorSpec(tuple(y.shape), y.dtype) for y in with_gradient)
+            saved = _Saved(gradients, [_edge(y) for y in with_gradient], of_gradients)
+            self._saved[action.stage, action.microbatch] = saved
+        if is_last:
             self._losses[action.microbatch] = outputs[0].detach()
         # Detached: the graph of a micro-batch ends at its stage, and `_backward` goes on from the edges.
         self._hand_over(action, tuple(y.detach() for y in outputs))

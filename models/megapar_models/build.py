@@ -122,6 +122,7 @@ def stage_maker(config: Config, ctx: ParallelContext, *, allocate: bool = True) 
         z_loss=config.train.z_loss,
         loss_chunk=config.kernels.loss_chunk,
         objective=partial(find_objective(config.train.objective).total, train=config.train),
+        bundle=family.stage.bundle(model),
     )
 
 
@@ -226,12 +227,18 @@ class StageBuilder:
         return self._layers[decides]
 
     def layer_kinds(self, config: Config) -> list[int]:
-        """For each layer the number of the first layer of the same kind (`WholeModel.layer_kinds`)."""
+        """For each layer the number of the first layer of the same kind (`WholeModel.layer_kinds`).
+
+        Layers of a kind are handed the same tensors, and leave the same ones (`megapar_models.handed`).
+        """
         train, parallel = config.train, config.parallel
         in_fp8 = (train.fp8, train.fp8_skip, *((parallel.tp, parallel.etp) if train.fp8 != "none" else ()))
         decides = (config.model, config.adapter, train.seq_length, *in_fp8)
         if decides not in self._kinds:
             kinds = self._whole(config).layer_kinds(train.seq_length)
+            bundle = find(config.model.family).stage.bundle(config.model)
+            around = [(kind, bundle.at(number), bundle.at(number + 1)) for number, kind in enumerate(kinds)]
+            kinds = [around.index(one) for one in around]
             if train.fp8_skip:
                 formats = fp8_matrices(config).by_layer()
                 pairs = list(zip(kinds, formats, strict=True))

@@ -40,10 +40,10 @@ from megapar.config.options import Config
 from megapar.context_parallel.delta_rule import DeltaRule
 from megapar.declare.params import Init, make_piece
 from megapar.tensor_parallel.layers import Columns
-from megapar_models.attention import Heads, deal_heads
 from megapar_models.factory import Factory
 from megapar_models.first_use import check_once
 from megapar_models.forward import ForwardContext
+from megapar_models.heads import Heads, deal_heads
 from megapar_models.latent_attention import WholeLinear, of_all_positions
 from megapar_models.layer_kind import LayerKind, MixerRule
 from megapar_models.norms import NormRule

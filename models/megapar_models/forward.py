@@ -23,7 +23,8 @@ class ForwardContext:
     computes core attention again (`Recompute.attention`). `dispatches` has, by the number of a layer, the experts of
     the tokens, as the first forward pass of the micro-batch chose them. Recomputation uses them again. `measured` are
     the layers with logits that the first forward pass has measured. `chunked` has the micro-batch in chunks by
-    their size, for the layers that have asked for it (`attended`).
+    their size, for the layers that have asked for it (`attended`). `handed` are the tensors that the running layer
+    reads, and what it writes there, by name (`megapar_models.handed`).
     """
 
     batch: MicroBatch
@@ -33,6 +34,7 @@ class ForwardContext:
     dispatches: dict[int, Dispatch] = field(default_factory=dict)
     measured: set[int] = field(default_factory=set)
     chunked: dict[int, MicroBatch] = field(default_factory=dict)
+    handed: dict[str, Tensor] = field(default_factory=dict)
 
     def attended(self, chunk: int) -> MicroBatch:
         """The micro-batch within whose documents a layer with this `LayerKind.chunk` attends: in chunks, if not 0."""

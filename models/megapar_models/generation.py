@@ -110,7 +110,7 @@ def why_no_cache(stage: Stage, prompts: Sequence[Ids], tokens: int) -> str:
     most = stage.model.max_position_embeddings
     if longest > most:
         return f"{longest:,} tokens are more than model.max_position_embeddings={most:,}; the model sees the last ones"
-    for rotary in stage.rotary:
+    for rotary in stage.layers.rotary:
         original = rotary.scaling.original_max_position_embeddings
         if rotary.scaling.rope_type == "longrope" and shortest <= original < longest:
             return f"longrope turns keys in another way beyond {original:,} tokens"

@@ -14,6 +14,7 @@ from megapar.declare.batch import MicroBatch
 from megapar.expert_parallel.route import RouterRule
 from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, LogitRule
 from megapar_models.factory import Factory
+from megapar_models.handed import Handed
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
 
@@ -187,6 +188,10 @@ class LayerKind:
 
     For mixer "attention" and mlp "dense". tp ranks sum the squares of their parts.
     """
+    reads: tuple[str, ...] = ()
+    """The tensors of earlier layers that the layer reads, by name (`megapar_models.handed`)."""
+    writes: tuple[Handed, ...] = ()
+    """The tensors that the layer hands on to later ones."""
 
     def __post_init__(self) -> None:
         if "none" in (self.mixer, self.mlp) and (self.mixer == self.mlp or self.parallel != "no"):
@@ -210,7 +215,10 @@ class LayerKind:
 
 
 READ_BY_LAYERS = frozenset(
-    {"mixer", "mlp", "norm", "norms", "mlp_norms", "parallel", "residual_multiplier", "sizes_from"}
+    {
+        *("mixer", "mlp", "norm", "norms", "mlp_norms", "parallel", "residual_multiplier", "sizes_from"),
+        *("reads", "writes"),
+    }
 )
 """Fields of `LayerKind` that every mixer and MLP may have beside it. Classes name the others in their `READS`."""
 OF_ATTENTION = frozenset(
@@ -240,3 +248,7 @@ class Ends:
     """The width of embeddings and of the head's input, between two projections. 0: that of the layers (OPT 350M)."""
     norm: bool = True
     """A norm before the head."""
+    writes: tuple[Handed, ...] = ()
+    """The tensors that the embedding hands on to layers beside the hidden states (`Stage.begin`)."""
+    reads: tuple[str, ...] = ()
+    """The tensors of layers that are read behind the last one (`Stage.end`)."""

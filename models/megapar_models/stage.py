@@ -1,7 +1,8 @@
 """One pipeline stage of a decoder-only transformer.
 
 A stage has consecutive layers. The first stage also has the embedding, and the last one the norm, head and loss. Layers
-keep their global numbers, so the names of weights do not depend on the split into stages.
+keep their global numbers, so the names of weights do not depend on the split into stages. Between stages go the hidden
+states, and what layers hand on beside them (`megapar_models.handed`).
 
 Shapes: s positions of this context-parallel rank (s/tp between layers under sequence parallelism), b micro-batch,
 h hidden, v vocabulary, d width of a head.
@@ -14,23 +15,24 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import TypeVar
 
-from megapar.activations import recompute
 from megapar.activations.recompute import Recompute
 from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
-from megapar.declare.batch import MicroBatch, PipelineStage, Targets, TensorSpec
+from megapar.declare.batch import MicroBatch, Targets
 from megapar.declare.stage_set import AddedLoss, Declared
 from megapar.tensor_parallel.layers import vocabulary_bias
 from megapar_models.adapters_off import adapters_off
 from megapar_models.ends import Embedding, last_norm
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
+from megapar_models.handed import Bundle
 from megapar_models.head import HeadRule, head_weight
 from megapar_models.layer import Layer
 from megapar_models.layer_kind import Ends, LayerKind
 from megapar_models.moe import ROUTER_LOSS, balance_rule
 from megapar_models.norms import NormRule
 from megapar_models.objectives import USUAL, Scored
+from megapar_models.stage_layers import Given, LayersOfStage, StageLayers
 
 M = TypeVar("M", bound=ModelConfig, default=ModelConfig)
 """The class of a family's options."""
@@ -55,6 +57,15 @@ class LayerRules(Generic[M]):
         return cls.layer_kind(model, model.num_hidden_layers - 1).norm
 
     @classmethod
+    def bundle(cls, model: M) -> Bundle:
+        """What the layers of the model hand on beside the hidden states."""
+        kinds = [cls.layer_kind(model, number) for number in range(model.num_hidden_layers)]
+        ends = cls.ends_of(model)
+        if not ends.writes and not any(kind.writes for kind in kinds):
+            return Bundle()
+        return Bundle([kind.reads for kind in kinds], [kind.writes for kind in kinds], ends.writes, ends.reads)
+
+    @classmethod
     def declared(cls, model: M) -> Declared:
         """What every rank must know of a model of this family: further targets and losses, and what modules count."""
         kinds = (cls.layer_kind(model, number) for number in range(model.num_hidden_layers))
@@ -67,7 +78,7 @@ class LayerRules(Generic[M]):
         return Declared(losses=losses, tallies={"expert": (model.num_hidden_layers, moe.num_experts)})
 
 
-class Stage(LayerRules[M], PipelineStage, Generic[M]):
+class Stage(LayerRules[M], LayersOfStage, Generic[M]):
     """A pipeline stage with the layers `layers`.
 
     Families subclass it: as Stage[CLASS] if they have a class of options.
@@ -79,6 +90,7 @@ class Stage(LayerRules[M], PipelineStage, Generic[M]):
     copies. `tied_over` is None if one rank holds all of the embedding, or if the embedding is not tied.
 
     `objective` makes the loss of the values of tokens (`megapar_models.objectives`). `seed` is the seed of dropout.
+    `bundle` is that of the model, if it is known.
     """
 
     def __init__(
@@ -96,25 +108,24 @@ class Stage(LayerRules[M], PipelineStage, Generic[M]):
         z_loss: float = 0.0,
         loss_chunk: int = 0,
         objective: Callable[[Scored], Tensor] = USUAL,
+        bundle: Bundle | None = None,
     ):
-        super().__init__()
+        super().__init__(first=first, last=last, seed=seed)
         self.model = model
         self.factory = factory
-        self.first, self.last = first, last
         self.tied_over = tied_over
-        self.recompute_rule = recompute_rule
-        self.seed = seed
         self.z_loss = z_loss
         self.objective = objective
         self.ends = self.ends_of(model)
+        self.handed = self.bundle(model) if bundle is None else bundle
         self.head_rule = HeadRule(model, factory, self.ends.logits, loss_chunk)
         self.embedding = self.norm = self.head_bias = None
         if first or (last and model.embeds_on_last_stage):
             self.embedding = Embedding(model, self.ends, factory, tied_over=tied_over, weight=tied_weight)
         kinds = {number: self.layer_kind(model, number) for number in layers}
-        self.layers = nn.ModuleDict({str(number): self.make_layer(number, kind) for number, kind in kinds.items()})
-        # Each table once, in the order of the layers.
-        self.rotary = list(dict.fromkeys(kind.rotary for kind in kinds.values() if kind.rotary is not None))
+        cuts = self.handed.at(layers.start), self.handed.at(layers.stop)
+        rule, width = recompute_rule, model.hidden_size
+        self.layers = StageLayers(kinds, self.make_layer, cuts, rule, width, factory.sharding)
         if last:
             self.norm = last_norm(model, self.ends, self.last_norm(model), factory)
             if model.tie_word_embeddings and self.embedding is not None:
@@ -138,24 +149,16 @@ class Stage(LayerRules[M], PipelineStage, Generic[M]):
         assert self.embedding is not None
         return self.embedding.weight
 
-    def forward(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """The hidden states for the next stage; on the last stage the loss sum."""
+    def forward(self, x: Given | None, batch: MicroBatch) -> Given:
+        """What the next stage gets (`StageLayers.left`); on the last stage the loss sum."""
         if batch.scope.asks_references:
             with adapters_off(self):
-                x_sbh = self.hidden_states(x_sbh, batch)
-                return self.scored(x_sbh, batch).of_answers() if self.last else x_sbh
-        x_sbh = self.hidden_states(x_sbh, batch)
+                x_sbh, handed = self.run_layers(x, batch)
+                return self.scored(x_sbh, batch).of_answers() if self.last else self.layers.left(x_sbh, handed)
+        x_sbh, handed = self.run_layers(x, batch)
         if not self.last:
-            return x_sbh
+            return self.layers.left(x_sbh, handed)
         return self.loss(x_sbh, batch)  # norm, head and objective
-
-    def hidden_states(self, x_sbh: Tensor | None, batch: MicroBatch) -> Tensor:
-        """Return the hidden states after this stage's layers. The first stage gets None for x_sbh: it embeds tokens."""
-        tables = {rotary: rotary.tables(batch) for rotary in self.rotary}
-        rule = self.recompute_rule
-        context = ForwardContext(batch, tables, self.seed, rule.attention())
-        with recompute.light(rule.mode == "light"):
-            return run_layers(self.layers, self.embed(context) if x_sbh is None else x_sbh, context, rule)
 
     def embed(self, context: ForwardContext) -> Tensor:
         """Token embeddings [s or s/tp, b, h]."""
@@ -171,16 +174,6 @@ class Stage(LayerRules[M], PipelineStage, Generic[M]):
         """The parts of this stage in words, such as "embedding, layers 0-3"."""
         numbers = [int(number) for number in self.layers]
         return title(numbers, first=self.first, last=self.last)
-
-    def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:
-        """The tensors from the previous stage: hidden states, and none on the first stage."""
-        if self.first:
-            return ()
-        sharding = self.factory.sharding
-        length = batch.seq_length
-        if sharding.splits_sequence:
-            length //= sharding.tp.size
-        return (TensorSpec((length, batch.size, self.model.hidden_size), sharding.dtype),)
 
     def logits(self, x_sbh: Tensor) -> Tensor:
         """The logits of this tp rank's part of the vocabulary, [s, b, its columns]. Padding comes last.
@@ -215,24 +208,6 @@ class Stage(LayerRules[M], PipelineStage, Generic[M]):
         """Return `HeadRule.token_losses`, in training with train.z_loss."""
         z_loss = self.z_loss if self.training else 0.0  # a validation loss is the cross entropy alone
         return self.head_rule.token_losses(normed_sbh, self.head, self.head_bias, targets, hits_sb, z_loss=z_loss)
-
-
-def run_layers(layers: nn.ModuleDict, x_sbh: Tensor, context: ForwardContext, rule: Recompute) -> Tensor:
-    """Run the layers, named by their global numbers, one after the other. `rule` decides which ones are recomputed."""
-    branch_sbh = None  # what the layer before has not yet added to x_sbh
-    for number, layer in layers.items():
-        again, offloads = rule.layer(int(number)), rule.offloads(int(number))
-        # A recomputed layer keeps its one input.
-        if not again and getattr(layer, "leaves_branch", False):
-            x_sbh, branch_sbh = layer(x_sbh, context, branch_sbh, adds=False)
-            continue
-        x_sbh, branch_sbh = _added(x_sbh, branch_sbh), None
-        x_sbh = recompute.run(again, layer, x_sbh, context, keeps_attention=rule.keeps_attention, offloads=offloads)
-    return _added(x_sbh, branch_sbh)
-
-
-def _added(x_sbh: Tensor, branch_sbh: Tensor | None) -> Tensor:
-    return x_sbh if branch_sbh is None else x_sbh + branch_sbh
 
 
 def title(layers: Sequence[int], *, first: bool, last: bool) -> str:

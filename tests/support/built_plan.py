@@ -94,13 +94,13 @@ def meta_batch(config: Config, num_targets: int) -> MicroBatch:
     return replace(part, scope=StepScope(torch.ones((), device=META)))
 
 
-def forward(stage: PipelineStage, batch: MicroBatch) -> Tensor:
-    x = None
-    for spec in stage.boundary(batch):
-        x = torch.empty(spec.shape, dtype=spec.dtype, device=META, requires_grad=True)
+def forward(stage: PipelineStage, batch: MicroBatch) -> tuple[Tensor, ...]:
+    given = [torch.empty(spec.shape, dtype=spec.dtype, device=META) for spec in stage.boundary(batch)]
+    for x, spec in zip(given, stage.boundary(batch), strict=True):
+        x.requires_grad_(spec.has_gradient)
     with FusedAttention():
-        output: Tensor = stage(x, batch)
-    return output
+        result = stage(tuple(given) if len(given) > 1 else next(iter(given), None), batch)
+    return (result,) if isinstance(result, Tensor) else tuple(result)
 
 
 def kept_by(number: int, stage: PipelineStage, batch: MicroBatch) -> Counter[Key]:
@@ -115,10 +115,10 @@ def deferred_by(stage: PipelineStage, batch: MicroBatch) -> int:
     for main_grad, param in zip(main_grads(stage), (p for p in stage.parameters() if p.requires_grad), strict=True):
         main_grad.tensor = torch.empty(param.shape, device=META)
         main_grad._on_added = lambda: None  # type: ignore[attr-defined]
-    output = forward(stage, batch)
+    outputs = [y for y in forward(stage, batch) if y.requires_grad]
     queue = WeightGradientQueue()
     with queue.open(main_grads(stage)), FusedAttention():
-        if output.requires_grad:
-            # From an edge: within a function of a tensor torch takes the mode off.
-            torch.autograd.backward(get_gradient_edge(output), torch.empty_like(output))
+        if outputs:
+            # From edges: within a function of a tensor torch takes the mode off.
+            torch.autograd.backward([get_gradient_edge(y) for y in outputs], [torch.empty_like(y) for y in outputs])
     return queue.nbytes

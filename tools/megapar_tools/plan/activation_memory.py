@@ -50,7 +50,7 @@ class ActivationMemory:
         """One micro-batch through each part of a stage."""
         found: list[Recording] = []
         for part in stage.parts(self._parts.layer_parts(self._config, ctx)):
-            given = found[-1].kept.output if found else None
+            given = found[-1].kept.outputs if found else None
             found.append(self._parts.recording(self._config, ctx, part, given))
         return found
 

@@ -156,7 +156,7 @@ def _sent_by_layers(config: Config, parts: Parts) -> dict[str, tuple[int, int]]:
             # Both directions of the boundary before the stage.
             if part is stage[0][0] and parallel.pp > 1:
                 calls["pp", rank] += 2
-                nbytes["pp", rank] += 2 * part.boundary_bytes
+                nbytes["pp", rank] += part.boundary_bytes + part.boundary_gradient_bytes
     micro_batches = num_microbatches(config)
     found: dict[str, tuple[int, int]] = {}
     for (axis, rank), count in calls.items():

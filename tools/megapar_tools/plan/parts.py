@@ -297,10 +297,12 @@ class Parts:
             self._copies[key] = Copies(structure, {axis.name: axis for axis in ctx.axes})
         return self._copies[key]
 
-    def recording(self, config: Config, ctx: ParallelContext, part: PartId, given: Given | None = None) -> Recording:
+    def recording(
+        self, config: Config, ctx: ParallelContext, part: PartId, given: tuple[Given, ...] | None = None
+    ) -> Recording:
         """One micro-batch through a part on the rank of `ctx`.
 
-        `given` is None for the first part of a stage: it gets what the stage gets, which needs a gradient.
+        `given` is None for the first part of a stage: it gets what the stage gets, with gradients.
         """
         train = config.train
         decides: tuple[Hashable, ...] = (train.micro_batch_size, train.seq_length, ctx.cp.size)

@@ -5,12 +5,11 @@ The memory of a plan follows from what is kept (`megapar_tools.plan.memory`), an
 norm with head. Its own forward and backward run, so nothing here knows a family of models.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
-from functools import cached_property
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from megapar.activations.host_inputs import NotedInputs, kept_by
 from megapar.data_parallel.accumulate import MainGradView, attach
 from megapar.data_parallel.dtypes import gathered_itemsize
-from megapar.declare.batch import MicroBatch, PipelineStage
+from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.declare.params import Piece, spec_of
 from megapar.linear.converted_weight import ConvertedWeight
 from megapar.linear.main_grad import WeightGradientQueue, main_grads
@@ -29,18 +28,28 @@ from megapar_tools.plan.work import META, Operation, Operations, Tape, collect
 
 # What is kept, by identity
 
-INPUT = "input"
-OUTPUT = "output"
-GRAD_INPUT = "gradient of the input"
-GRAD_OUTPUT = "gradient of the output"
+
+class Boundary(NamedTuple):
+    """One of the tensors that a part gets from the part before it, or leaves to the next, or its gradient.
+
+    They are counted by `number`: 0 are the hidden states.
+    """
+
+    is_output: bool
+    is_gradient: bool
+    number: int
+
+    def in_stage(self, position: int) -> tuple[int, bool, int]:
+        """Return the same for both parts beside the boundary, for a part at this position of its stage."""
+        return position + self.is_output, self.is_gradient, self.number
 
 
 @dataclass(frozen=True)
 class Storage:
     """A storage kept by a part: its bytes, the kind under which it is counted, and its identity beyond the part.
 
-    None: no other part sees it. INPUT, OUTPUT and the gradients are seen by the neighbors. Anything else is the path of
-    a tensor that all layers of a stage are given, such as a rotary table: it is kept once for all of them.
+    None: no other part sees it. A `Boundary` is seen by the neighbors. Anything else is the path of a tensor that all
+    layers of a stage are given, such as a rotary table: it is kept once for all of them.
     """
 
     nbytes: int
@@ -48,9 +57,8 @@ class Storage:
     identity: Hashable = None
 
 
-@dataclass(frozen=True)
-class Given:
-    """The tensor that a part gets from the part before it in its stage, and whether it needs a gradient."""
+class Given(NamedTuple):
+    """A tensor that a part gets from the part before it in its stage, and whether it needs a gradient."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -77,13 +85,13 @@ class Kept:
     """What one micro-batch keeps in a part, and the weights `converted` for it.
 
     `storages` are in the order in which they were kept. `passes` are pairs of identities that are one storage here,
-    such as an output that is the input. `output` is what the next part is given. `on_host` are the bytes of inputs that
-    are in host memory meanwhile.
+    such as an output that is an input. `outputs` are what the next part is given. `on_host` are the bytes of inputs
+    that are in host memory meanwhile.
     """
 
     storages: Sequence[Storage]
-    passes: Sequence[tuple[str, str]]
-    output: Given
+    passes: Sequence[tuple[Boundary, Boundary]]
+    outputs: tuple[Given, ...]
     adds_gradients_in_i: bool
     converted: Converted
     on_host: Sequence[int] = ()
@@ -100,21 +108,16 @@ def kept_by_stage(parts: Sequence[Kept], *, has_first: bool, has_layers: bool) -
     names: dict[Hashable, Hashable] = {}  # the boundaries that are one storage
 
     for position, part in enumerate(parts):
-        own = {
-            INPUT: ("x", position),
-            OUTPUT: ("x", position + 1),
-            GRAD_INPUT: ("grad", position),
-            GRAD_OUTPUT: ("grad", position + 1),
-        }
         for one, other in part.passes:
             # The boundary after the part is the storage of the boundary before it.
-            names[own[other]] = names.get(own[one], own[one])
+            before = one.in_stage(position)
+            names[other.in_stage(position)] = names.get(before, before)
         for storage in part.storages:
             kind = storage.kind
             if kind == ENDS and position == 0 and has_first and has_layers:
                 kind = BETWEEN  # a stage counts as its ends what comes after its layers
             if storage.identity is not None:
-                boundary = own.get(storage.identity) if isinstance(storage.identity, str) else None
+                boundary = storage.identity.in_stage(position) if isinstance(storage.identity, Boundary) else None
                 identity = names.get(boundary, boundary) if boundary else storage.identity
                 if identity in seen:
                     continue
@@ -128,24 +131,37 @@ def kept_by_stage(parts: Sequence[Kept], *, has_first: bool, has_layers: bool) -
 
 @dataclass
 class _Graph:
-    """A forward pass of which nothing ran backward yet: its input, its output, and the boundaries that are one."""
+    """A forward pass of which nothing ran backward yet: its inputs and outputs, and the boundaries that are one."""
 
-    x: Tensor | None
-    output: Tensor
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
     identities: "_Identities"
-    passes: list[tuple[str, str]]
+    passes: list[tuple[Boundary, Boundary]]
     on_host: Sequence[int]
+
+    def note_gradients_of_inputs(self) -> None:
+        """Note in a later backward pass the gradients of inputs, and which of them are those of outputs."""
+
+        def note(grad_x: Tensor, boundary: Boundary) -> None:
+            known = self.identities.found.get(grad_x.untyped_storage()._cdata)
+            if isinstance(known, Boundary):
+                self.passes.append((boundary, known))
+            self.identities.add(grad_x, boundary)
+
+        for number, x in enumerate(self.inputs):
+            if x.requires_grad:
+                x.register_hook(partial(note, boundary=Boundary(is_output=False, is_gradient=True, number=number)))
 
 
 class Recording:
     """One micro-batch through a part on one rank. Each pass runs when it is first asked for, and never again.
 
     `stage` is on the meta device, and was built with a context of `megapar_tools.plan.work.recording`, of which `tape`
-    is. `given` is what the part before it passes on. None: it gets what the stage gets, which needs a gradient.
+    is. `given` is what the part before it passes on. None: it gets what the stage gets, with gradients.
     Parameters get main gradients.
     """
 
-    def __init__(self, stage: PipelineStage, batch: MicroBatch, tape: Tape, given: Given | None = None):
+    def __init__(self, stage: PipelineStage, batch: MicroBatch, tape: Tape, given: tuple[Given, ...] | None = None):
         self._stage = stage
         self._batch = batch
         self._tape = tape
@@ -160,7 +176,7 @@ class Recording:
     def _forward(self) -> tuple[Operations, Kept]:
         counted = KeptBytes({0: self._stage})
         with counted.counting():
-            self._graph, operations = _run_forward(self._stage, self._batch, self._tape, self._input())
+            self._graph, operations = _run_forward(self._stage, self._batch, self._tape, self._inputs())
         known = self._graph.identities.found
         storages = [Storage(nbytes, kind, known.get(x)) for x, ((_, kind), nbytes) in counted.counted.items()]
         return operations, _kept(storages, self._graph, self._stage)
@@ -179,26 +195,21 @@ class Recording:
     def backward(self) -> Operations:
         """Return the operations of the whole backward pass (B)."""
         graph = self._take_graph()
-        _, operations = collect(self._tape, lambda: _run_backward(graph.output, torch.empty_like(graph.output)))
+        gradients = [torch.empty_like(y) for y in graph.outputs]
+        _, operations = collect(self._tape, lambda: _run_backward(graph.outputs, gradients))
         return operations
 
     @cached_property
     def _halves(self) -> tuple[Operations, Operations, Kept]:
         """Return the operations of I and W, the halves of a backward pass, and what the part keeps between them."""
         graph = self._take_graph()
-        grad = torch.empty_like(graph.output)
-        graph.identities.add(grad, GRAD_OUTPUT)
+        gradients = [torch.empty_like(y) for y in graph.outputs]
+        graph.identities.add_boundaries(gradients, is_output=True, is_gradient=True)
 
-        def look(grad_x: Tensor) -> None:
-            if graph.identities.found.get(grad_x.untyped_storage()._cdata) == GRAD_OUTPUT:
-                graph.passes.append((GRAD_INPUT, GRAD_OUTPUT))
-            graph.identities.add(grad_x, GRAD_INPUT)
-
-        if graph.x is not None and graph.x.requires_grad:
-            graph.x.register_hook(look)
+        graph.note_gradients_of_inputs()
         queue = WeightGradientQueue()
         with queue.open(main_grads(self._stage)):
-            _, inputs = collect(self._tape, lambda: _run_backward(graph.output, grad))
+            _, inputs = collect(self._tape, lambda: _run_backward(graph.outputs, gradients))
         known = graph.identities.found
         storages = [Storage(nbytes, "", known.get(x)) for x, nbytes in queue.nbytes_of_storages().items()]
         kept = _kept(storages, graph, self._stage)
@@ -223,18 +234,23 @@ class Recording:
     # What the stage declares
 
     @cached_property
-    def boundary(self) -> Given | None:
-        """Return what the stage before sends to a part that begins its stage. None for the model's first part."""
-        specs = self._stage.boundary(self._batch)
-        if not specs:
-            return None
-        return Given(tuple(specs[0].shape), specs[0].dtype, needs_grad=True)
+    def boundary(self) -> tuple[Given, ...]:
+        """Return what the stage before sends to a part that begins its stage. Empty for the model's first part."""
+        return tuple(Given(tuple(spec.shape), spec.dtype, spec.has_gradient) for spec in self._specs)
 
     @cached_property
     def boundary_bytes(self) -> int:
         """Return the bytes of a message from the stage before."""
-        specs = self._stage.boundary(self._batch)
-        return sum(math.prod(spec.shape) * spec.dtype.itemsize for spec in specs)
+        return sum(spec.nbytes for spec in self._specs)
+
+    @cached_property
+    def boundary_gradient_bytes(self) -> int:
+        """Return the bytes of a message to the stage before, of gradients."""
+        return sum(spec.nbytes for spec in self._specs if spec.has_gradient)
+
+    @cached_property
+    def _specs(self) -> tuple[TensorSpec, ...]:
+        return self._stage.boundary(self._batch)
 
     @cached_property
     def elements(self) -> Mapping[str, int]:
@@ -278,13 +294,13 @@ class Recording:
         _ = self._forward
         graph = self._graph
         self._graph = None
-        return graph or _run_forward(self._stage, self._batch, self._tape, self._input())[0]
+        return graph or _run_forward(self._stage, self._batch, self._tape, self._inputs())[0]
 
-    def _input(self) -> Tensor | None:
-        given = self._given or self.boundary
-        if given is None:
-            return None
-        return torch.empty(given.shape, dtype=given.dtype, device=META, requires_grad=given.needs_grad)
+    def _inputs(self) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty(given.shape, dtype=given.dtype, device=META, requires_grad=given.needs_grad)
+            for given in self._given or self.boundary
+        )
 
 
 def _by_axis(stage: nn.Module, size_of: Callable[[nn.Parameter], int]) -> Mapping[str, int]:
@@ -296,11 +312,12 @@ def _by_axis(stage: nn.Module, size_of: Callable[[nn.Parameter], int]) -> Mappin
     return found
 
 
-def _run_forward(stage: PipelineStage, batch: MicroBatch, tape: Tape, x: Tensor | None) -> tuple[_Graph, Operations]:
+def _run_forward(
+    stage: PipelineStage, batch: MicroBatch, tape: Tape, inputs: tuple[Tensor, ...]
+) -> tuple[_Graph, Operations]:
     """Run the forward pass of a stage. Return its graph, and its operations."""
     identities = _Identities()
-    if x is not None:
-        identities.add(x, INPUT)
+    identities.add_boundaries(inputs, is_output=False)
     identities.add_all(batch, ("batch",))
 
     def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -309,28 +326,34 @@ def _run_forward(stage: PipelineStage, batch: MicroBatch, tape: Tape, x: Tensor 
 
     layers: Mapping[str, nn.Module] = getattr(stage, "layers", {})
     handles = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in layers.values()]
-    output: Tensor
     noted = NotedInputs()
+    x = inputs if len(inputs) > 1 else next(iter(inputs), None)
     with kept_by(noted):
-        output, operations = collect(tape, lambda: stage(x, batch))
+        result, operations = collect(tape, lambda: stage(x, batch))
     for handle in handles:
         handle.remove()
-    passes = [(INPUT, OUTPUT)] if identities.found.get(output.untyped_storage()._cdata) == INPUT else []
-    identities.add(output, OUTPUT)
-    return _Graph(x, output, identities, passes, noted.sizes), operations
+    outputs = (result,) if isinstance(result, Tensor) else tuple(result)
+    passes = []
+    for number, y in enumerate(outputs):
+        known = identities.found.get(y.untyped_storage()._cdata)
+        if isinstance(known, Boundary) and not known.is_output:
+            passes.append((known, Boundary(is_output=True, is_gradient=False, number=number)))
+    identities.add_boundaries(outputs, is_output=True)
+    return _Graph(inputs, outputs, identities, passes, noted.sizes), operations
 
 
 def _kept(storages: Sequence[Storage], graph: _Graph, stage: PipelineStage) -> Kept:
-    output = Given(tuple(graph.output.shape), graph.output.dtype, graph.output.requires_grad)
+    outputs = tuple(Given(tuple(y.shape), y.dtype, y.requires_grad) for y in graph.outputs)
     converted = _converted(stage.parameters())
-    return Kept(storages, graph.passes, output, stage.adds_gradients_in_i, converted, tuple(graph.on_host))
+    return Kept(storages, graph.passes, outputs, stage.adds_gradients_in_i, converted, tuple(graph.on_host))
 
 
-def _run_backward(output: Tensor, grad: Tensor) -> None:
-    if output.requires_grad:
-        # From an edge, not from the tensor: torch takes function modes off within a function of a tensor, and layers
+def _run_backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
+    pairs = [(y, grad) for y, grad in zip(outputs, gradients, strict=True) if y.requires_grad]
+    if pairs:
+        # From edges, not from the tensors: torch takes function modes off within a function of a tensor, and layers
         # that are recomputed need `FusedAttention` in backward too.
-        torch.autograd.backward(get_gradient_edge(output), grad)
+        torch.autograd.backward([get_gradient_edge(y) for y, _ in pairs], [grad for _, grad in pairs])
 
 
 class _NotedConversions(ConvertedWeight):
@@ -382,6 +405,11 @@ class _Identities:
         storage = x.untyped_storage()
         self.alive.append(storage)
         self.found.setdefault(storage._cdata, identity)
+
+    def add_boundaries(self, tensors: Iterable[Tensor], *, is_output: bool, is_gradient: bool = False) -> None:
+        """Add what a part gets or leaves, in order."""
+        for number, x in enumerate(tensors):
+            self.add(x, Boundary(is_output, is_gradient, number))
 
     def add_all(self, value: object, path: tuple[Hashable, ...]) -> None:
         """Add every tensor inside `value`: dataclasses, mappings and sequences are looked into."""
