@@ -22,7 +22,7 @@ from megapar.step.evaluation import evaluate
 from megapar.step.step import train_step
 from megapar.system.side_stream import SideStream
 from megapar.train import host_memory
-from tests.support import program
+from tests.support import handing, program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, SHARED, Layout, make_state, micro_batches, name
 from tests.support.late_stream import LateStream, NotAwaited
@@ -255,6 +255,7 @@ MEASURED = [
     Layout(LLAMA, pp=2, dp=2, zero_stage=3, recompute="full", offload=0.5),
     Layout(LLAMA, recompute="full", every=2, offload=1.0),
     Layout(LLAMA, pp=2, recompute="full", offload=0.25),
+    Layout(handing.MODEL, pp=2, recompute="full", offload=0.5),
     Layout(GPT, tp=2, sequence_parallel=True, recompute="all_but_attention", offload=1.0),
     Layout(LLAMA, pp=2, vpp=2, schedule="interleaved", recompute="full", offload=1.0),
     Layout(LLAMA, pp=2, vpp=2, schedule="dualpipe-v", recompute="full", offload=0.5),

@@ -35,7 +35,7 @@ from megapar.declare.batch import PipelineStage
 from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.train.levers import ALL_LAYERS, LEVERS, MODES, advise, changes_of_options
-from tests.support import tiny_models
+from tests.support import handing, tiny_models
 from tests.support.built_plan import built_report
 from tests.support.grid import (
     DENSE_BETWEEN,
@@ -79,6 +79,7 @@ OTHERS = [
             "support.hybrids:HEADS_FAMILY",
         )
     ),
+    handing.MODEL,
 ]
 
 
@@ -131,6 +132,9 @@ LAYOUTS = [
     Layout(WIDE_EXPERTS, dp=2, ep=2, etp=1, zero_stage=2, fp8="blocks"),
     Layout(DELTA, cp=2, pp=2, recompute="all_but_attention"),
     Layout(DELTA, tp=2, zero_stage=3, dp=2, sequence_parallel=True),
+    Layout(handing.MODEL, tp=2, pp=3, sequence_parallel=True),
+    Layout(handing.MODEL, pp=2, schedule="zb-h1", recompute="full", every=2, micro_batch_size=2),
+    Layout(handing.MODEL, pp=2, vpp=3, schedule="interleaved", dp=2, zero_stage=2, recompute="full"),
     *(Layout(model, pp=2, dp=2, zero_stage=1 + number % 3) for number, model in enumerate(OTHERS[2:])),
 ]
 

@@ -18,6 +18,7 @@ from benchmarks.traffic import expected_traffic
 from megapar_tools.plan.parts import LayerPart
 from megapar_tools.plan.work import Started
 
+from tests.support import handing
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
@@ -138,3 +139,32 @@ def test_full_recompute_sends_what_the_readme_says(model, sequence_parallel: boo
     unit = SAMPLES * model.num_hidden_layers * (LENGTH * model.hidden_size * 4) * (2 - 1) // 2
     for none, full in zip(*found, strict=True):
         assert full["tp"] - none["tp"] == more * unit
+
+
+@pytest.mark.parametrize(("tp", "pp"), slow_but([0], [(1, 2), (2, 3)]))
+def test_bytes_between_stages_are_those_of_the_plan(tp: int, pp: int) -> None:
+    """Layers hand on tensors beside the hidden states. Those of integers send no gradient, nor do marks.
+
+    Fault handed-integers-without-gradient.
+    """
+    layout = Layout(handing.MODEL, tp=tp, pp=pp, sequence_parallel=tp > 1, micro_batch_size=BATCH)
+    config = with_partition(layout.config())
+    sent = run_ranks(layout.world, sent_in_a_step, config)
+    between = [PARTS.recording(config, PARTS.context(config, 0), part) for part in first_parts(config)]
+    number, x_nbytes = SAMPLES // BATCH, 4 * LENGTH * BATCH * config.model.hidden_size // tp
+    for rank, of_rank in enumerate(sent):
+        stage = rank // tp
+        forward = between[stage].boundary_bytes if stage < pp - 1 else 0
+        backward = between[stage - 1].boundary_gradient_bytes if stage else 0
+        # The rest are sums over the pipeline, such as the loss: those of a model that hands on nothing else.
+        sums = expected_traffic(config, stage)["pp"] - number * ((stage > 0) + (stage < pp - 1)) * x_nbytes
+        assert of_rank["pp"] == sums + number * (forward + backward)
+        place = 4 + 4  # a mark and an integer for each token
+        if 2 <= sum(config.parallel.partition[: stage + 1]) <= 4:
+            assert forward - between[stage].boundary_gradient_bytes == place * LENGTH * BATCH // tp
+
+
+def first_parts(config: Config) -> list[LayerPart]:
+    """The first layer of each stage but the first."""
+    layers = PARTS.layer_parts(config, PARTS.context(config, 0))
+    return [layers[sum(config.parallel.partition[:stage])] for stage in range(1, config.parallel.pp)]

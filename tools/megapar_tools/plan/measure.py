@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from megapar.comm import collectives
 from megapar.config.files import RunConfig, load_earlier
 from megapar.config.options import Config
-from megapar.declare.batch import MicroBatch, Targets
+from megapar.declare.batch import MicroBatch, PipelineStage, Targets, TensorSpec
 from megapar.declare.context import ParallelContext, single
-from megapar.declare.sharding import model_dtype
 from megapar.declare.stage_set import Declared
 from megapar.pipeline.partition import partition
 from megapar.system import device
@@ -128,9 +127,6 @@ class _Parts:
         self._on = on
         self._make_stage = builder.maker(config, single(on))
         self._batch = _random_batch(config, builder.declared(config), on)
-        shape = config.train.seq_length, config.train.micro_batch_size, config.model.hidden_size
-        self._x_sbh = torch.randn(shape, device=on).to(model_dtype(config.train.precision)).requires_grad_()
-        self._grad_sbh = torch.ones_like(self._x_sbh)
 
     def of_all(self, timed: Callable[[range, bool, bool], T]) -> tuple[list[T], T, T]:
         """Return timed(layers, first, last) of each layer, of the embedding, and of norm, head and loss."""
@@ -144,36 +140,48 @@ class _Parts:
 
     def seconds(self, layers: range, *, first: bool, last: bool) -> float:
         """Return the seconds of forward and backward."""
-        return self._seconds_of(self._stage(layers, first=first, last=last), first=first, last=last)
+        return self._seconds_of(self._stage(layers, first=first, last=last))
 
     def times(self, layers: range, *, first: bool, last: bool) -> Times:
         """Return the seconds of F, I and W. I is the backward through frozen weights, W the rest of the whole."""
         stage = self._stage(layers, first=first, last=last)
-        forward = self._seconds_of(stage, first=first, last=last, backward=False)
-        whole = self._seconds_of(stage, first=first, last=last) - forward
+        forward = self._seconds_of(stage, backward=False)
+        whole = self._seconds_of(stage) - forward
         inputs = 0.0  # no stage waits for the embedding, which has no input to have a gradient
         if not first:
             stage.requires_grad_(False)
-            inputs = self._seconds_of(stage, first=first, last=last) - forward
+            inputs = self._seconds_of(stage) - forward
         # Each is a difference of two measurements. Noise must not make one of them negative.
         inputs = min(max(inputs, 0.0), max(whole, 0.0))
         return forward, inputs, max(whole, 0.0) - inputs
 
-    def _stage(self, layers: range, *, first: bool, last: bool) -> nn.Module:
+    def _stage(self, layers: range, *, first: bool, last: bool) -> PipelineStage:
         stage = self._make_stage(layers, first=first, last=last)
         for param in stage.parameters():
             nn.init.normal_(param, std=self._model.initializer_range)
         return stage
 
-    def _seconds_of(self, stage: nn.Module, *, first: bool, last: bool, backward: bool = True) -> float:
+    def _seconds_of(self, stage: PipelineStage, *, backward: bool = True) -> float:
+        given = [_random(spec, self._on) for spec in stage.boundary(self._batch)]
+        x = tuple(given) if len(given) > 1 else next(iter(given), None)
+
         def run() -> None:
-            output: Tensor = stage(None if first else self._x_sbh, self._batch)
+            result = stage(x, self._batch)
+            outputs = [y for y in ([result] if isinstance(result, Tensor) else result) if y.requires_grad]
             if backward:
-                output.backward(None if last else self._grad_sbh)
-            self._x_sbh.grad = None
+                torch.autograd.backward(outputs, [torch.ones_like(y) for y in outputs])
+            for y in given:
+                y.grad = None
             stage.zero_grad(set_to_none=True)
 
         return _seconds(run, self._on)
+
+
+def _random(spec: TensorSpec, on: torch.device) -> Tensor:
+    """A tensor that a stage is given. Integers are 0, which is a token or an index in every model."""
+    if not spec.dtype.is_floating_point:
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=on)
+    return torch.randn(spec.shape, device=on).to(spec.dtype).requires_grad_(spec.has_gradient)
 
 
 def _random_batch(config: Config, declared: Declared, on: torch.device) -> MicroBatch:
