@@ -31,6 +31,7 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "mlp_norms": "norms of the MLP in other places than those of attention",
         "parallel": "attention and MLP read the same residual stream",
         "residual_multiplier": "a factor of both branches",
+        "stream": "several residual streams (hyper-connections), or sums of blocks of layers (attention residuals)",
         "head_sizes": "heads of the layer's own",
         "mlp_width": "an MLP as wide as the layer says",
         "sizes_from": "sizes of layers by options",

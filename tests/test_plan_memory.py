@@ -52,6 +52,7 @@ from tests.support.grid import (
 )
 from tests.support.plans import PARTS
 from tests.support.source_tree import ROOT
+from tests.support.streamed import MODELS as STREAMED
 from tests.support.sweeps import slow_but
 
 DEEP = replace(ONE_KV_HEAD, num_hidden_layers=21)
@@ -136,6 +137,10 @@ LAYOUTS = [
     Layout(handing.MODEL, pp=2, schedule="zb-h1", recompute="full", every=2, micro_batch_size=2),
     Layout(handing.MODEL, pp=2, vpp=3, schedule="interleaved", dp=2, zero_stage=2, recompute="full"),
     *(Layout(model, pp=2, dp=2, zero_stage=1 + number % 3) for number, model in enumerate(OTHERS[2:])),
+    Layout(STREAMED["glm"], pp=2, dp=2),
+    Layout(STREAMED["v4"], tp=2, sequence_parallel=True, dp=2, recompute="light"),
+    Layout(STREAMED["hy4"], pp=2, vpp=2, schedule="zb-v", dp=2, zero_stage=3),
+    Layout(STREAMED["v4"], dp=2, ep=2, recompute="full"),
 ]
 
 

@@ -171,7 +171,8 @@ class WholeModel:
         if module == "layers":
             return int(rest.partition(".")[0])
         # A name that is not known here counts as one before the layers: the count is then never too small.
-        return {"norm": layers, "project_out": layers, "head": layers + 1, "score": layers + 1}.get(module, -1)
+        ends = ("stream_end", "norm", "project_out")
+        return {**dict.fromkeys(ends, layers), "head": layers + 1, "score": layers + 1}.get(module, -1)
 
 
 def training_state(whole: WholeModel) -> dict[str, tuple[Sizes, torch.dtype]]:

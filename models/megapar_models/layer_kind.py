@@ -1,7 +1,7 @@
 """What the layers of a model are made of, and its two ends. A family says both (`Stage.layer_kind`, `Stage.ends`)."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -14,7 +14,7 @@ from megapar.declare.batch import MicroBatch
 from megapar.expert_parallel.route import RouterRule
 from megapar.tensor_parallel.cross_entropy import PLAIN_LOGITS, LogitRule
 from megapar_models.factory import Factory
-from megapar_models.handed import Handed
+from megapar_models.handed import Bundle, Handed
 from megapar_models.norms import NormRule
 from megapar_models.rotary import Rotary
 
@@ -75,6 +75,31 @@ class MixerRule(ABC):
         yield from ()
 
 
+class StreamRule(ABC):
+    """What branches read and write in the place of one sum (`megapar_models.streams`). Subclasses are frozen."""
+
+    @property
+    def streams(self) -> int:
+        """How many times as wide as token embeddings the hidden states between layers are."""
+        return 1
+
+    def begin(self, x_sbh: Tensor) -> Tensor:
+        """Return the input of the first layer from the token embeddings."""
+        return x_sbh
+
+    def blocks_before(self, number: int) -> tuple[str, ...]:
+        """Return the names of what layers before the layer `number` hand on to all later ones and to the end."""
+        return ()
+
+    @abstractmethod
+    def make_layer(self, number: int, kind: "LayerKind", model: ModelConfig, factory: Factory) -> nn.Module:
+        """Make the layer `number`. It maps the hidden states between layers, and a ForwardContext, to such states."""
+
+    @abstractmethod
+    def make_end(self, model: ModelConfig, factory: Factory) -> nn.Module:
+        """Make what maps the output of the last layer, and a ForwardContext, to what the last norm reads, [s, b, h]."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class LayerKind:
     """The parts of a layer, and how they are put together (`megapar_models.layer.Layer`)."""
@@ -101,6 +126,9 @@ class LayerKind:
     """Whether attention and MLP read the same residual stream: through one norm, or through a norm each."""
     residual_multiplier: float = 1.0
     """The factor of both branches before they are added to the residual stream."""
+    stream: StreamRule | None = None
+    """What both branches read and write in the place of one sum, the same rule in all layers (hyper-connections,
+    attention residuals: `megapar_models.streams`). None: they read the sum of all before them, and are added to it."""
 
     head_sizes: HeadSizes | None = None
     """The heads of mixer "attention", or of a class of your own that asks `heads_of`. None: those of the model."""
@@ -196,6 +224,8 @@ class LayerKind:
     def __post_init__(self) -> None:
         if "none" in (self.mixer, self.mlp) and (self.mixer == self.mlp or self.parallel != "no"):
             raise ValueError("LayerKind.mixer, mlp: a layer has one of them, and parallel branches are two")
+        if self.stream is not None and self.parallel != "no":
+            raise ValueError("LayerKind.stream, parallel: a branch reads what the one before it has written")
         if self.weighted_inputs and self.expert_bias:
             raise ValueError("LayerKind.weighted_inputs, expert_bias: a bias is no part of what experts read")
         if self.slopes and self.score_cap:
@@ -217,7 +247,7 @@ class LayerKind:
 READ_BY_LAYERS = frozenset(
     {
         *("mixer", "mlp", "norm", "norms", "mlp_norms", "parallel", "residual_multiplier", "sizes_from"),
-        *("reads", "writes"),
+        *("stream", "reads", "writes"),
     }
 )
 """Fields of `LayerKind` that every mixer and MLP may have beside it. Classes name the others in their `READS`."""
@@ -252,3 +282,13 @@ class Ends:
     """The tensors that the embedding hands on to layers beside the hidden states (`Stage.begin`)."""
     reads: tuple[str, ...] = ()
     """The tensors of layers that are read behind the last one (`Stage.end`)."""
+
+
+def bundle_of(kinds: Sequence[LayerKind], ends: Ends) -> Bundle:
+    """Return what layers of these kinds, in order, and the ends of their model hand on beside the hidden states."""
+    if not ends.writes and not any(kind.writes for kind in kinds):
+        return Bundle()
+    stream = kinds[0].stream
+    blocks = () if stream is None else stream.blocks_before(len(kinds))
+    reads, writes = [kind.reads for kind in kinds], [kind.writes for kind in kinds]
+    return Bundle(reads, writes, ends.writes, (*ends.reads, *blocks))

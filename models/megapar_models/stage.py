@@ -28,7 +28,7 @@ from megapar_models.forward import ForwardContext
 from megapar_models.handed import Bundle
 from megapar_models.head import HeadRule, head_weight
 from megapar_models.layer import Layer
-from megapar_models.layer_kind import Ends, LayerKind
+from megapar_models.layer_kind import Ends, LayerKind, bundle_of
 from megapar_models.moe import ROUTER_LOSS, balance_rule
 from megapar_models.norms import NormRule
 from megapar_models.objectives import USUAL, Scored
@@ -60,10 +60,7 @@ class LayerRules(Generic[M]):
     def bundle(cls, model: M) -> Bundle:
         """What the layers of the model hand on beside the hidden states."""
         kinds = [cls.layer_kind(model, number) for number in range(model.num_hidden_layers)]
-        ends = cls.ends_of(model)
-        if not ends.writes and not any(kind.writes for kind in kinds):
-            return Bundle()
-        return Bundle([kind.reads for kind in kinds], [kind.writes for kind in kinds], ends.writes, ends.reads)
+        return bundle_of(kinds, cls.ends_of(model))
 
     @classmethod
     def declared(cls, model: M) -> Declared:
@@ -125,8 +122,10 @@ class Stage(LayerRules[M], LayersOfStage, Generic[M]):
         kinds = {number: self.layer_kind(model, number) for number in layers}
         cuts = self.handed.at(layers.start), self.handed.at(layers.stop)
         rule, width = recompute_rule, model.hidden_size
-        self.layers = StageLayers(kinds, self.make_layer, cuts, rule, width, factory.sharding)
+        stream = self.layer_kind(model, 0).stream
+        self.layers = StageLayers(kinds, self.make_layer, cuts, rule, width, factory.sharding, stream)
         if last:
+            self.stream_end = None if stream is None else stream.make_end(model, factory)
             self.norm = last_norm(model, self.ends, self.last_norm(model), factory)
             if model.tie_word_embeddings and self.embedding is not None:
                 tied_weight = self.embedding.weight  # this stage has the embedding too: its parameter is the head
@@ -142,6 +141,8 @@ class Stage(LayerRules[M], LayersOfStage, Generic[M]):
 
         A layer with `leaves_branch` also takes, and then gives back, a branch that is not yet added to x_sbh (`Layer`).
         """
+        if kind.stream is not None:
+            return kind.stream.make_layer(number, kind, self.model, self.factory)
         return Layer(number, kind, self.model, self.factory)
 
     def embedding_weight(self) -> nn.Parameter:

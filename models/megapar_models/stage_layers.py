@@ -16,7 +16,7 @@ from megapar.declare.batch import MicroBatch, PipelineStage, TensorSpec
 from megapar.declare.sharding import Sharding
 from megapar_models.forward import ForwardContext
 from megapar_models.handed import Bundle, Handed, HandingLayer, taken
-from megapar_models.layer_kind import LayerKind
+from megapar_models.layer_kind import LayerKind, StreamRule
 
 Given = Tensor | tuple[Tensor, ...]
 """What a stage gets: the hidden states, or with them what is handed on (`StageLayers.receives`), in order."""
@@ -26,7 +26,8 @@ class StageLayers(nn.ModuleDict):
     """Consecutive layers, named by their global numbers.
 
     `make` makes the layer of a number and a kind. `cuts` are what is handed on with the hidden states, to the first
-    layer and behind the last one. `rule` decides which layers are recomputed. `width` is that of the hidden states.
+    layer and behind the last one. `rule` decides which layers are recomputed. `width` is that of token embeddings, and
+    `stream` is the rule of all layers of the model (`LayerKind.stream`). Raises ValueError if a layer has another one.
     """
 
     def __init__(
@@ -37,9 +38,13 @@ class StageLayers(nn.ModuleDict):
         rule: Recompute,
         width: int,
         sharding: Sharding,
+        stream: StreamRule | None = None,
     ):
+        if wrong := [number for number, kind in kinds.items() if kind.stream != stream]:
+            raise ValueError(f"LayerKind.stream of layers {wrong}: another rule than in layer 0; all have the same")
         super().__init__({str(number): make(number, kind) for number, kind in kinds.items()})
-        self.rule, self.width, self.sharding = rule, width, sharding
+        self.rule, self.sharding, self.stream = rule, sharding, stream
+        self.width = width if stream is None else width * stream.streams
         self.receives, self.leaves = cuts
         # Each table once, in the order of the layers.
         self.rotary = list(dict.fromkeys(kind.rotary for kind in kinds.values() if kind.rotary is not None))
@@ -90,7 +95,8 @@ class StageLayers(nn.ModuleDict):
 class LayersOfStage(PipelineStage):
     """The way of a micro-batch through a stage's layers, with the embedding in front on the first stage.
 
-    `handed` is what the model hands on. A subclass makes `layers` and embeds.
+    `handed` is what the model hands on. `stream_end` is on the last stage what `StreamRule.make_end` makes. A subclass
+    makes `layers` and embeds.
     """
 
     layers: StageLayers
@@ -99,6 +105,7 @@ class LayersOfStage(PipelineStage):
     def __init__(self, *, first: bool, last: bool, seed: int):
         super().__init__()
         self.first, self.last, self.seed = first, last, seed
+        self.stream_end: nn.Module | None = None
 
     def embed(self, context: ForwardContext) -> Tensor:
         """Token embeddings [s or s/tp, b, h]."""
@@ -131,10 +138,12 @@ class LayersOfStage(PipelineStage):
 
     def begin(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Return the input of the first layer from the token embeddings, and write what `Ends.writes` declares."""
-        return x_sbh
+        return x_sbh if self.layers.stream is None else self.layers.stream.begin(x_sbh)
 
     def end(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Return what the last norm reads, [s, b, h], from the output of the last layer and what `Ends.reads` names."""
+        if self.stream_end is not None:
+            x_sbh = self.stream_end(x_sbh, context)
         return x_sbh
 
     def boundary(self, batch: MicroBatch) -> tuple[TensorSpec, ...]:

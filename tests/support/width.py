@@ -1,4 +1,4 @@
-"""Proves a newcomer's addition without an edit of megapar: it trains in three layouts as in one process."""
+"""Proves a newcomer's addition without an edit of megapar: it computes what it says, and trains in layouts alike."""
 
 from collections.abc import Mapping
 
@@ -8,7 +8,8 @@ from megapar_tools.verify import batches
 from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
-from tests.support import grid
+from megapar.declare import context
+from tests.support import close, grid, reference_models, rules, tiny_models
 from tests.support.grid import Layout, check_on_ranks
 from tests.support.sweeps import slow_but
 
@@ -26,6 +27,19 @@ def trains_as_one_process(model: ModelConfig, sizes: Mapping[str, object]) -> No
     `model` has at least four layers, so each of the two pipeline ranks has two stages.
     """
     check_on_ranks(Layout(model, micro_batch_size=3, **sizes))  # type: ignore[arg-type]
+
+
+def computes_as_its_reference(model: ModelConfig) -> None:
+    """Loss and every gradient in one process are those of `Family.reference`, in fp64 and with random weights."""
+    config = tiny_models.config(model)
+    stage = tiny_models.build(config, context.single())
+    batch = tiny_models.batch(config.model)
+    loss = stage(None, batch)
+    loss.backward()
+    tensors = tiny_models.random_tensors(config.model)
+    expected, gradients = reference_models.loss_and_gradients(config.model, tensors, [batch])
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    close.assert_close(rules.gradients(stage), gradients)
 
 
 def trains_on_single_tokens(monkeypatch: pytest.MonkeyPatch, model: ModelConfig, sizes: Mapping[str, object]) -> None:
