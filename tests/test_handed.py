@@ -19,7 +19,7 @@ from megapar.declare.params import spec_of
 from megapar.declare.random import initialize
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.pipeline.schedules import SCHEDULES
-from tests.support import handing
+from tests.support import grid, handing, streamed
 from tests.support.grid import Layout, micro_batches
 from tests.support.sweeps import slow_but
 from tests.support.width import trains_as_one_process
@@ -59,7 +59,7 @@ def test_it_trains_as_one_process_in_every_schedule(schedule: str) -> None:
 def gradients_in_one_process(config: Config, cuts: Sequence[int]) -> dict[str, Tensor]:
     """The gradients of two micro-batches by name, in one process with stages that end in front of the layers `cuts`."""
     ctx = context.single()
-    layers = [range(*pair) for pair in pairwise((0, *cuts, LAYERS))]
+    layers = [range(*pair) for pair in pairwise((0, *cuts, config.model.num_hidden_layers))]
     parallel = replace(config.parallel, vpp=len(layers), schedule="interleaved" if cuts else "1f1b")
     config = replace(config, parallel=parallel)
     stages = build_stages(config, ctx, layers=layers)
@@ -80,6 +80,30 @@ def test_a_cut_anywhere_changes_no_bit(recompute: str) -> None:
             found = gradients_in_one_process(config, cuts)
             assert found.keys() == expected.keys()
             assert not [name for name, grad in found.items() if not torch.equal(grad, expected[name])], cuts
+
+
+PLAIN = replace(grid.LLAMA, attention_bias=False, qk_norm=False)
+OTHERS = {
+    **streamed.MODELS,
+    "sums of blocks": replace(PLAIN, family="tests.test_depth:FAMILY", num_hidden_layers=5),
+    "chosen keys": replace(
+        PLAIN, family="tests.test_shared_indices:FAMILY", num_key_value_heads=4, num_hidden_layers=7
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full", "all_but_attention", "light", "selective"])
+@pytest.mark.parametrize("name", OTHERS)
+def test_neither_cuts_nor_recomputation_change_a_bit_of_other_families(name: str, recompute: str) -> None:
+    model = OTHERS[name]
+    layout = Layout(model, micro_batch_size=3)
+    expected = gradients_in_one_process(layout.config(), ())
+    last = model.num_hidden_layers - 1
+    for cuts in ((1,), (last,), (2, last), tuple(range(1, last + 1))):
+        found = gradients_in_one_process(replace(layout, recompute=recompute).config(), cuts)
+        assert found.keys() == expected.keys()
+        assert not [name for name, grad in found.items() if not torch.equal(grad, expected[name])], cuts
 
 
 def test_recomputation_changes_no_bit_and_keeps_what_is_handed_on_once() -> None:

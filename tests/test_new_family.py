@@ -257,6 +257,8 @@ def raw_of(model_type: str, fields: Mapping[str, Any] | None = None) -> dict[str
         ("laguna", "model.layers.*.self_attn.g_proj.weight", "a gate on attention's output; family qwen3_next has it"),
         ("qwen4_exp_text", "", "hc_count=4: several residual streams (hyper-connections)"),
         ("qwen4_exp_text", "", "layer_types: layers of indexed_attention"),
+        ("hy_v4", "", "hc_mult=4: several residual streams (hyper-connections); rule LayerKind.stream has it"),
+        ("hy_v4", "model.layers.*.attn_hc.fn", "several residual streams (hyper-connections); rule LayerKind.stream"),
         ("gemma4_text", "", "hidden_size_per_layer_input=256: embeddings for each layer (per-layer inputs)"),
         ("glm_moe_dsa", "", "index_topk=2048: attention to chosen keys (a sparse indexer)"),
         ("glm_moe_dsa", "model.layers.*.self_attn.kv_b_proj.weight", "multi-head latent attention; family deepseek"),

@@ -65,6 +65,7 @@ WIDE_EXPERTS = tiny_models.small(
 )
 FOUR_KINDS = replace(LLAMA, family="tests.test_width_layers:FOUR_KINDS", attention_bias=False, num_hidden_layers=9)
 DELTA = replace(LLAMA, family="tests.support.hybrids:HEADS_FAMILY", attention_bias=False)
+DEPTH = replace(DELTA, family="tests.test_depth:FAMILY", num_hidden_layers=5, qk_norm=False)
 OTHERS = [
     DEEP,
     FOUR_KINDS,
@@ -141,6 +142,9 @@ LAYOUTS = [
     Layout(STREAMED["v4"], tp=2, sequence_parallel=True, dp=2, recompute="light"),
     Layout(STREAMED["hy4"], pp=2, vpp=2, schedule="zb-v", dp=2, zero_stage=3),
     Layout(STREAMED["v4"], dp=2, ep=2, recompute="full"),
+    Layout(DEPTH, pp=2, dp=2),
+    Layout(DEPTH, pp=2, vpp=2, schedule="zb-v", dp=2, zero_stage=3),
+    Layout(DEPTH, tp=2, sequence_parallel=True, recompute="all_but_attention", every=2),
 ]
 
 

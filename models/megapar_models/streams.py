@@ -1,16 +1,19 @@
-"""Other residual streams than one sum: several streams (hyper-connections).
+"""Other residual streams than one sum: several streams (hyper-connections), and attention over the depth.
 
 Hyper-connections (arXiv 2409.19606): the streams of a token stand one after the other in what layers hand on, [s, b,
 n*h]. A branch reads a weighted sum of the streams, and each stream gets what the branch gives times a number of its
 own. The numbers follow from the streams. DeepSeek V4 (manifold-constrained hyper-connections) and GLM-5.3-Flash also
 mix the streams, Hy4 does not.
 
+Attention residuals (arXiv 2603.15031), as in Kimi K3 and Inkling 2: layers are grouped in blocks, and a block has a sum
+of its own. A branch reads a weighted sum of the sums of finished blocks and of its own block so far.
+
 Shapes: s positions of this context-parallel rank (s/tp under sequence parallelism), b micro-batch, n streams, h hidden.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -19,12 +22,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megapar.config.model_options import ModelConfig
-from megapar.declare.params import ZEROS, Init, shared_piece
+from megapar.declare.params import ONES, ZEROS, Init, shared_piece
 from megapar.expert_parallel.balance import Float32Products
 from megapar.linear.torch_products import TORCH_PRODUCTS
-from megapar.tensor_parallel.layers import local_linear
+from megapar.tensor_parallel.layers import local_linear, shared_vector
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
+from megapar_models.handed import Handed
 from megapar_models.layer import Layer
 from megapar_models.layer_kind import LayerKind, StreamRule
 from megapar_models.norms import add_and_norm
@@ -264,3 +268,131 @@ def _norm_factor(x: Tensor, eps: float) -> Tensor:
     """Return what RMSNorm multiplies x [..., m] by, [...], in fp32 at least. Backward keeps x in its own dtype."""
     size = torch.linalg.vector_norm(x, dim=-1, dtype=wide(x.dtype))
     return (size.square() / x.shape[-1] + eps).rsqrt()
+
+
+# Attention residuals
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionResiduals(StreamRule):
+    """How branches read the sums of blocks (`DepthAttention`).
+
+    The first layer of a block ends the block before it: what comes to the layer is the sum of a finished block, and the
+    layer's first branch begins a new sum. So the token embedding is a block of its own. All of a branch reads one sum:
+    the mixers of Inkling 2's layers of full attention, which read one each for queries, keys and values, are not here.
+    """
+
+    layers_per_block: int
+    eps: float
+    """Of the RMS norm of the sums."""
+    weighted: bool = True
+    """Whether the norm has a weight (Kimi K3)."""
+    normed_values: bool = False
+    """Whether what is read is the weighted sum of the normalized sums (Inkling 2), and not of the sums (Kimi K3)."""
+    scale: float = 1.0
+    """The factor of scores: in Inkling 2 1 / sqrt(h)."""
+
+    def __post_init__(self) -> None:
+        if self.weighted and self.normed_values:
+            raise ValueError("AttentionResiduals.weighted, normed_values: no model weights normalized values")
+
+    def blocks_before(self, number: int) -> tuple[str, ...]:
+        """Return the names of the sums of blocks that layers before the layer `number` have finished."""
+        return tuple(f"block.{block}" for block in range(-(-number // self.layers_per_block)))
+
+    def opened_by(self, number: int) -> str:
+        """Return the name of the sum that the layer `number` finishes and hands on. Empty: its block goes on."""
+        block, place = divmod(number, self.layers_per_block)
+        return "" if place else f"block.{block}"
+
+    def in_layer(self, kind: LayerKind, number: int, hidden_size: int) -> LayerKind:
+        """Return the kind of the layer `number` with this rule, and with the sums that it reads and hands on."""
+        reads, writes = (*kind.reads, *self.blocks_before(number)), kind.writes
+        if name := self.opened_by(number):
+            writes = (*writes, Handed(name=name, shape=(hidden_size,), splits_sequence=True))
+        return replace(kind, stream=self, reads=reads, writes=writes)
+
+    def make_layer(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory) -> nn.Module:
+        """Make a layer that reads the sums of blocks."""
+        return StreamLayer(number, kind, model, factory, partial(_Depth, self))
+
+    def make_end(self, model: ModelConfig, factory: Factory) -> nn.Module:
+        """Make the attention over all sums behind the last layer."""
+        return _DepthEnd(self, self.blocks_before(model.num_hidden_layers), model.hidden_size, factory)
+
+
+class DepthAttention(nn.Module):
+    """Attention of one query over the sums of blocks: the sum of softmax(query . norm(v)) v over the sums v.
+
+    The query [h], and the weight [h] of the RMS norm if the rule has one, are trained, and whole on every tp rank. The
+    query begins at 0: all sums then have one weight. `sources` is the number of sums.
+    """
+
+    weight: nn.Parameter | None
+
+    def __init__(self, name: str, rule: AttentionResiduals, sources: int, hidden_size: int, factory: Factory):
+        super().__init__()
+        self.rule, self.sources = rule, sources
+        self.query = shared_vector(f"{name}.query", hidden_size, ZEROS, factory.sharding)
+        self.weight = None
+        if rule.weighted:
+            self.weight = shared_vector(f"{name}.norm.weight", hidden_size, ONES, factory.sharding)
+
+    def forward(self, sums_sbh: Sequence[Tensor]) -> Tensor:
+        """Return the weighted sum, [s, b, h]. Scores and weights are fp32 at least."""
+        key_h = self.query.to(wide(self.query.dtype)) * self.rule.scale
+        if self.weight is not None:
+            key_h = key_h * self.weight
+        factors = [_norm_factor(v_sbh, self.rule.eps) for v_sbh in sums_sbh]
+        scores = [(v_sbh * key_h).sum(-1) * factor for v_sbh, factor in zip(sums_sbh, factors, strict=True)]
+        weights = list(torch.stack(scores, -1).softmax(-1).unbind(-1))
+        if self.rule.normed_values:
+            weights = [weight * factor for weight, factor in zip(weights, factors, strict=True)]
+        parts = (weight[..., None] * v_sbh for weight, v_sbh in zip(weights, sums_sbh, strict=True))
+        return reduce(torch.add, parts).to(sums_sbh[0].dtype)  # one after the other: in fp32 all would be large
+
+    def flops_per_token(self, seq_length: int) -> int:
+        """FLOPs of a token's forward pass: a product with the query, and a place in the sum, of each source."""
+        return 4 * self.sources * len(self.query)
+
+
+class _Depth(nn.Module):
+    """What a layer's branches read of the sums of blocks."""
+
+    def __init__(
+        self, rule: AttentionResiduals, number: int, branches: Sequence[str], hidden_size: int, factory: Factory
+    ):
+        super().__init__()
+        self.blocks, self.opened = rule.blocks_before(number), rule.opened_by(number)
+        self.of = nn.ModuleDict()
+        for place, name in enumerate(branches):
+            sources = len(self.blocks) + 1 + (place if self.opened else 0)
+            if sources > 1:  # the first branch of the model reads the embedding alone
+                of = (f"layers.{number}.{name}_stream", rule, sources, hidden_size, factory)
+                self.of[name] = DepthAttention(*of)
+
+    def forward(self, x_sbh: Tensor, context: ForwardContext, branches: Branches) -> Tensor:
+        """Return the sum of the layer's block so far, [s, b, h], from that before the layer."""
+        sums = [context.handed[name] for name in self.blocks]
+        opened = self.opened
+        for name, branch in branches.items():
+            y_sbh = branch(self.of[name]([*sums, x_sbh]) if name in self.of else x_sbh)
+            if opened:
+                context.handed[opened] = x_sbh
+                sums.append(x_sbh)
+                x_sbh, opened = y_sbh, ""
+            else:
+                x_sbh = x_sbh + y_sbh
+        return x_sbh
+
+
+class _DepthEnd(DepthAttention):
+    """Attention over all sums of blocks behind the last layer."""
+
+    def __init__(self, rule: AttentionResiduals, blocks: Sequence[str], hidden_size: int, factory: Factory):
+        super().__init__("stream_end", rule, len(blocks) + 1, hidden_size, factory)
+        self.blocks = blocks
+
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:  # type: ignore[override]
+        """Return what the last norm reads, [s, b, h], from the sum of the last block."""
+        return super().forward([*(context.handed[name] for name in self.blocks), x_sbh])

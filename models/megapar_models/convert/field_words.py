@@ -83,7 +83,9 @@ TOLD_BY_LAYER_TYPES = ("sliding_window_pattern", "global_attn_every_n_layers")
 # Kinds of layers that a draft does not write, each with a family that has them.
 LAYERS_BY_HAND: Mapping[str, str] = {"conv": "lfm2"}
 
-# Fields for rules that we have, and whose options a draft does not write: the words, and a family that has them.
+_CONNECTIONS = ("several residual streams (hyper-connections)", "rule LayerKind.stream")
+_DEPTH = ("sums of finished blocks (attention residuals)", "rule LayerKind.stream")
+# Fields for rules that we have, and whose options a draft does not write: the words, and a family or a rule with them.
 BY_HAND: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("num_experts", "num_local_experts"), ("a mixture of experts", "mixtral")),
     **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token"), ("experts of a token", "mixtral")),
@@ -165,6 +167,8 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("attn_temperature_tuning", "attn_scale", "floor_scale"), ("a factor by position", "llama4")),
     "moe_apply_router_weight_on_input": ("experts whose input is weighted", "llama4"),
     **dict.fromkeys(("scale_depth", "dim_model_base"), ("factors of branches and logits", "minicpm3")),
+    **dict.fromkeys(("hc_mult", "hc_eps", "hc_sinkhorn_iters", "hc_magnitude"), _CONNECTIONS),
+    **dict.fromkeys(("attn_res_block_size", "n_layers_per_attn_res_block"), _DEPTH),
 }
 _CHOSEN_KEYS = "attention to chosen keys (a sparse indexer)"
 _OF_LAYER = "numbers or widths of heads by layer"
@@ -200,7 +204,6 @@ MISSING: Mapping[str, str] = {
     **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _PER_LAYER),
     **dict.fromkeys(("per_layer_config", "swa_num", "swa_head_dim"), _OF_LAYER),
     "hc_": _STREAMS,
-    "n_layers_per_attn_res_block": "states of finished blocks (attention residuals)",
     **dict.fromkeys(("altup_",), "several residual streams (AltUp)"),
     **dict.fromkeys(("laurel_",), "a branch of low rank (LAuReL)"),
     **dict.fromkeys(("activation_sparsity",), "an activation of the largest numbers alone"),
@@ -237,7 +240,6 @@ OTHER_TENSORS: Mapping[str, str] = {
     **dict.fromkeys(("wpe", "embed_positions", "position_embeddings", "positions_embed"), LEARNED),
     **dict.fromkeys(("hc_", "attn_hyper_connection", "mlp_hyper_connection", "hyper_connection"), _STREAMS),
     "altup": "several residual streams (AltUp)",
-    "attn_res.": "states of finished blocks (attention residuals)",
     "laurel": "a branch of low rank (LAuReL)",
     **dict.fromkeys(("self_attn.indexer", "attn.indexer"), _CHOSEN_KEYS),
     **dict.fromkeys(("attn.compressor", "attn.wo_a", "attn.wo_b"), "keys of compressed tokens, and a grouped output"),
@@ -290,6 +292,8 @@ TENSORS_BY_HAND: Mapping[str, tuple[str, str]] = {
     "linear_attn": ("a gated delta net", "qwen3_5"),
     **dict.fromkeys(("project_in", "project_out"), ("embeddings of another width than the layers", "opt")),
     **dict.fromkeys(("word_embeddings_layernorm", "embeddings.norm", "embed_norm"), ("a norm of embeddings", "bloom")),
+    **dict.fromkeys(("attn_hc", "ffn_hc", "hc_head"), _CONNECTIONS),
+    **dict.fromkeys(("self_attention_res_", "mlp_res_", "output_attn_res_", "attn_res."), _DEPTH),
 }
 
 # The options of model.moe, and the fields that say the same.

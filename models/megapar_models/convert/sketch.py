@@ -267,14 +267,18 @@ def _read_rest(found: Sketch) -> None:
         elif missing:
             found.missing.append(f"{name}={value!r}: {missing}")
         elif name in BY_HAND:
-            words, family = BY_HAND[name]
-            found.decide.append(f"{name}={value!r}: {words}; family {family} has it")
+            found.decide.append(f"{name}={value!r}: {_with_owner(*BY_HAND[name])}")
         elif name in elsewhere:
             found.without_effect.append(name)
         elif value is None or value is False:
             found.fixed[name] = value  # nothing is asked for, and another value will be refused
         else:
             found.unknown.append(f"{name}={value!r}")
+
+
+def _with_owner(words: str, owner: str) -> str:
+    """Return the words, with the family or the rule that has what they say."""
+    return f"{words}; {owner if owner.startswith('rule ') else f'family {owner}'} has it"
 
 
 def _is_neutral(name: str, value: Any) -> bool:
@@ -336,9 +340,9 @@ def _place_tensors(found: Sketch, shapes: Mapping[str, Sizes | None]) -> None:
 def _read_other(found: Sketch, tensors: str) -> None:
     """Say what tensors are that no module of a draft has."""
     path = f".{tensors}."
-    for start, (words, family) in TENSORS_BY_HAND.items():
+    for start, (words, owner) in TENSORS_BY_HAND.items():
         if f".{start}" in path:
-            found.decide.append(f"tensors {tensors}: {words}; family {family} has it")
+            found.decide.append(f"tensors {tensors}: {_with_owner(words, owner)}")
             return
     words = next((words for start, words in OTHER_TENSORS.items() if f".{start}" in path), "no module of ours")
     found.missing.append(f"tensors {tensors}: {words}")
