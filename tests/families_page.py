@@ -69,6 +69,9 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "expert_latent": "experts in a latent width",
         "averages_shared": "the mean of experts and shared expert",
         "sub_norms": "norms of what the last matrix of a branch reads",
+        "reads": "tensors of earlier layers",
+        "writes": "tensors handed on to later layers",
+        "expert_scale": "a trained factor of each expert's weights",
     },
     Ends: {
         "embedding_norm": "a norm of embeddings",
@@ -77,6 +80,8 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "logits": "a factor or a cap of logits",
         "width": "embeddings of another width than the layers",
         "norm": "no norm before the head",
+        "reads": "tensors of layers behind the last one",
+        "writes": "tensors handed on from the embedding",
     },
     NormRule: {
         "kind": "LayerNorm",

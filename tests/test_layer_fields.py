@@ -59,6 +59,7 @@ OTHER: dict[str, Any] = {
     "router": router_rule(MIXTURE),
     "router_bias": True,
     "router_dtype": "model",
+    "expert_scale": True,
     "expert_bias": True,
     "plain_experts": True,
     "averages_shared": True,

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
 from megapar.config.model_rules import SELECTION_BIAS
-from megapar.declare.params import ZEROS, Init, ParamSpec, shared_piece
+from megapar.declare.params import ONES, ZEROS, Init, ParamSpec, shared_piece
 from megapar.declare.sharding import Sharding
 from megapar.declare.tally import Tally
 from megapar.expert_parallel import route
@@ -137,6 +137,7 @@ class Router(nn.Module):
     The weight `name`.weight [e, h] is on every tp rank. Each tp rank routes tokens of its own, so its gradient is a
     part of the sum. With `logit_bias` there is `name`.logit_bias [e], trained and added to the logits. With
     `in_model_dtype` the product has the dtype of the model, as in gpt-oss, and scores are computed in fp32 from it.
+    With `expert_scale` there is `name`.expert_scale [e], trained, the factor of the weights of an expert's tokens.
     `layer` is the row of its counts in the table of all layers. The buffers are equal on all ranks
     after `end_step`:
 
@@ -162,6 +163,7 @@ class Router(nn.Module):
         layer: int = 0,
         logit_bias: bool = False,
         in_model_dtype: bool = False,
+        expert_scale: bool = False,
     ):
         super().__init__()
         self.tally = Tally("expert", layer, (sharding.tp, sharding.grad_axis))
@@ -173,6 +175,10 @@ class Router(nn.Module):
         if logit_bias:
             piece = shared_piece(f"{name}.logit_bias", (num_experts,), sharding.tp, partial=True)
             self.logit_bias = sharding.parameter((piece,), piece.shape, ZEROS, decay=False)
+        self.expert_scale = None
+        if expert_scale:
+            piece = shared_piece(f"{name}.expert_scale", (num_experts,), sharding.tp, partial=True)
+            self.expert_scale = sharding.parameter((piece,), piece.shape, ONES, decay=False)
         self.products = TORCH_PRODUCTS if in_model_dtype else Float32Products()
         device = sharding.device
         self.register_buffer("bias", torch.zeros(num_experts, dtype=torch.float32, device=device))
@@ -180,9 +186,9 @@ class Router(nn.Module):
         self.register_buffer("step_counts", torch.zeros(num_experts, dtype=torch.int64, device=device))
         # Checkpoints hold the buffers that have a spec. Those are the ones that the next step reads.
         if balance.has_bias:
-            _add_to_checkpoints(self.bias, f"{name}.bias", sharding, added_by=SELECTION_BIAS)
+            add_to_checkpoints(self.bias, f"{name}.bias", sharding, added_by=SELECTION_BIAS)
         if balance.kind == "global":
-            _add_to_checkpoints(self.last_counts, f"{name}.last_counts", sharding, training_state=True)
+            add_to_checkpoints(self.last_counts, f"{name}.last_counts", sharding, training_state=True)
 
     def forward(self, x_sbh: Tensor, indices: Tensor | None = None) -> Routing:
         """Choose the experts of this rank's tokens, and compute their weights.
@@ -195,7 +201,11 @@ class Router(nn.Module):
         if indices is None:
             bias = self.bias if self.balance.has_bias else None
             indices = route.select(route.ranked_by(logits, scores, self.rule), self.rule, bias)
-        return Routing(logits, scores, indices, route.weights(scores, indices, self.rule))
+        weights = route.weights(scores, indices, self.rule)
+        if self.expert_scale is not None:
+            # Not by indexing: backward would add up the rows of tokens in the order of their experts.
+            weights = weights * self.expert_scale.to(weights.dtype).expand_as(scores).gather(-1, indices)
+        return Routing(logits, scores, indices, weights)
 
     def count(self, chosen_e: Tensor) -> None:
         """Add to `step_counts`, in training, how often the tokens of a forward pass chose each expert, int64 [e].
@@ -246,15 +256,15 @@ class Router(nn.Module):
             torch.where(skipped, self.bias, moved_e, out=self.bias)
 
 
-def _add_to_checkpoints(
-    buffer_e: Tensor, name: str, sharding: Sharding, *, training_state: bool = False, added_by: str = ""
+def add_to_checkpoints(
+    buffer: Tensor, name: str, sharding: Sharding, *, training_state: bool = False, added_by: str = ""
 ) -> None:
     """Give a buffer a spec, so checkpoints hold it. All ranks hold the same values."""
-    piece = shared_piece(name, buffer_e.shape, sharding.tp)
+    piece = shared_piece(name, buffer.shape, sharding.tp)
     spec = ParamSpec(
         (piece,), ZEROS, decay=False, grad_axis=sharding.grad_axis, training_state=training_state, added_by=added_by
     )
-    buffer_e.spec = spec  # type: ignore[attr-defined]
+    buffer.spec = spec  # type: ignore[attr-defined]
 
 
 def sequence_loss(probabilities_sbe: Tensor, indices_sbk: Tensor, weights_sb: Tensor, axes: Sequence[Axis]) -> Tensor:

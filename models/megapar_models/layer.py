@@ -12,13 +12,13 @@ from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext
 from megapar_models.layer_kind import LayerKind
 from megapar_models.mlp import DenseMLP, PlainMLP
-from megapar_models.moe import MixtureOfExperts
+from megapar_models.moe import DenseAndExperts, MixtureOfExperts
 from megapar_models.norms import NoNorm, Norm, add_and_norm
 from megapar_models.packing import pack_norm
 
 # Mixers and MLPs by name are made as CLASS(number, kind, model, factory), and map x_sbh and a ForwardContext to x_sbh.
 MIXERS: Mapping[str, type] = {"attention": Attention}
-MLPS: Mapping[str, type] = {"dense": DenseMLP, "plain": PlainMLP, "mixture": MixtureOfExperts}
+MLPS: Mapping[str, type] = {"dense": DenseMLP, "plain": PlainMLP, "mixture": MixtureOfExperts, "both": DenseAndExperts}
 
 
 def make_mixer(number: int, kind: LayerKind, model: ModelConfig, factory: Factory) -> nn.Module | None:

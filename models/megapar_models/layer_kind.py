@@ -112,8 +112,8 @@ class LayerKind:
     class of an MLP its `READS`.
     """
     mlp: str = "dense"
-    """What works on each token: a name in `megapar_models.layer.MLPS`, or MODULE:NAME of a class of your own. "none":
-    the layer is its mixer alone."""
+    """What works on each token: a name in `megapar_models.layer.MLPS`, or MODULE:NAME of a class of your own. "both":
+    an MLP with experts beside it. "none": the layer is its mixer alone."""
     norm: NormRule
     norms: Literal["before", "after", "both", "stream"] = "before"
     """Norms of a branch's input, of its output before it is added to the residual stream, or of both.
@@ -192,13 +192,15 @@ class LayerKind:
     mlp_bias: bool = False
     """Biases of all matrices of the MLP."""
     mixture: MoEConfig | None = None
-    """The experts of mlp "mixture"."""
+    """The experts of mlp "mixture" or "both"."""
     router: RouterRule | None = None
     """How experts are chosen. None: as `mixture` says (`megapar_models.moe.router_rule`)."""
     router_bias: bool = False
     """A trained bias of the router's logits."""
     router_dtype: Literal["fp32", "model"] = "fp32"
     """The dtype of the router's product."""
+    expert_scale: bool = False
+    """A trained factor of the weights of tokens in each expert (Gemma 4)."""
     expert_bias: bool = False
     """Biases of all matrices of the experts."""
     plain_experts: bool = False

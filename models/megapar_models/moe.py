@@ -15,6 +15,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megapar.activations import recompute
 from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.declare.batch import add_loss
 from megapar.declare.params import Init, cut, shared_piece
@@ -28,7 +29,8 @@ from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
 from megapar_models.factory import Factory
 from megapar_models.forward import ForwardContext, rows_of_rank
 from megapar_models.layer_kind import LayerKind
-from megapar_models.mlp import GatedMLP, OfWeightedInputs, UngatedMLP, gated_activation, plain_activation
+from megapar_models.mlp import DenseMLP, GatedMLP, OfWeightedInputs, UngatedMLP, gated_activation, plain_activation
+from megapar_models.norms import NormRule
 
 ROUTER_LOSS = "router"
 """Name of the sum of the experts' balance losses (`megapar.expert_parallel.balance`), over all layers."""
@@ -60,7 +62,7 @@ class MixtureOfExperts(nn.Module):
         {
             *("mixture", "router", "router_bias", "router_dtype", "activation", "activation_limit"),
             *("expert_bias", "plain_experts", "averages_shared", "weighted_inputs", "shared_activation_limit"),
-            "expert_latent",
+            *("expert_latent", "expert_scale"),
         }
     )
 
@@ -89,6 +91,7 @@ class MixtureOfExperts(nn.Module):
             layer=number,
             logit_bias=kind.router_bias,
             in_model_dtype=kind.router_dtype == "model",
+            expert_scale=kind.expert_scale,
         )
         self.latent_in = self.latent_out = None
         width, latent = model.hidden_size, kind.expert_latent
@@ -112,10 +115,13 @@ class MixtureOfExperts(nn.Module):
         self.shared = SharedExpert(name, kind, model, moe, factory) if moe.shared_expert_intermediate_size else None
         self.averages_shared = kind.averages_shared
 
-    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        """Map [s or s/tp, b, h] to the same shape."""
+    def forward(self, x_sbh: Tensor, context: ForwardContext, routed_by_sbh: Tensor | None = None) -> Tensor:
+        """Map [s or s/tp, b, h] to the same shape. The router reads `routed_by_sbh`, or else x."""
         own_sbh = _tokens_of_rank(self._copied(x_sbh), self.sharding)
-        routing, dispatch = self._route(own_sbh, context)
+        read_sbh = own_sbh
+        if routed_by_sbh is not None:
+            read_sbh = _tokens_of_rank(self._copied(routed_by_sbh), self.sharding)
+        routing, dispatch = self._route(read_sbh, context)
         experts = self.experts
         rows_sbl = own_sbh if self.latent_in is None else self.latent_in(own_sbh)
         arriving = send(rows_sbl.flatten(0, 1), routing.weights, dispatch, self.impl, experts.products)
@@ -173,6 +179,40 @@ class MixtureOfExperts(nn.Module):
         weights_sb = _tokens_of_rank(rows_of_rank(context.batch.weights_bs.t(), self.sharding), self.sharding)
         loss = self.router.loss(routing, weights_sb, (self.sharding.tp, self.sharding.cp))
         return add_loss(y_sbh, loss, context.batch, ROUTER_LOSS)
+
+
+class DenseAndExperts(nn.Module):
+    """A gated MLP and a mixture of experts beside it, with norms of their own (Gemma 4).
+
+    It reads the residual stream itself, so the layer has no norm in front of it (`LayerKind.mlp_norms`). The router
+    reads the stream times a weight [h], after a norm without weight, and divided by the root of the width.
+    """
+
+    READS = DenseMLP.READS | MixtureOfExperts.READS - {"averages_shared", "weighted_inputs"}
+
+    def __init__(self, number: int, kind: LayerKind, model: ModelConfig, factory: Factory):
+        super().__init__()
+        name, width = f"layers.{number}", model.hidden_size
+        self.dense = DenseMLP(number, kind, model, factory)
+        self.mixture = MixtureOfExperts(number, kind, model, factory)
+        self.norm = factory.norm(f"{name}.mlp_norm", width, kind.norm)
+        self.dense_output_norm = factory.norm(f"{name}.mlp.dense_output_norm", width, kind.norm)
+        self.experts_norm = factory.norm(f"{name}.mlp.experts_norm", width, kind.norm)
+        self.experts_output_norm = factory.norm(f"{name}.mlp.experts_output_norm", width, kind.norm)
+        # Its weight multiplies what is rounded already, as in transformers: experts are chosen by the result.
+        rule = NormRule(kind.norm.eps, cast_first=True)
+        self.router_norm = factory.norm(f"{name}.mlp.router_norm", width, rule)
+        self.router_factor = width**-0.5
+
+    def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
+        dense_sbh = self.dense_output_norm(self.dense(recompute.remade(self.norm, x_sbh), context))
+        routed_by_sbh = recompute.remade(self._routed_by, x_sbh)
+        experts_sbh = self.mixture(recompute.remade(self.experts_norm, x_sbh), context, routed_by_sbh)
+        return dense_sbh + self.experts_output_norm(experts_sbh)
+
+    def _routed_by(self, x_sbh: Tensor) -> Tensor:
+        normed_sbh: Tensor = self.router_norm(x_sbh)
+        return normed_sbh * self.router_factor
 
 
 def _of_weighted_inputs(activation: Callable[[Tensor], Tensor], x: Tensor, weights: Tensor) -> Tensor:
