@@ -71,6 +71,9 @@ IN_WORDS: dict[type, dict[str, str]] = {
         "sub_norms": "norms of what the last matrix of a branch reads",
         "reads": "tensors of earlier layers",
         "writes": "tensors handed on to later layers",
+        "shared_keys": "keys and values that layers share",
+        "keys_as_values": "keys as values",
+        "value_norm": "a norm of values",
         "expert_scale": "a trained factor of each expert's weights",
     },
     Ends: {

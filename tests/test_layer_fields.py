@@ -66,6 +66,9 @@ OTHER: dict[str, Any] = {
     "weighted_inputs": True,
     "shared_activation_limit": 7.0,
     "expert_latent": 6,
+    "shared_keys": "full",
+    "keys_as_values": True,
+    "value_norm": NormRule(1e-5, weighted=False),
 }
 MAMBA = Mamba2(heads=4, head_width=10, groups=2, state_width=7, conv_width=4, norm=NORM)
 LATENT = Latent(q_rank=8, kv_rank=8, nope_width=6, rope_width=4, value_width=6, norm=NORM)

@@ -159,7 +159,7 @@ def test_positions_inside_documents_begin_again_and_change_no_attention() -> Non
     assert torch.equal(cos.view(24, 2, -1)[5, 1], cos.view(24, 2, -1)[0, 1]), "the third document of sample 1 begins"
     running = replace(inside, inside_documents=False)
     attention.kind = replace(attention.kind, rotary=running)
-    stage.rotary.append(running)
+    stage.layers.rotary.append(running)
     torch.testing.assert_close(stage(None, batch), found, rtol=1e-6, atol=0.0)
 
 

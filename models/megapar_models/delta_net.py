@@ -40,10 +40,10 @@ from megapar.config.options import Config
 from megapar.context_parallel.delta_rule import DeltaRule
 from megapar.declare.params import Init, make_piece
 from megapar.tensor_parallel.layers import Columns
-from megapar_models.factory import Factory
+from megapar_models.factory import Factory, key_columns
 from megapar_models.first_use import check_once
 from megapar_models.forward import ForwardContext
-from megapar_models.heads import Heads, deal_heads
+from megapar_models.heads import deal_heads
 from megapar_models.latent_attention import WholeLinear, of_all_positions
 from megapar_models.layer_kind import LayerKind, MixerRule
 from megapar_models.norms import NormRule
@@ -208,18 +208,3 @@ class TwoMatrices(nn.Module):
     def forward(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         """Return this rank's outputs at all positions, [s, b, c]."""
         return self.b(self.a(x_sbh, context), context.tokens)
-
-
-def key_columns(name: str, heads: Heads, total: int, width: int) -> Columns:
-    """Return this rank's rows of a matrix with `width` rows for each of `total` key heads."""
-    return Columns(
-        name,
-        size=total * width,
-        start=heads.kv_start * width,
-        stop=heads.kv_stop * width,
-        own_start=heads.kv_own_start * width,
-        own_stop=heads.kv_stop * width,
-        shared=heads.shared,
-        blocks=(width,),
-        unit=heads.kv_unit * width,
-    )

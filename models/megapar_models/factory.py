@@ -37,6 +37,7 @@ from megapar.tensor_parallel.layers import (
 )
 from megapar.tensor_parallel.lora import Lora, lora_of_columns
 from megapar_models.fp8_matrices import Fp8Matrices
+from megapar_models.heads import Heads
 from megapar_models.norms import LayerNorm, NormRule, RMSNorm
 
 
@@ -300,6 +301,21 @@ class _RowsBeside(RowParallelLinear):
     def forward(self, x_sbi: Tensor, tokens: Tokens | None = None) -> Tensor:
         y_sbo: Tensor = super().forward(x_sbi, tokens) + self.beside(x_sbi)
         return y_sbo
+
+
+def key_columns(name: str, heads: Heads, total: int, width: int) -> Columns:
+    """Return this rank's rows of a matrix with `width` rows for each of `total` key/value heads."""
+    return Columns(
+        name,
+        size=total * width,
+        start=heads.kv_start * width,
+        stop=heads.kv_stop * width,
+        own_start=heads.kv_own_start * width,
+        own_stop=heads.kv_stop * width,
+        shared=heads.shared,
+        blocks=(width,),
+        unit=heads.kv_unit * width,
+    )
 
 
 def initializations(model: ModelConfig) -> tuple[Init, Init]:

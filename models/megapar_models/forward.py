@@ -4,8 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+from megapar_kernels.dispatch import Implementation
+from megapar_kernels.rope import rotate
 from torch import Tensor
 
+from megapar.context_parallel.dropout import AttentionDropout
 from megapar.declare.batch import MicroBatch
 from megapar.declare.largest_logits import LargestLogits
 from megapar.declare.random import Tokens
@@ -43,6 +46,23 @@ class ForwardContext:
         if chunk not in self.chunked:
             self.chunked[chunk] = self.batch.in_chunks(chunk)
         return self.chunked[chunk]
+
+    def rotated(self, rotary: Rotary | None, x_sbnd: Tensor, impl: Implementation) -> Tensor:
+        """Rotate heads by their positions. Without `rotary` they stay as they are."""
+        if rotary is None:
+            return x_sbnd
+        tables = self.rotary[rotary]
+        length, samples = x_sbnd.shape[:2]
+        if len(tables[0]) == length:
+            return rotate(x_sbnd, *tables, impl=impl)
+        # The tables have a row for each position of each sample: as if it were one sample of s b positions.
+        flat = rotate(x_sbnd.flatten(0, 1)[:, None], *tables, impl=impl)
+        return flat.squeeze(1).unflatten(0, (length, samples))
+
+    def attention_dropout(self, p: float, layer: int, heads: range) -> AttentionDropout:
+        """Return the dropout of the probabilities of a layer's query heads."""
+        use = dropout_use(layer, DropoutSite.ATTENTION_PROBABILITIES)
+        return AttentionDropout(p, self.seed, use, heads, self.batch.sample_ids_b, self.batch.positions_s)
 
     @property
     def tokens(self) -> Tokens:

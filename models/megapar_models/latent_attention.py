@@ -23,7 +23,6 @@ from dataclasses import dataclass
 
 import torch
 from megapar_kernels.block_attention import ScoreRule
-from megapar_kernels.rope import rotate
 from torch import Tensor, nn
 
 from megapar.activations import recompute
@@ -139,26 +138,14 @@ class LatentAttention(nn.Module):
         q_nope, q_rope = q.split([rule.nope_width, rule.rope_width], dim=-1)
         kv = kv_sbc.unflatten(-1, (self.heads, -1))
         k_nope, v = kv.split([rule.nope_width, rule.value_width], dim=-1)
-        q = torch.cat((q_nope, self._rotated(q_rope, context)), dim=-1)
-        k_rope = self._rotated(k_rope_sbr[:, :, None], context)
+        q = torch.cat((q_nope, context.rotated(self.rotary, q_rope, self.impl)), dim=-1)
+        k_rope = context.rotated(self.rotary, k_rope_sbr[:, :, None], self.impl)
         k = torch.cat((k_nope, k_rope.expand(-1, -1, self.heads, -1)), dim=-1)
         if self.kind.temperature is not None:
             q = q * self.kind.temperature.factors(context.batch)[..., None, None].to(q.dtype)
         batch = context.attended(self.kind.chunk)
         y: Tensor = self.attend(q, k, v, batch, None, None, context.not_measured(self.largest))
         return y
-
-    def _rotated(self, x_sbnr: Tensor, context: ForwardContext) -> Tensor:
-        """x [s, b, n, r] rotated by its positions."""
-        if self.rotary is None:
-            return x_sbnr
-        tables = context.rotary[self.rotary]
-        length, samples = x_sbnr.shape[:2]
-        if len(tables[0]) == length:
-            return rotate(x_sbnr, *tables, impl=self.impl)
-        # The tables have a row for each position of each sample: as if it were one sample of s b positions.
-        flat = rotate(x_sbnr.flatten(0, 1)[:, None], *tables, impl=self.impl)
-        return flat.squeeze(1).unflatten(0, (length, samples))
 
 
 def of_all_positions(x_sbo: Tensor, sharding: Sharding) -> Tensor:

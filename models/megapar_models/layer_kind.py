@@ -222,18 +222,16 @@ class LayerKind:
     """The tensors of earlier layers that the layer reads, by name (`megapar_models.handed`)."""
     writes: tuple[Handed, ...] = ()
     """The tensors that the layer hands on to later ones."""
+    shared_keys: str = ""
+    """A group of layers: one has keys and values among its `writes`, behind norm and rotation, under the names of
+    `keys_of`. Others have these among their `reads`, and none of their own. Empty: no group."""
+    keys_as_values: bool = False
+    """Values are the projection to keys, before norm and rotation (Gemma 4)."""
+    value_norm: NormRule | None = None
+    """A norm without weight of each head's values. None: values have none."""
 
     def __post_init__(self) -> None:
-        if "none" in (self.mixer, self.mlp) and (self.mixer == self.mlp or self.parallel != "no"):
-            raise ValueError("LayerKind.mixer, mlp: a layer has one of them, and parallel branches are two")
-        if self.stream is not None and self.parallel != "no":
-            raise ValueError("LayerKind.stream, parallel: a branch reads what the one before it has written")
-        if self.weighted_inputs and self.expert_bias:
-            raise ValueError("LayerKind.weighted_inputs, expert_bias: a bias is no part of what experts read")
-        if self.slopes and self.score_cap:
-            raise ValueError("LayerKind.slopes, score_cap: no model says which of them comes first")
-        if self.sub_norms and (self.mixer != "attention" or self.mlp != "dense"):
-            raise ValueError("LayerKind.sub_norms: mixer attention and mlp dense have them")
+        _check(self)
 
     def heads_of(self, model: ModelConfig) -> HeadSizes:
         """The heads of the layer's attention: its own, or those of the model."""
@@ -244,6 +242,29 @@ class LayerKind:
     def width_of_mlp(self, model: ModelConfig) -> int:
         """The width of the layer's MLP: its own, or that of the model."""
         return self.mlp_width or model.intermediate_size
+
+
+def _check(kind: LayerKind) -> None:
+    """Raise ValueError for fields that exclude each other."""
+    if "none" in (kind.mixer, kind.mlp) and (kind.mixer == kind.mlp or kind.parallel != "no"):
+        raise ValueError("LayerKind.mixer, mlp: a layer has one of them, and parallel branches are two")
+    if kind.stream is not None and kind.parallel != "no":
+        raise ValueError("LayerKind.stream, parallel: a branch reads what the one before it has written")
+    if kind.weighted_inputs and kind.expert_bias:
+        raise ValueError("LayerKind.weighted_inputs, expert_bias: a bias is no part of what experts read")
+    if kind.slopes and kind.score_cap:
+        raise ValueError("LayerKind.slopes, score_cap: no model says which of them comes first")
+    if kind.value_norm is not None and kind.value_norm.weighted:
+        raise ValueError("LayerKind.value_norm: a norm without weight")
+    if kind.keys_as_values and kind.head_sizes and kind.head_sizes.head_dim != kind.head_sizes.value_dim:
+        raise ValueError("LayerKind.keys_as_values, head_sizes: keys and values have one width then")
+    if kind.sub_norms and (kind.mixer != "attention" or kind.mlp != "dense"):
+        raise ValueError("LayerKind.sub_norms: mixer attention and mlp dense have them")
+
+
+def keys_of(group: str) -> tuple[str, str]:
+    """Return the names under which the keys and values of a group of layers are handed on."""
+    return f"keys.{group}", f"values.{group}"
 
 
 READ_BY_LAYERS = frozenset(
@@ -259,6 +280,7 @@ OF_ATTENTION = frozenset(
         *("qk_norm", "qk_norm_over", "qk_norm_rule", "qk_norm_after_rotary"),
         *("attention_scale", "score_cap", "slopes", "sinks", "value_factor", "temperature", "attention_dropout"),
         *("output_gate", "head_gate", "gate_activation", "sub_norms"),
+        *("shared_keys", "keys_as_values", "value_norm"),
     }
 )
 """Those that `megapar_models.attention.Attention` reads."""

@@ -36,8 +36,7 @@ from megapar.declare.params import ONES, Init, make_piece
 from megapar.declare.sharding import Sharding
 from megapar.tensor_parallel.layers import Columns
 from megapar.tensor_parallel.regions import copy_to_tp, reduce_from_tp
-from megapar_models.delta_net import key_columns
-from megapar_models.factory import Factory
+from megapar_models.factory import Factory, key_columns
 from megapar_models.forward import ForwardContext
 from megapar_models.heads import Heads, deal_heads
 from megapar_models.latent_attention import WholeLinear, of_all_positions
