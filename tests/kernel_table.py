@@ -541,7 +541,7 @@ def _tiled_attention() -> Iterator[Shipped]:
     special |= {"slopes_ptr": "fp32", "rows_at_ptr": "i64", "keys_at_ptr": "i64"}
     rules, drops = ("starts_ptr", "stops_ptr", "sinks_ptr"), ("random_ptr", "columns_ptr")
     bias = ("slopes_ptr", "rows_at_ptr", "keys_at_ptr")
-    sizes = [(*widths, 0) for widths in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256))]
+    sizes = [(*widths, 0) for widths in ((64, 64), (80, 80), (128, 128), (192, 128), (256, 256), (512, 512))]
     for width, v_width, window in (*sizes, (64, 64, tiled_attention.NARROW)):
         narrow = ", narrow window" if window else ""
         for direction, kernel, config in kernels:

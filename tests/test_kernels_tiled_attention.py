@@ -169,6 +169,7 @@ CASES: dict[str, dict[str, Any]] = {
     "width 6": {"widths": (6, 6)},
     "width 128": {"widths": (128, 128), "b": 1, "sizes": (40, 40)},
     "width 256": {"widths": (256, 256), "b": 1, "sizes": (20, 20)},
+    "width 512": {"widths": (512, 512), "b": 1, "sizes": (20, 20)},
     "groups": {"heads": (6, 2), "layout": "sbnd"},
     "more keys": {"sizes": (20, 50)},
     "more queries": {"sizes": (50, 20), "dtype": torch.float32},
@@ -242,7 +243,7 @@ def test_the_shipped_tiles_are_right(name: str, window: int, monkeypatch: pytest
     check(**{**CASES[name], "sizes": (150, 150), "attended": Attended(window=window)})
 
 
-@pytest.mark.parametrize("attention", ["cap and sinks", "window", "dropout", "bias"])
+@pytest.mark.parametrize("attention", ["cap and sinks", "window", "dropout", "bias", "wide heads"])
 def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str) -> None:
     """Also of the sinks. q, k and v are slices of a wider row, and the first sample has two documents."""
     with_sinks = attention == "cap and sinks"
@@ -258,7 +259,8 @@ def test_a_layer_uses_it_and_has_the_gradients_of_explicit_scores(attention: str
     outputs: dict[str, list[Tensor]] = {}
     for impl in ("torch", "triton"):
         kernels = Kernels(masked_attention=impl)  # type: ignore[arg-type]
-        qkv = random((20, 2, 8, 16), torch.bfloat16, "guarded").requires_grad_()
+        width = 272 if attention == "wide heads" else 16  # too wide for torch's fused operations for GPUs
+        qkv = random((20, 2, 8, width), torch.bfloat16, "guarded").requires_grad_()
         sinks = torch.linspace(-1, 2, 4, device=DEVICE, requires_grad=True) if with_sinks else None
         q, k, v = qkv.split([4, 2, 2], dim=2)
         scoring = Scoring(rule, kernels, window, drops, alibi=alibi if attention == "bias" else None)
@@ -311,6 +313,17 @@ def test_a_block_of_earlier_keys(rule: ScoreRule, p: float, causal: bool) -> Non
     right = reference_backward(grad.double(), *wide, expected, expected_lse, **how)
     for mine, theirs in zip((out, lse, *found), (expected, expected_lse, *right), strict=True):
         assert relative_error(mine, theirs) < BOUND
+
+
+@pytest.mark.usefixtures("no_scores_in_memory")
+def test_a_block_of_wide_heads() -> None:
+    """Without a cap, dropout or bias: torch's fused operations for GPUs end at 256."""
+    q, k, v = (random((1, heads, 20, 272), DTYPE, "bnsd") for heads in (2, 1, 1))
+    expected, expected_lse = reference(*(x.double() for x in (q, k, v)), causal=True)
+    out, lse = block_attention.attention_block(q, k, v, causal=True, kernels=TILES)
+    assert block_attention.server_of(q, k, v, kernels=TILES, drops=False) == "tiles"
+    assert relative_error(out, expected) < BOUND
+    assert relative_error(lse, expected_lse) < BOUND
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,8 @@ def server_of(
     """Who computes a block of these shapes, with dropout if it `drops`, with a bias of scores if it is `biased`."""
     if drops or biased or rule.cap:
         return "tiles" if tiled_attention.serves(kernels.masked_attention, q, v) else "scores"
+    if tiled_attention.serves_alone(kernels.masked_attention, q, v):
+        return "tiles"
     if _cudnn_serves(q, k, v, kernels):
         return "cudnn"
     if _flash_serves(q, v):

@@ -23,7 +23,8 @@ from megapar_kernels.attention_tiles import forward_kernel, keys_values_kernel, 
 from megapar_kernels.dispatch import Implementation, capability, interpreting, next_power_of_2, on_gpu, triton
 from megapar_kernels.dropout import RowDropout, threshold
 
-WIDEST = 256  # head
+WIDEST = 512  # head
+WIDEST_OF_TORCH = 256  # of its fused operations for GPUs
 EDGE = 64  # a query's keys in tiles beyond those that it attends, about
 CAPABILITIES = ((8, 0), (9, 0), (10, 0), (10, 3))
 """Of the GPUs that give a program the shared memory of these tiles, 163 KB."""
@@ -67,13 +68,21 @@ def of_documents(documents_bs: Tensor) -> tuple[Tensor, Tensor]:
 def serves(impl: Implementation, q: Tensor, v: Tensor) -> bool:
     """Whether the kernels compute attention of `q` and `v`, if `impl` asks for them.
 
-    On a GPU for 16-bit numbers and heads of 256 at most. On a CPU the kernels are interpreted.
+    On a GPU for 16-bit numbers and heads of 512 at most. On a CPU the kernels are interpreted.
     """
     if impl != "triton" or max(q.shape[-1], v.shape[-1]) > WIDEST:
         return False
     if on_gpu(q, impl):
         return q.dtype.itemsize == 2
     return q.device.type == "cpu" and interpreting() and q.dtype != torch.float64
+
+
+def serves_alone(impl: Implementation, q: Tensor, v: Tensor) -> bool:
+    """Whether the kernels compute attention of heads that are too wide for the fused operations of torch for GPUs.
+
+    Torch would hold all scores in memory.
+    """
+    return max(q.shape[-1], v.shape[-1]) > WIDEST_OF_TORCH and serves(impl, q, v)
 
 
 @dataclass(frozen=True)
@@ -98,16 +107,20 @@ def columns(width: int, v_width: int) -> tuple[int, int, int]:
 
 NARROW = 128  # a window whose edges are most of it, and take fewer keys in tiles of 32
 
-# By the widest head. The fastest of four to nine tried on an H200 with sinks, caps, windows and documents.
+# By the widest head. The fastest of four to nine tried on an H200 with sinks, caps, windows and documents. No GPU has
+# timed those of 512, which are what the registers and the shared memory of all architectures suffice for.
 FORWARD = {64: Tiles(64, 64, 4, 3), 128: Tiles(64, 64, 4, 3), 192: Tiles(64, 64, 4, 2), 256: Tiles(128, 64, 8, 2)}
 QUERIES = {64: Tiles(64, 64, 4, 3), 128: Tiles(128, 64, 8, 3), 192: Tiles(64, 32, 4, 2), 256: Tiles(128, 32, 8, 2)}
 KEYS_VALUES = {64: Tiles(64, 64, 4, 3), 128: Tiles(32, 64, 4, 3), 192: Tiles(32, 64, 4, 2), 256: Tiles(32, 128, 8, 2)}
+FORWARD |= {512: Tiles(32, 32, 8, 1)}
+QUERIES |= {512: Tiles(32, 32, 8, 1)}
+KEYS_VALUES |= {512: Tiles(32, 32, 8, 1)}
 # In a narrow window, of heads of 64 at most. The forward takes 0.74 of the time of the tiles above.
 OF_NARROW_WINDOWS = Tiles(64, 32, 4, 3)
 KEYS_VALUES_OF_NARROW_WINDOWS = Tiles(32, 64, 4, 3)
 # What the shared memory and registers of Ampere do not suffice for, there. No GPU has timed these.
 QUERIES_OF_AMPERE = QUERIES | {256: Tiles(128, 32, 8, 1)}
-KEYS_VALUES_OF_AMPERE = KEYS_VALUES | {192: Tiles(16, 64, 4, 1), 256: Tiles(32, 64, 8, 1)}
+KEYS_VALUES_OF_AMPERE = KEYS_VALUES | {192: Tiles(16, 64, 4, 1), 256: Tiles(32, 64, 8, 1), 512: Tiles(16, 32, 8, 1)}
 
 
 def _widest(width: int, v_width: int) -> int:
@@ -145,7 +158,7 @@ def keys_values_config(width: int, v_width: int, window: int, capability: tuple[
 def keys_values_passes(width: int, v_width: int) -> tuple[tuple[bool, bool], ...]:
     """Return for each launch whether it computes the gradients of keys, and of values.
 
-    For heads of 256 the registers hold one of the two gradients at a time.
+    For heads beyond 192 the registers hold one of the two gradients at a time.
 
     Scores are then computed twice, and still a quarter of the time is saved.
     """

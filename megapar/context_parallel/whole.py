@@ -16,7 +16,7 @@ from megapar_kernels.attention import (
 )
 from megapar_kernels.block_attention import SERVERS, largest_scores
 from megapar_kernels.ruled_attention import ruled_attention, server_of_rules
-from megapar_kernels.tiled_attention import serves
+from megapar_kernels.tiled_attention import serves, serves_alone
 from torch import Tensor
 
 from megapar.context_parallel.scoring import PLAIN, Scoring
@@ -24,7 +24,7 @@ from megapar.declare.batch import MicroBatch
 
 Way = Literal["causal", "documents", "mask", "rules"]
 """How attention of whole samples is computed: causal, within documents, with a mask of booleans, or by rules (windows,
-caps, sinks, ALiBi, dropout)."""
+caps, sinks, ALiBi, dropout), or for heads wider than torch's fused operations take."""
 
 
 def way_of(q_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, scoring: Scoring, sinks_n: Tensor | None) -> Way:
@@ -33,7 +33,7 @@ def way_of(q_sbnd: Tensor, v_sbnd: Tensor, batch: MicroBatch, scoring: Scoring, 
     # Else, on a GPU without our kernels, one fused call with a mask: docs/kernels.md has its time beside ours.
     in_blocks = serves(kernels.masked_attention, q_sbnd, v_sbnd) or for_cpu(q_sbnd, kernels.attention)
     beyond_masks = scoring.rule.cap or sinks_n is not None or scoring.dropout is not None or scoring.alibi is not None
-    if beyond_masks or (scoring.window and in_blocks):
+    if beyond_masks or (scoring.window and in_blocks) or serves_alone(kernels.masked_attention, q_sbnd, v_sbnd):
         return "rules"
     if scoring.window:
         return "mask"
