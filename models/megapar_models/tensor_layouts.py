@@ -17,7 +17,8 @@ class Packing:
     `transposed`: the tensor is [in, out], of an expert too. `by_group`: the tensor is [groups, rows
     of a group], such as a norm's weights by heads. `axes` are the numbers of axes of size 1 in front of theirs and
     behind. `joined`: experts lie below each other in one matrix, [experts * rows, columns], without an axis of their
-    own.
+    own, or with `beside` next to each other, [rows, experts * columns]. What is said of experts holds for layers too,
+    if theirs has no * for the layer.
     """
 
     groups: str | int = ""
@@ -26,6 +27,7 @@ class Packing:
     axes: tuple[int, int] = (0, 0)
     order: tuple[str, ...] = ()
     joined: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True)

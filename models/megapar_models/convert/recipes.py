@@ -25,7 +25,8 @@ class TensorPart(NamedTuple):
 
     `rows` is the number of rows of one group, over all of its parts. If ours is several of theirs, this is the part of
     ours in one of them: `shape` is that of the part, and `start` its first row in ours. `within` are the rows of theirs
-    with the expert of ours, if experts lie below each other in one matrix; then `expert` is None.
+    with the expert of ours, if experts lie below each other in one matrix, or the columns if they lie `beside` each
+    other; then `expert` is None.
     """
 
     name: str
@@ -40,6 +41,7 @@ class TensorPart(NamedTuple):
     start: int = 0
     axes: tuple[int, int] = (0, 0)
     within: slice | None = None
+    beside: bool = False
 
     @property
     def box(self) -> Box:
@@ -63,7 +65,7 @@ class TensorPart(NamedTuple):
         """The view [groups, rows of ours in a group, ...] of `theirs`, which is one expert's if they are stacked."""
         matrix = self.matrix(theirs)
         if self.within is not None:
-            matrix = matrix[:, self.within] if self.transposed else matrix[self.within]
+            matrix = matrix[:, self.within] if self.transposed != self.beside else matrix[self.within]
         by_group = matrix if self.by_group else matrix.unflatten(0, (self.groups, self.rows))
         return by_group[:, self.first : self.first + self.shape[0] // self.groups]
 
@@ -130,7 +132,8 @@ class TensorPart(NamedTuple):
         if self.transposed:
             offset, size = offset[::-1], size[::-1]
         if self.within is not None:
-            offset = (self.within.start + offset[0], *offset[1:])
+            first = self.within.start
+            offset = (offset[0], first + offset[1]) if self.beside else (first + offset[0], *offset[1:])
         before, behind = self.axes
         offset = (*(0,) * before, *offset, *(0,) * behind)
         size = (*(1,) * before, *size, *(1,) * behind)
@@ -244,10 +247,10 @@ def _recipe(
         first = 0
         index, within = number if expert else None, None
         if layout.joined:
-            high = members[0][1][1] if transposed else rows
+            high = members[0][1][1] if transposed != layout.beside else rows
             index, within = None, slice(number * high, (number + 1) * high)
         for name, size, _ in members:
-            form = (transposed, layout.by_group, pairs_of(name, pairs), 0, layout.axes, within)
+            form = (transposed, layout.by_group, pairs_of(name, pairs), 0, layout.axes, within, layout.beside)
             parts.append(TensorPart(name, size, first, rows // groups, groups, index, *form))
             first += size[0] // groups
         shape = (rows, *members[0][1][1:])
@@ -258,7 +261,9 @@ def _recipe(
         before, behind = layout.axes
         shape = (*(1 for _ in range(before)), *shape, *(1 for _ in range(behind)))
         experts += bool(expert)
-    if layout.joined:
+    if layout.joined and layout.beside:
+        shape = (shape[0], experts * shape[1])
+    elif layout.joined:
         shape = (experts * shape[0], *shape[1:])
     elif experts:
         shape = (experts, *shape)
