@@ -335,10 +335,11 @@ def _run_forward(
     outputs = (result,) if isinstance(result, Tensor) else tuple(result)
     passes = []
     for number, y in enumerate(outputs):
+        left = Boundary(is_output=True, is_gradient=False, number=number)
         known = identities.found.get(y.untyped_storage()._cdata)
-        if isinstance(known, Boundary) and not known.is_output:
-            passes.append((known, Boundary(is_output=True, is_gradient=False, number=number)))
-    identities.add_boundaries(outputs, is_output=True)
+        if isinstance(known, Boundary):  # an input, or an earlier output
+            passes.append((known, left))
+        identities.add(y, left)
     return _Graph(inputs, outputs, identities, passes, noted.sizes), operations
 
 
