@@ -106,11 +106,11 @@ class WholeModel:
         return [kinds.index(kind) for kind in kinds]
 
     def layer_costs(self, seq_length: int) -> list[float]:
-        """For each layer the multiplications of one token's forward pass, each with its addition."""
+        """For each layer the multiplications of one token's forward pass, each with its addition. Lookups have none."""
         costs = [flops / 2 for flops in self.products_of_layers(seq_length)]
         for name, (piece, spec) in self.declarations.items():
             layer = self._depth(name)
-            if 0 <= layer < len(costs):
+            if 0 <= layer < len(costs) and not piece.grows:
                 costs[layer] += float(torch.Size(piece.shape).numel() * spec.token_share)
         return costs
 
@@ -137,7 +137,7 @@ class WholeModel:
         head = next(name for name in (*_HEADS, "embedding.weight") if name in self.declarations)
         total = Fraction(0)
         for name, (piece, spec) in self.declarations.items():
-            if len(piece.shape) != 2 or name in ("embedding.weight", "positions.weight", *_HEADS):
+            if len(piece.shape) != 2 or piece.grows or name in ("positions.weight", *_HEADS):
                 continue
             passes = _passes(input_gradient=first <= self._depth(name), weight_gradient=name in trained)
             total += 2 * passes * torch.Size(piece.shape).numel() * spec.token_share

@@ -228,11 +228,11 @@ def scaling_problems(config: Config, model: RotaryModel) -> Iterator[str]:
         yield problem(config, name, f"must be at least {shortest}")
     if scaling.rope_type == "yarn":
         yield from _yarn_problems(config, scaling)
-    if scaling.rope_type == "proportional" and not 0 < scaling.turning_pairs(model.head_dim) <= model.head_dim // 2:
-        text = f"turns {scaling.turning_pairs(model.head_dim)} of a head's {model.head_dim // 2} pairs; 1.0 turns all"
+    turning, pairs = scaling.turning_pairs(model.rotary_width), model.rotary_width // 2
+    if scaling.rope_type == "proportional" and not 0 < turning <= pairs:
+        text = f"turns {turning} of a head's {pairs} pairs; 1.0 turns all"
         yield problem(config, "model.rope_scaling.partial_rotary_factor", text)
     if scaling.rope_type == "longrope":
-        pairs = model.rotary_width // 2
         for name in ("short_factor", "long_factor"):
             factors = getattr(scaling, name)
             if len(factors) != pairs or min(factors) <= 0:
