@@ -429,6 +429,8 @@ def test_each_option_of_the_model_is_classified():
         *("linear_value_head_dim", "linear_head_dim", "linear_conv_kernel_dim", "mamba_rms_norm"),
         *("num_attention_heads_per_layer", "gating", "swa_num_key_value_heads", "num_sliding_attention_heads"),
         "use_post_norm",
+        *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "num_kv_shared_layers"),
+        *("use_double_wide_mlp", "hidden_size_per_layer_input"),
     }
     assert {path.removeprefix("model.") for path in training} == {
         *("max_position_embeddings", "hidden_dropout", "attention_dropout", "initializer_range", "mrope_section"),

@@ -121,6 +121,9 @@ LAYOUTS = [
     Layout(published("glm4_moe"), tp=2, ep=2, etp=1, sequence_parallel=True),
     Layout(published("cohere"), tp=2),
     Layout(published("stablelm, norms"), tp=4),
+    # Parts of its tables of all layers are on several stages.
+    Layout(published("gemma4_text"), tp=2, pp=2),
+    Layout(published("gemma4_text, all"), pp=2, dp=2, ep=2, zero_stage=3),
 ]
 
 
@@ -189,7 +192,7 @@ def test_each_rank_of_a_group_receives_what_an_export_holds_and_a_model_takes_it
 
 def test_a_model_takes_over_its_stream() -> None:
     """Biases that select experts, rotary pairs beside each other, and stacks of experts; and norms of each head."""
-    for kind in ("deepseek_v3", "gpt_oss", "stablelm, norms"):
+    for kind in ("deepseek_v3", "gpt_oss", "stablelm, norms", "gemma4_text"):
         state = trained(Layout(published(kind)))
         other = make_state(state.config)
         loader = StreamLoader(next(iter(other.stages.values())))  # type: ignore[arg-type]

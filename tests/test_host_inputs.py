@@ -22,7 +22,7 @@ from megapar.step.evaluation import evaluate
 from megapar.step.step import train_step
 from megapar.system.side_stream import SideStream
 from megapar.train import host_memory
-from tests.support import handing, program
+from tests.support import gemma4, handing, program
 from tests.support.distributed import run_ranks
 from tests.support.grid import GPT, LLAMA, MIXTRAL, SHARED, Layout, make_state, micro_batches, name
 from tests.support.late_stream import LateStream, NotAwaited
@@ -264,6 +264,7 @@ MEASURED = [
     Layout(LLAMA, cp=2, recompute="full", offload=1.0),
     Layout(SHARED, dp=2, ep=2, recompute="full", offload=1.0),
     Layout(LLAMA, pp=2, trainable=("head*", "layers.3.mlp.*"), recompute="full", offload=1.0),
+    Layout(gemma4.MODEL, pp=2, recompute="full", offload=0.5),
 ]
 
 

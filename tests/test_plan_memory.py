@@ -35,7 +35,7 @@ from megapar.declare.batch import PipelineStage
 from megapar.declare.context import ParallelContext
 from megapar.pipeline.schedules import SCHEDULES, make
 from megapar.train.levers import ALL_LAYERS, LEVERS, MODES, advise, changes_of_options
-from tests.support import handing, tiny_models
+from tests.support import gemma4, handing, tiny_models
 from tests.support.built_plan import built_report
 from tests.support.grid import (
     DENSE_BETWEEN,
@@ -145,6 +145,9 @@ LAYOUTS = [
     Layout(DEPTH, pp=2, dp=2),
     Layout(DEPTH, pp=2, vpp=2, schedule="zb-v", dp=2, zero_stage=3),
     Layout(DEPTH, tp=2, sequence_parallel=True, recompute="all_but_attention", every=2),
+    Layout(gemma4.MIXTURE, tp=2, sequence_parallel=True, pp=2, recompute="light"),
+    Layout(gemma4.MODEL, pp=3, vpp=2, schedule="interleaved", recompute="full"),
+    Layout(gemma4.MIXTURE, pp=2, schedule="zb-h1", recompute="all_but_attention", dp=2, zero_stage=2),
 ]
 
 

@@ -36,6 +36,7 @@ NAMES = (
     "qwen3_moe",
     "gemma",
     "gemma2",
+    "gemma4",
     "olmo",
     "olmoe",
     "granite",

@@ -106,6 +106,26 @@ GEMMA3_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 3.0, "rope_theta": 5000.0},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
+GEMMA4_ROPE = {
+    "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.6, "rope_theta": 300.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 50.0},
+}
+# Two layers hand on, and the last two read. Scores have no factor, and norms are everywhere: with wider heads, or an
+# eps of 1e-3, both programs are up to 1.5e-6 from fp64.
+GEMMA4: dict[str, Any] = {
+    **{**SIZES, "head_dim": 6, "global_head_dim": 10, "rms_norm_eps": 1e-1, "attention_bias": True},
+    **{"sliding_window": 7, "rope_parameters": GEMMA4_ROPE},
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+    **{"final_logit_softcapping": 3.0, "num_kv_shared_layers": 2, "use_double_wide_mlp": True},
+    **{"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": VOCABULARY},
+}
+GEMMA4_CHANGES: tuple[Raw, ...] = (
+    *({"hidden_activation": "silu"}, {"sliding_window": 3}, {"final_logit_softcapping": None}),
+    {"rms_norm_eps": 3e-1},
+    {"rope_parameters": {**GEMMA4_ROPE, "full_attention": {**GEMMA4_ROPE["full_attention"], "factor": 2.0}}},
+)
+GEMMA4_REFUSED = {**NO_DROPOUT, "use_bidirectional_attention": "all", "layer_types": ["sliding_attention"] * 4}
+OF_GEMMA4_EXPERTS = {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, "moe_intermediate_size": 20}
 
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 3, "intermediate_size": 20}
 FACTORS = {"embedding_multiplier": 2.5, "attention_multiplier": 0.2, "residual_multiplier": 0.4, "logits_scaling": 0.7}
@@ -1208,6 +1228,50 @@ TYPES: dict[str, ModelTypeCase] = {
         },
         unread=("intermediate_size",),
         layout={"cp": 2, "cp_attention": "ulysses", "ep": 2, "packed": True},
+    ),
+    "gemma4_text": ModelTypeCase(
+        model_type="gemma4_text",
+        fields=GEMMA4,
+        layout={"tp": 2, "sequence_parallel": True, "pp": 2},
+        changes=GEMMA4_CHANGES,
+        refused={**GEMMA4_REFUSED, "num_kv_shared_layers": 3, "vocab_size_per_layer_input": 100},
+        refuses=WINDOWS,
+    ),
+    "gemma4_text, experts": ModelTypeCase(
+        model_type="gemma4_text",
+        fields={
+            **{**GEMMA4, **OF_GEMMA4_EXPERTS, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+            **{"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0},
+        },
+        layout={"tp": 2, "dp": 2, "ep": 2},
+        unread=("use_double_wide_mlp", "vocab_size_per_layer_input"),
+        changes=(*GEMMA4_CHANGES, {"top_k_experts": 2}),
+        refuses=WINDOWS,
+    ),
+    "gemma4_text, all": ModelTypeCase(
+        model_type="gemma4_text",
+        fields={
+            **{**GEMMA4, **OF_GEMMA4_EXPERTS, "attention_k_eq_v": True, "num_global_key_value_heads": 4},
+            **{"num_key_value_heads": 1, "use_double_wide_mlp": False, "tie_word_embeddings": False},
+            **{"num_kv_shared_layers": 1, "attention_bias": False, "hidden_size": 32, "rms_norm_eps": 3e-1},
+            # The last layer reads what the third one hands on.
+            "layer_types": ["full_attention", "sliding_attention", "full_attention", "full_attention"],
+        },
+        layout={"pp": 2, "vpp": 2, "schedule": "interleaved", "cp": 2, "cp_attention": "ulysses"},
+        refuses=WINDOWS,
+    ),
+    "gemma4_unified_text": ModelTypeCase(
+        model_type="gemma4_unified_text",
+        fields={
+            **{name: value for name, value in GEMMA4.items() if "per_layer_input" not in name},
+            **{"num_kv_shared_layers": 0, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+        },
+        layout={"dp": 2, "zero_stage": 3},
+        unread=("use_double_wide_mlp",),
+        changes=GEMMA4_CHANGES,
+        refused=GEMMA4_REFUSED,
+        refuses=WINDOWS,
+        written_as="gemma4_text",
     ),
     "llama4_text": ModelTypeCase(
         model_type="llama4_text",

@@ -291,8 +291,8 @@ def loaded(folder: Path, dtype: torch.dtype) -> Any:
 
 
 def tensors_of(theirs: torch.nn.Module) -> dict[str, Tensor]:
-    """The parameters of their model, and the biases by which its routers choose."""
-    ends = ("e_score_correction_bias", ".expert_bias")
+    """The parameters of their model, the biases by which its routers choose, and the factors of layers."""
+    ends = ("e_score_correction_bias", ".expert_bias", ".layer_scalar")
     routers = {name: x for name, x in theirs.named_buffers() if name.endswith(ends)}
     return {**dict(theirs.named_parameters()), **routers}
 

@@ -64,7 +64,8 @@ _LATENT = {"head_dim": SIZES["qk_rope_head_dim"], "num_key_value_heads": SIZES["
 # What these types need beside: a width that follows from others, or a field that their config class leaves empty.
 _DELTA = {"linear_head_dim": 16, "linear_num_heads": 6, "rms_norm_eps": 1e-2}
 _WINDOWED_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 20}
-_WIDE_HEADS = {"per_layer_config": {"1": {"head_dim": 24}, "3": {"head_dim": 24}}}
+# With an eps of 1e-3 both programs are up to 1.5e-6 from fp64.
+_WIDE_HEADS = {"per_layer_config": {"1": {"head_dim": 24}, "3": {"head_dim": 24}}, "rms_norm_eps": 3e-1}
 _OF_BYTES = {"num_key_value_heads": 4, "head_dim": 12}
 _OF_ALL_BYTES = {**_OF_BYTES, "hidden_size_global": 48}
 _TABLE = {"rope_type": "default", "rope_theta": 1e4}

@@ -35,7 +35,7 @@ _COUNTS = (
     "num_dense_layers",
     "moe_top_k",
     *("moe_num_shared_experts", "n_group", "topk_group", "num_experts_per_tok", "moe_k", "first_k_dense_replace"),
-    *("num_expert_group", "num_experts_per_token", "num_shared_experts"),
+    *("num_expert_group", "num_experts_per_token", "num_shared_experts", "num_kv_shared_layers", "top_k_experts"),
 )
 # Others are divided by these.
 _SIZES = (
@@ -65,6 +65,7 @@ _WHOLES = (
     *("num_attention_groups", "share_expert_dim", "share_expert_dims", "num_sliding_attention_heads"),
     *("linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim", "short_conv_kernel_size"),
     *("dim_model_base", "attention_chunk_size", "interleave_moe_layer_step", "intermediate_size_mlp"),
+    *("global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input", "vocab_size_per_layer_input"),
     *("global_attn_every_n_layers", "prefix_dense_intermediate_size", "intermediate_multiple_size"),
 )
 _NUMBERS = (
@@ -93,7 +94,8 @@ _FLAGS = (
     *("enable_bias", "is_decoder", "is_encoder_decoder", "layer_norm_elementwise_affine", "mlp_bias", "multi_query"),
     *("new_decoder_architecture", "norm_topk_prob", "output_router_logits", "parallel_attn", "qk_layernorm"),
     *("qkv_bias", "rope_interleave", "scale_attn_by_inverse_layer_idx", "scale_attn_weights"),
-    *("tie_word_embeddings", "use_bias", "use_bidirectional_attention", "use_parallel_residual", "use_qk_norm"),
+    *("tie_word_embeddings", "use_bias", "use_parallel_residual", "use_qk_norm"),
+    *("attention_k_eq_v", "enable_moe_block", "use_double_wide_mlp"),
     *("mamba_conv_bias", "mamba_proj_bias", "mamba_norm_before_gate", "mamba_rms_norm", "projectors_bias"),
     *("use_conv_bias", "residual_in_fp32", "scale_embedding"),
     *("apply_residual_connection_post_layernorm", "slow_but_exact", "no_bias", "learned_pos_emb"),
@@ -129,7 +131,7 @@ KINDS: Mapping[str, Kind] = {
     "yarn_only_types": NAMES,
     "moe_layers_enum": either(TEXT, NUMBERS),
     **dict.fromkeys(("attention_other_setting", "per_layer_config"), OBJECT),
-    "gating": either(FLAG, TEXT),
+    **dict.fromkeys(("gating", "use_bidirectional_attention"), either(FLAG, TEXT)),
     "attn_temperature_tuning": either(FLAG, WHOLE),  # 4 in the published files of Llama 4
     "attn_layer_indices": NUMBERS,
     **{"layers_block_type": NAMES, "attention_layers": NAMES, "attention_types": LIST},

@@ -21,7 +21,7 @@ def native_shapes(model: ModelConfig) -> dict[str, Sizes]:
 
 
 def buffer_shapes(model: ModelConfig) -> dict[str, Sizes]:
-    """The biases that select experts."""
+    """The biases that select experts, and numbers that are not trained."""
     return {name: piece.shape for name, piece in WholeModel(model).buffers().items()}
 
 
@@ -39,7 +39,9 @@ def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
 
 def in_fp32(wanted: Mapping[str, Recipe], model: ModelConfig) -> set[str]:
     """Theirs that have fp32 in files of any dtype: the biases that select experts, and what the family names."""
-    return _holding(wanted, {*names_of(model).in_fp32, *(starred(name)[0] for name in buffer_shapes(model))})
+    names = names_of(model)
+    buffers = {starred(name)[0] for name in buffer_shapes(model)} - {*names.maybe_fp32}
+    return _holding(wanted, {*names.in_fp32, *buffers})
 
 
 def _holding(wanted: Mapping[str, Recipe], patterns: Collection[str]) -> set[str]:

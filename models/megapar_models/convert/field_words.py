@@ -169,6 +169,11 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("scale_depth", "dim_model_base"), ("factors of branches and logits", "minicpm3")),
     **dict.fromkeys(("hc_mult", "hc_eps", "hc_sinkhorn_iters", "hc_magnitude"), _CONNECTIONS),
     **dict.fromkeys(("attn_res_block_size", "n_layers_per_attn_res_block"), _DEPTH),
+    **dict.fromkeys(("num_kv_shared_layers", "attention_k_eq_v"), ("keys and values that layers share", "gemma4")),
+    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), ("inputs by layer", "gemma4")),
+    **dict.fromkeys(("global_head_dim", "num_global_key_value_heads"), ("heads of layers with all keys", "gemma4")),
+    **dict.fromkeys(("enable_moe_block", "top_k_experts"), ("experts beside the MLP", "gemma4")),
+    "use_double_wide_mlp": ("an MLP as wide as the layer says", "gemma4"),
 }
 _CHOSEN_KEYS = "attention to chosen keys (a sparse indexer)"
 _OF_LAYER = "numbers or widths of heads by layer"
@@ -200,8 +205,6 @@ MISSING: Mapping[str, str] = {
     **dict.fromkeys(("compress_r", "o_groups", "o_lora_rank"), "keys of compressed tokens, and a grouped output"),
     **dict.fromkeys(("position_buckets", "position_bias", "d_rel", "rel_"), _BIAS_OF_SCORES),
     "relative_attention": _BIAS_OF_SCORES,
-    **dict.fromkeys(("num_kv_shared_layers", "attention_k_eq_v"), "keys and values of another layer"),
-    **dict.fromkeys(("hidden_size_per_layer_input", "vocab_size_per_layer_input"), _PER_LAYER),
     **dict.fromkeys(("per_layer_config", "swa_num", "swa_head_dim"), _OF_LAYER),
     "hc_": _STREAMS,
     **dict.fromkeys(("altup_",), "several residual streams (AltUp)"),

@@ -19,6 +19,8 @@ class Multimodal:
 MULTIMODAL = {
     # The multimodal model does not read the cap of logits.
     "gemma3": Multimodal("gemma3_text", {"final_logit_softcapping": None}),
+    "gemma4": Multimodal("gemma4_text"),
+    "gemma4_unified": Multimodal("gemma4_unified_text"),
     "llama4": Multimodal("llama4_text"),
     "mistral3": Multimodal("mistral"),
     "qwen3_5": Multimodal("qwen3_5_text"),
@@ -31,6 +33,7 @@ PREFIXES = {"language_model.model.": "model.", "model.language_model.": "model."
 OTHER_PARTS = (
     *("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
     *("vision_model.", "vit_large_projector.", "model.vision_model."),
+    *("model.audio_tower.", "model.embed_vision.", "model.embed_audio.", "model.vision_embedder."),
 )
 
 
