@@ -23,6 +23,7 @@ from megapar.config.model_options import ModelConfig
 from megapar.config.options import Config, ParallelConfig, TrainConfig
 from megapar.pipeline.runtime import PipelineRuntime
 from megapar.step.state import TrainState
+from tests.support import gemma4
 from tests.support.distributed import ON_GPUS, run_ranks
 from tests.support.grid import (
     DENSE_BETWEEN,
@@ -142,6 +143,9 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
             (Layout(DELTA, pp=2, dp=2), "bf16"),
             (Layout(HEADS, tp=2, pp=2, sequence_parallel=True, micro_batch_size=2), "fp32"),
             (Layout(HEADS, cp=2, dp=2, cp_attention="ulysses", recompute="selective"), "bf16"),
+            (Layout(gemma4.MIXTURE, tp=2, pp=2, sequence_parallel=True), "fp32"),
+            (Layout(gemma4.MODEL, pp=4, recompute="selective"), "bf16"),
+            (Layout(gemma4.MODEL, cp=2, dp=2, cp_attention="ulysses", recompute="full"), "fp32"),
         ],
     ),
     ids=[
@@ -151,6 +155,7 @@ def predicted(config: Config) -> Mapping[int, tuple[int, int, int, int]]:
         *("tp2-dp2-6-bytes", "pp2-dp2-8-bytes", "tp2-pp2-10-bytes", "delta-cp2-tp2-sp"),
         *("delta-cp2-ulysses-bf16", "channels-pp2-cp2-bf16", "channels-tp2-pp2", "delta-pp2-bf16"),
         *("heads-tp2-pp2-sp", "heads-cp2-ulysses-bf16"),
+        *("gemma4-tp2-pp2-sp", "gemma4-pp4-bf16", "gemma4-cp2-ulysses"),
     ],
 )
 def test_predicted_bytes_are_those_of_real_ranks(layout: Layout, precision: str) -> None:
@@ -332,6 +337,8 @@ def test_every_preset_adds_up(path: Path) -> None:
         by_layer["hybrid_override_pattern"] = letters[:layers]
     if numbers := getattr(model, "attn_layer_indices", ()):
         by_layer["attn_layer_indices"] = tuple(number for number in numbers if number < layers)
+    if shared := getattr(model, "num_kv_shared_layers", 0):
+        by_layer["num_kv_shared_layers"] = min(shared, 5)
     model = replace(model, num_hidden_layers=layers, **by_layer)
     tp = next(tp for tp in (2, 5, 1) if model.num_attention_heads % tp == 0 and model.intermediate_size % tp == 0)
     pp = 4
@@ -360,9 +367,11 @@ def test_every_preset_adds_up(path: Path) -> None:
     least = count + copies + positions + repeated
     assert held >= least
     # Fewer key heads than tensor ranks, and the projections to latents, are on each of them, too.
-    if getattr(derived, "num_key_value_heads", tp) % tp == 0 and not getattr(derived, "kv_lora_rank", 0):
+    keys = math.gcd(derived.num_key_value_heads, getattr(derived, "num_global_key_value_heads", 0))
+    if keys % tp == 0 and not getattr(derived, "kv_lora_rank", 0):
         # So are strengths, decays and time steps of layers with a state, and groups of Mamba-2, if there are fewer.
         parts = (".beta.", ".decay.", ".dt.", ".mamba.B", ".mamba.C", ".conv_B", ".conv_C", ".latent_")
+        parts += (".per_layer.gate", ".per_layer.projection", ".per_layer.model_projection")
         shared = [piece for name, piece in whole.tensors().items() if any(part in name for part in parts)]
         assert held <= least + vectors + (tp - 1) * sum(math.prod(piece.shape) for piece in shared)
     for kind in kinds:
