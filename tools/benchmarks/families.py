@@ -34,11 +34,17 @@ SIZES: Mapping[str, Any] = {
     **{"vocab_size": VOCABULARY, "max_position_embeddings": 4096, "pad_token_id": None, "use_cache": False},
 }
 EXPERTS: Mapping[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 512}
-# A model_type each, with what makes it itself: windows, sinks, latents, experts, delta nets, Mamba-2.
+# A model_type each, with what makes it itself: windows, shared keys, sinks, latents, experts, delta nets, Mamba-2.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {
         **{**SIZES, "intermediate_size": 2048, "head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 128},
         "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma4_text": {
+        **{**SIZES, "intermediate_size": 2048, "head_dim": 64, "global_head_dim": 128, "sliding_window": 128},
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"],
+        **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "hidden_size_per_layer_input": 64},
+        "vocab_size_per_layer_input": VOCABULARY,
     },
     "gpt_oss": {**SIZES, "intermediate_size": 512, "head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2},
     "deepseek_v3": {
@@ -56,7 +62,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "time_step_min": 1e-30,  # transformers lets no time step be smaller, and its default is part of no model
     },
 }
-Name = Literal["gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "nemotron_h"]
+Name = Literal["gemma3_text", "gemma4_text", "gpt_oss", "deepseek_v3", "qwen3_5_text", "nemotron_h"]
 # transformers computes gpt_oss's sinks by eager attention alone on a CPU.
 ATTENTIONS = {name: ("eager",) if name == "gpt_oss" else ("sdpa", "eager") for name in MODELS}
 # How far loss and norm of gradients may differ, relative.
