@@ -428,13 +428,14 @@ def test_each_option_of_the_model_is_classified():
         *("linear_num_key_heads", "linear_num_value_heads", "linear_num_heads", "linear_key_head_dim"),
         *("linear_value_head_dim", "linear_head_dim", "linear_conv_kernel_dim", "mamba_rms_norm"),
         *("num_attention_heads_per_layer", "gating", "swa_num_key_value_heads", "num_sliding_attention_heads"),
-        "use_post_norm",
+        *("use_post_norm", "num_nextn_predict_layers"),
         *("global_head_dim", "num_global_key_value_heads", "attention_k_eq_v", "num_kv_shared_layers"),
         *("use_double_wide_mlp", "hidden_size_per_layer_input"),
     }
     assert {path.removeprefix("model.") for path in training} == {
         *("max_position_embeddings", "hidden_dropout", "attention_dropout", "initializer_range", "mrope_section"),
         *("moe.router_aux_loss_coef", "moe.router_bias_update_rate", "moe.router_z_loss_coef"),
+        *("mtp_loss_weight", "mtp_detach"),
     }
 
 
@@ -783,6 +784,7 @@ def loads_as_the_same(tmp_path_factory, config):
 OPTIONS = """
 model: family hidden_size num_hidden_layers num_attention_heads num_key_value_heads head_dim intermediate_size
     vocab_size max_position_embeddings hidden_act rms_norm_eps tie_word_embeddings head initializer_range
+    num_nextn_predict_layers mtp_loss_weight mtp_detach
 parallel: tp pp dp cp cp_attention ep etp vpp schedule schedule_memory_gb schedule_costs sequence_parallel
     tp_overlap_chunks tp_symmetric_memory ep_overlap_chunks partition balance order
 train: steps global_batch_size batch_ramp micro_batch_size seq_length seed precision fp8 fp8_skip

@@ -137,7 +137,8 @@ def check(config: Config, args: Arguments) -> None:
 def forward_and_backward(state: TrainState, batches: Sequence[MicroBatch], *, overlap: bool) -> None:
     """Compute the gradients of a step. With `overlap` their reduction begins meanwhile, as in training."""
     samples = state.config.train.batch_size(state.consumed_samples)
-    tokens, main = count_divisors(state, batches, samples)
+    divisors = count_divisors(state, batches, samples)
+    tokens, main = divisors.tokens, divisors.main
     state.grads.zero()
     most = num_microbatches(state.config, samples)
     if overlap:

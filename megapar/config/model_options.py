@@ -92,6 +92,13 @@ class ModelConfig:
     model does (docs/preferences.md)."""
     initializer_range: float = field(default=0.02, metadata=OF_TRAINING)
     """Standard deviation of initial weights; output projections start at it divided by sqrt(2 * num_hidden_layers)."""
+    num_nextn_predict_layers: int = 0
+    """Layers of multi-token prediction behind the last one (arXiv 2412.19437, section 2.2). Each predicts a token
+    further ahead, and learns by a loss of its own. 0: none. docs/multi-token.md has the families."""
+    mtp_loss_weight: float = field(default=0.1, metadata=OF_TRAINING)
+    """Weight of the mean of these losses. DeepSeek-V3 has 0.3 for most of its tokens, and then 0.1."""
+    mtp_detach: bool = field(default=False, metadata=OF_TRAINING)
+    """These losses give the embedding and the head no gradient."""
 
     @property
     def experts(self) -> MoEConfig | None:
@@ -116,7 +123,12 @@ class ModelConfig:
     @property
     def embeds_on_last_stage(self) -> bool:
         """Whether the last stage embeds tokens too, as multi-token prediction does."""
-        return False
+        return self.num_nextn_predict_layers > 0
+
+    @property
+    def all_layers(self) -> int:
+        """The number of layers with those of multi-token prediction, whose numbers follow on the others'."""
+        return self.num_hidden_layers + self.num_nextn_predict_layers
 
     @property
     def optimizers_of_layers(self) -> tuple[str, ...]:

@@ -525,7 +525,7 @@ def _recomputed_layers(config: Config) -> Iterator[str]:
         text = f"{error}; name layers in order, such as 0-9 16, or ::2 for every second"
         yield problem(config, "train.recompute_layers", text)
         return
-    layers = config.model.num_hidden_layers
+    layers = config.model.all_layers
     if numbers and numbers[-1] >= layers:
         text = f"the last layer is {layers - 1}"
         yield problem(config, "train.recompute_layers model.num_hidden_layers", text)

@@ -31,12 +31,14 @@ class StepScope:
     """What the stages share in a step or an evaluation, besides samples. One scope serves a rank's micro-batches.
 
     `grad_scale`, 0-d fp32, multiplies the gradient of every added loss (`add_loss`). It is None outside of training.
+    `factors`, 0-d fp32 by name, multiply those of single added losses too.
     `loss_sums`, 0-d fp64 by name, add up the losses besides the main one. `hits`, 0-d fp64, adds up the weights of the
     targets that the model gives the highest logit; only an evaluation has it. With `asks_references` stages compute as
     the base of their adapters, and the last stage returns `Scored.of_answers` in place of the loss.
     """
 
     grad_scale: Tensor | None = None
+    factors: Mapping[str, Tensor] = field(default_factory=dict)
     loss_sums: Mapping[str, Tensor] | None = None
     hits: Tensor | None = None
     asks_references: bool = False
@@ -193,6 +195,17 @@ class MicroBatch:
         return samples[:, None] * self.sample_length + self.positions_s
 
 
+def ahead(batch: MicroBatch, tokens: int) -> MicroBatch:
+    """The micro-batch that has in each column the token so many positions ahead, with the targets of that token.
+
+    Positions and documents stay those of the columns. Raises ValueError as `MicroBatch.targets` does.
+    """
+    targets_bs, weights_bs = batch.targets(tokens + 1)
+    tokens_bs = batch.targets(tokens).tokens_bs
+    later = batch.later_targets[tokens:]
+    return replace(batch, tokens_bs=tokens_bs, targets_bs=targets_bs, weights_bs=weights_bs, later_targets=later)
+
+
 def _starts_of_chunks(batch: MicroBatch, size: int) -> Tensor:
     """`MicroBatch.starts` of the chunks of documents, int32, computed on the device."""
     device = batch.positions_s.device
@@ -231,8 +244,9 @@ def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
     """Make the backward pass of `x` run that of `loss` too. Returns `x` unchanged.
 
     `loss` is a 0-d fp32 sum over the batch's target tokens. Any stage adds a loss of its own this way, such as the
-    balance of a router. Its gradient has the same weight as the main loss's. Its value is reported under `name`,
-    declared by the model (`megapar.declare.stage_set.AddedLoss`). Outside of training it adds nothing.
+    balance of a router. Its gradient has the same weight as the main loss's, unless the step gives the loss a factor
+    (`StepScope.factors`). Its value is reported under `name`, declared by the model
+    (`megapar.declare.stage_set.AddedLoss`). Outside of training it adds nothing.
 
     Raises ValueError if the model does not declare the name.
     """
@@ -244,7 +258,10 @@ def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
         if name not in scope.loss_sums:
             raise ValueError(f"loss {name!r} is not among those that the model declares: {list(scope.loss_sums)}")
         total = scope.loss_sums[name]
-    return _AddLoss.apply(x, loss, scope.grad_scale, total)
+    scale = scope.grad_scale
+    if name in scope.factors:
+        scale = scale * scope.factors[name]
+    return _AddLoss.apply(x, loss, scale, total)
 
 
 @contextmanager

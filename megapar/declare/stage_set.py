@@ -14,12 +14,16 @@ class AddedLoss:
     """A loss besides the main one, which a stage adds to it (`megapar.declare.batch.add_loss`).
 
     With `split_over_tp` each tensor rank adds the loss of its own tokens. Otherwise all of them add the same loss. The
-    sum over a step is divided by its number of target tokens or of pairs.
+    sum over a step is divided by its number of target tokens or of pairs. With "own" it is divided by the weights of
+    the loss's own targets, the tokens `ahead` positions after each. If these have no weight, loss and gradient are 0.
+    `weight` is the factor of the loss in what is minimized. The reported value is without it.
     """
 
     name: str
     split_over_tp: bool = False
-    divided_by: Literal["tokens", "pairs"] = "tokens"
+    divided_by: Literal["tokens", "pairs", "own"] = "tokens"
+    ahead: int = 1
+    weight: float = 1.0
 
 
 @dataclass(frozen=True)

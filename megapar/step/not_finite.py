@@ -94,12 +94,12 @@ def second_pass(state: TrainState, batches: Sequence[MicroBatch], loss_scale: fl
     handles = watch.attach(state.stages)
     try:
         samples = state.config.train.batch_size(state.consumed_samples)
-        tokens, main = count_divisors(state, batches, samples)
+        divisors = count_divisors(state, batches, samples)
         state.pipeline.step(
             batches,
-            loss_scale / main,
+            loss_scale / divisors.main,
             max_microbatches=num_microbatches(state.config, samples),
-            added_scale=loss_scale / tokens,
+            added_scale=loss_scale / divisors.tokens,
         )
     finally:
         for handle in handles:

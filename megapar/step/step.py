@@ -89,39 +89,60 @@ def begin_watch(state: TrainState) -> StepWatch | None:
 class Divisors(NamedTuple):
     """What sums of losses over a step are divided by, 0-d fp32.
 
-    `tokens` is the number of target tokens of the step. `main` divides the main loss.
+    `tokens` is the number of target tokens of the step. `main` divides the main loss. `own` are those of losses that
+    are divided by their own targets, by name.
     """
 
     tokens: Tensor
     main: Tensor
+    own: Mapping[str, Tensor] = {}
 
     def of_added(self, loss: AddedLoss) -> Tensor:
         """Return the divisor of a loss besides the main one."""
+        if loss.divided_by == "own":
+            count = self.own[loss.name]
+            return count + (count == 0)  # 0 / 1 where no target has a weight
         return self.tokens if loss.divided_by == "tokens" else self.main
 
 
 def count_divisors(state: TrainState, batches: Sequence[MicroBatch], samples: int) -> Divisors:
     """Return the divisors of a step with `samples` samples. A collective.
 
-    `batches` are this rank's micro-batches, on its device.
+    `batches` are this rank's micro-batches, on its device. The scope of each gets the factors of added losses.
     """
     tokens = count_targets(batches, state.ctx)
-    if state.stages.declared.divided_by == "tokens":
-        return Divisors(tokens, tokens)
-    # A sample is a pair. It may be compared without a weight of any token.
-    return Divisors(tokens.clamp(min=1.0), torch.full_like(tokens, samples))
+    declared = state.stages.declared
+    if declared.divided_by == "pairs":
+        # A sample is a pair. It may be compared without a weight of any token.
+        return Divisors(tokens.clamp(min=1.0), torch.full_like(tokens, samples))
+    own = {loss.name: count_targets(batches, state.ctx, loss.ahead) for loss in _divided_by_own(declared.losses)}
+    divisors = Divisors(tokens, tokens, own)
+    # The gradients of added losses are divided by the target tokens: the factors replace these.
+    factors = {
+        loss.name: torch.where(own[loss.name] == 0, 0.0, loss.weight * tokens / divisors.of_added(loss))
+        for loss in _divided_by_own(declared.losses)
+    }
+    for batch in batches:
+        batch.scope.factors = factors
+    return divisors
 
 
-def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext) -> Tensor:
-    """Sum the loss weights of all samples of the step over all replicas; returns a 0-d fp32 tensor.
+def _divided_by_own(losses: Sequence[AddedLoss]) -> list[AddedLoss]:
+    return [loss for loss in losses if loss.divided_by == "own"]
 
-    The sum is the only divisor of the step's loss and gradients, unless its objective divides by pairs. The sum is 0 if
-    no target has a weight. The loss is then NaN, so the step updates nothing, and is refused
-    (`StepResult.check_targets`).
+
+def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext, ahead: int = 1) -> Tensor:
+    """Sum the loss weights of all targets of the step, the tokens `ahead` positions after each, over all replicas.
+
+    Returns a 0-d fp32 tensor.
+
+    The sum of the next tokens is the only divisor of the step's loss and gradients, unless the objective divides by
+    pairs, or a loss by targets of its own. It is 0 if no target has a weight. The loss is then NaN, so the step updates
+    nothing, and is refused (`StepResult.check_targets`).
     """
     tokens = torch.zeros((), device=ctx.device)
     if batches:  # a replica has none if the step has fewer micro-batches than replicas
-        tokens = torch.stack([batch.weights_bs.sum() for batch in batches]).sum().to(ctx.device)
+        tokens = torch.stack([batch.targets(ahead).weights_bs.sum() for batch in batches]).sum().to(ctx.device)
     return collectives.all_reduce(tokens, ctx.grad)
 
 

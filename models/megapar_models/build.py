@@ -70,7 +70,7 @@ def declared(config: Config) -> Declared:
     of_model = replace(of_model, losses=(*of_model.losses, *objective.added_losses), divided_by=objective.divided_by)
     if config.optimizer.qk_clip:
         most_heads = max(kind.heads_of(config.model).query_heads for kind in kinds_of(config.model))
-        of_model = replace(of_model, logits=(config.model.num_hidden_layers, most_heads))
+        of_model = replace(of_model, logits=(config.model.all_layers, most_heads))
     if config.log.fp8_every:
         of_model = replace(of_model, fp8_products=tuple(fp8_matrices(config).watched))
     return of_model
@@ -135,7 +135,7 @@ def fp8_rule(config: Config, kernels: Kernels, products: TorchProducts, device: 
         return None
     in_fp8 = fp8_products(device, model_dtype(config.train.precision), products, kernels.quantize)
     watches = config.log.fp8_every > 0
-    return Fp8Matrices(in_fp8, config.train.fp8_skip, config.model.num_hidden_layers, watches=watches)
+    return Fp8Matrices(in_fp8, config.train.fp8_skip, config.model.all_layers, watches=watches)
 
 
 def fp8_matrices(config: Config, device: torch.device | None = None) -> Fp8Matrices:

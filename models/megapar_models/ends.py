@@ -22,12 +22,12 @@ class Projection(nn.Module):
     Under sequence parallelism each rank has tokens of its own, and a part of the gradient.
     """
 
-    def __init__(self, name: str, in_features: int, out_features: int, factory: Factory):
+    def __init__(self, name: str, in_features: int, out_features: int, factory: Factory, **options: Any):
         super().__init__()
         sharding = factory.sharding
         shape = (out_features, in_features)
         piece = shared_piece(f"{name}.weight", shape, sharding.tp, partial=sharding.sequence_parallel)
-        self.weight = sharding.parameter((piece,), shape, factory.init, decay=True)
+        self.weight = sharding.parameter((piece,), shape, factory.init, decay=True, **options)
         self.products = factory.products_of(name)
 
     def forward(self, x: Tensor) -> Tensor:

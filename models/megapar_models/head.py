@@ -43,7 +43,7 @@ class HeadRule:
     rule: LogitRule
     loss_chunk: int = 0
 
-    def logits(self, normed_sbh: Tensor, weight: nn.Parameter, bias: nn.Parameter | None) -> Tensor:
+    def logits(self, normed_sbh: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the logits of this tp rank's columns, [s, b, columns], or with model.head=score [s, b, 1]."""
         if self.model.head == "score":
             return scores(normed_sbh, weight, self.factory)
@@ -54,8 +54,8 @@ class HeadRule:
     def token_losses(
         self,
         normed_sbh: Tensor,
-        weight: nn.Parameter,
-        bias: nn.Parameter | None,
+        weight: Tensor,
+        bias: Tensor | None,
         targets: Targets,
         hits_sb: Tensor | None = None,
         *,

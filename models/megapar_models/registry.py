@@ -185,6 +185,9 @@ def kinds_of(model: ModelConfig) -> Mapping[LayerKind, int]:
     kinds: dict[LayerKind, int] = {}
     for number in numbers:
         kinds.setdefault(stage.layer_kind(model, number), number)
+    rule = stage.mtp_rule(model) if model.num_nextn_predict_layers else None
+    if rule is not None:
+        kinds.setdefault(rule.kind, model.num_hidden_layers)
     return kinds
 
 
@@ -211,6 +214,7 @@ def _rules(
         yield from _number_format_problems(config)
         yield from _objective_problems(config)
         yield from _head_problems(config)
+        yield from _mtp_problems(config)
 
     return replace(family, problems=problems), virtual_stages(config.parallel.schedule)
 
@@ -400,7 +404,8 @@ def _objective_problems(config: Config) -> Iterator[str]:
     if objective.divided_by == "pairs" and config.train.loss_mean == "sample":
         text = "the objective divides by pairs already; use token, or objective dpo_norm"
         yield problem(config, "train.objective train.loss_mean", text)
-    if objective.divided_by == "pairs" and num_targets(config) > 1:
+    further = config.model.num_nextn_predict_layers
+    if objective.divided_by == "pairs" and not further and num_targets(config) > 1:
         text = "the family has losses of later tokens, which pairs of answers have none of; use another"
         yield problem(config, "train.objective model.family", text)
 
@@ -419,6 +424,26 @@ def _head_problems(config: Config) -> Iterator[str]:
         yield problem(config, "model.tie_word_embeddings model.head", text)
     if config.kernels.loss_chunk:
         yield problem(config, "kernels.loss_chunk model.head", "there are no logits to compute in chunks; use 0")
+
+
+def _mtp_problems(config: Config) -> Iterator[str]:
+    """What does not fit multi-token prediction: families without it, and objectives of whole answers."""
+    model = config.model
+    if not model.num_nextn_predict_layers:
+        for name in ("mtp_loss_weight", "mtp_detach"):
+            if getattr(model, name) != getattr(ModelConfig(), name):
+                text = "no layer predicts further tokens; set num_nextn_predict_layers, or leave it out"
+                yield problem(config, f"model.{name} model.num_nextn_predict_layers", text)
+        return
+    if find(model.family).stage.mtp_rule(model) is None:
+        text = "the family has no layers of multi-token prediction (Stage.mtp_rule); use 0"
+        yield problem(config, "model.num_nextn_predict_layers model.family", text)
+    if model.head != "vocabulary":
+        text = "layers of multi-token prediction share a head of tokens; use 0"
+        yield problem(config, "model.num_nextn_predict_layers model.head", text)
+    elif find_objective(config.train.objective).divided_by == "pairs":
+        text = "pairs of answers have no targets further ahead; use 0, or objective cross_entropy"
+        yield problem(config, "model.num_nextn_predict_layers train.objective", text)
 
 
 def _reference_problems(config: Config) -> Iterator[str]:

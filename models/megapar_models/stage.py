@@ -9,7 +9,7 @@ h hidden, v vocabulary, d width of a head.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Generic
+from typing import Any, Generic
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +30,7 @@ from megapar_models.head import HeadRule, head_weight
 from megapar_models.layer import Layer
 from megapar_models.layer_kind import Ends, LayerKind, bundle_of
 from megapar_models.moe import ROUTER_LOSS, balance_rule
+from megapar_models.multi_token import MTPRule, MultiToken, added_losses
 from megapar_models.norms import NormRule
 from megapar_models.objectives import USUAL, Scored
 from megapar_models.stage_layers import Given, LayersOfStage, StageLayers
@@ -63,16 +64,21 @@ class LayerRules(Generic[M]):
         return bundle_of(kinds, cls.ends_of(model))
 
     @classmethod
+    def mtp_rule(cls, model: M) -> MTPRule | None:
+        """How layers of multi-token prediction are made. None: the family has none."""
+        return None
+
+    @classmethod
     def declared(cls, model: M) -> Declared:
         """What every rank must know of a model of this family: further targets and losses, and what modules count."""
+        targets, losses = 1 + model.num_nextn_predict_layers, added_losses(model)
         kinds = (cls.layer_kind(model, number) for number in range(model.num_hidden_layers))
         moe = next((kind.mixture for kind in kinds if kind.mixture is not None), None)
         if moe is None:
-            return Declared()
-        losses: tuple[AddedLoss, ...] = ()
+            return Declared(targets, losses)
         if balance_rule(moe).has_loss:
-            losses = (AddedLoss(ROUTER_LOSS, split_over_tp=True),)
-        return Declared(losses=losses, tallies={"expert": (model.num_hidden_layers, moe.num_experts)})
+            losses = (AddedLoss(ROUTER_LOSS, split_over_tp=True), *losses)
+        return Declared(targets, losses, {"expert": (model.all_layers, moe.num_experts)})
 
 
 class Stage(LayerRules[M], LayersOfStage, Generic[M]):
@@ -116,7 +122,7 @@ class Stage(LayerRules[M], LayersOfStage, Generic[M]):
         self.ends = self.ends_of(model)
         self.handed = self.bundle(model) if bundle is None else bundle
         self.head_rule = HeadRule(model, factory, self.ends.logits, loss_chunk)
-        self.embedding = self.norm = self.head_bias = None
+        self.embedding = self.norm = self.head_bias = self.mtp = None
         if first or (last and model.embeds_on_last_stage):
             self.embedding = Embedding(model, self.ends, factory, tied_over=tied_over, weight=tied_weight)
         kinds = {number: self.layer_kind(model, number) for number in layers}
@@ -133,6 +139,8 @@ class Stage(LayerRules[M], LayersOfStage, Generic[M]):
             self.head = head_weight(model, factory, self.ends.width, tied_over) if tied is None else tied
             if self.ends.head_bias and model.head == "vocabulary":
                 self.head_bias = vocabulary_bias("head.bias", model.vocab_size, factory.sharding)
+            if model.num_nextn_predict_layers:
+                self.mtp = MultiToken(self.mtp_rule(model), model, factory, self.make_layer)
             # A loss in chunks adds the gradient of the head while it has the gradients of logits.
             self.adds_gradients_in_i = loss_chunk > 0
 
@@ -185,21 +193,17 @@ class Stage(LayerRules[M], LayersOfStage, Generic[M]):
         return self.head_rule.logits(self.norm(x_sbh), self.head, self.head_bias)
 
     def loss(self, x_sbh: Tensor, batch: MicroBatch) -> Tensor:
-        """The main loss, from the hidden states after the last layer: the objective of the next tokens."""
-        return self.objective(self.scored(x_sbh, batch))
+        """The objective of the next tokens. In training its backward pass is that of multi-token prediction too."""
+        if self.mtp is None or batch.scope.grad_scale is None:
+            return self.objective(self.scored(x_sbh, batch))
+        assert self.norm is not None
+        normed_sbh = self.norm(x_sbh)
+        return self.mtp.add_losses(self.objective(_scored(self, normed_sbh, batch)), normed_sbh, batch, self)
 
     def scored(self, x_sbh: Tensor, batch: MicroBatch) -> Scored:
         """The log-probabilities of the next tokens, or the scores, from the hidden states after the last layer."""
         assert self.norm is not None
-        if self.model.head == "score":
-            return Scored(self.logits(x_sbh)[..., 0].float(), batch, self.factory.sharding.cp)
-        if batch.scope.hits is None:
-            losses_sb = self.token_losses(self.norm(x_sbh), batch.targets())
-        else:
-            hits_sb = torch.empty(batch.targets_bs.t().shape, dtype=torch.bool, device=x_sbh.device)
-            losses_sb = self.token_losses(self.norm(x_sbh), batch.targets(), hits_sb)
-            batch.scope.hits.add_((hits_sb * batch.weights_bs.t()).sum())
-        return Scored(-losses_sb, batch, self.factory.sharding.cp)
+        return _scored(self, self.norm(x_sbh), batch)
 
     def cross_entropy(self, normed_sbh: Tensor, targets: Targets) -> Tensor:
         """Return the sum of weight * cross entropy over targets: 0-d fp32, the same on every tp rank."""
@@ -209,6 +213,19 @@ class Stage(LayerRules[M], LayersOfStage, Generic[M]):
         """Return `HeadRule.token_losses`, in training with train.z_loss."""
         z_loss = self.z_loss if self.training else 0.0  # a validation loss is the cross entropy alone
         return self.head_rule.token_losses(normed_sbh, self.head, self.head_bias, targets, hits_sb, z_loss=z_loss)
+
+
+def _scored(stage: Stage[Any], normed_sbh: Tensor, batch: MicroBatch) -> Scored:
+    if stage.model.head == "score":
+        scores_sb1 = stage.head_rule.logits(normed_sbh, stage.head, stage.head_bias)
+        return Scored(scores_sb1[..., 0].float(), batch, stage.factory.sharding.cp)
+    if batch.scope.hits is None:
+        losses_sb = stage.token_losses(normed_sbh, batch.targets())
+    else:
+        hits_sb = torch.empty(batch.targets_bs.t().shape, dtype=torch.bool, device=normed_sbh.device)
+        losses_sb = stage.token_losses(normed_sbh, batch.targets(), hits_sb)
+        batch.scope.hits.add_((hits_sb * batch.weights_bs.t()).sum())
+    return Scored(-losses_sb, batch, stage.factory.sharding.cp)
 
 
 def title(layers: Sequence[int], *, first: bool, last: bool) -> str:

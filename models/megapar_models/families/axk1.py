@@ -23,6 +23,7 @@ from megapar_models.families.deepseek import (
 )
 from megapar_models.family import Family, ModelType, Raw, like
 from megapar_models.layer_kind import LayerKind
+from megapar_models.multi_token import MTPRule
 from megapar_models.rotary_fields import Rope
 
 
@@ -33,6 +34,10 @@ class AXK1Stage(DeepseekStage):
     def layer_kind(cls, model: DeepseekModel, number: int) -> LayerKind:
         kind = super().layer_kind(model, number)
         return replace(kind, mlp_norms="both") if kind.mlp == "mixture" else kind
+
+    @classmethod
+    def mtp_rule(cls, model: DeepseekModel) -> MTPRule | None:
+        return None  # no file has such layers
 
 
 class _Experts(SharedExperts):

@@ -27,6 +27,7 @@ from megapar_models.latent_attention import Latent
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe import router_rule
 from megapar_models.moe_fields import Balanced, read_moe, wrong_mlp_types
+from megapar_models.multi_token import MTPRule
 from megapar_models.norms import NormRule
 from megapar_models.rotary import RotaryModel, yarn_mscale
 from megapar_models.rotary_fields import Rope, stated_rope
@@ -91,6 +92,10 @@ class DeepseekStage(MixtralStage[D]):
     def layer_kind(cls, model: D, number: int) -> LayerKind:
         kind = with_latents(super().layer_kind(model, number), model)
         return with_experts(replace(kind, attention_scale=latent_scale(model)), model.moe, number)
+
+    @classmethod
+    def mtp_rule(cls, model: D) -> MTPRule | None:
+        return MTPRule(kind=cls.layer_kind(model, model.num_hidden_layers))
 
 
 def latents(model: LatentModel) -> Latent:

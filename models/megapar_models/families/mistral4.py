@@ -14,6 +14,7 @@ from megapar_models.families.deepseek import DEEPSEEK, DeepseekModel, DeepseekSt
 from megapar_models.families.ministral3 import TemperatureModel, TemperatureRope, temperature_of, temperature_problems
 from megapar_models.family import Family, ModelType, Raw, like
 from megapar_models.layer_kind import LayerKind
+from megapar_models.multi_token import MTPRule
 from megapar_models.rotary_fields import split_rope
 
 
@@ -29,6 +30,10 @@ class Mistral4Stage(DeepseekStage[Mistral4Model]):
     def layer_kind(cls, model: Mistral4Model, number: int) -> LayerKind:
         kind = replace(super().layer_kind(model, number), temperature=temperature_of(model))
         return replace(kind, router=replace(kind.router, group_score="best_2")) if kind.router else kind
+
+    @classmethod
+    def mtp_rule(cls, model: Mistral4Model) -> MTPRule | None:
+        return None  # no file has such layers
 
 
 class _Experts(SharedExperts):

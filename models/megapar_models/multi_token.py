@@ -1,0 +1,157 @@
+"""Multi-token prediction: layers behind the last one, each of which predicts a token further ahead.
+
+Layer k of them, counted from 0, reads what layer k - 1 gives for a position, and the token k + 1 positions ahead. Its
+loss is of the token k + 2 positions ahead, through the model's own head (DeepSeek-V3, arXiv 2412.19437, equations 21 to
+25). With h the hidden states of the model, after its last norm as Megatron-LM, vLLM and SGLang have them:
+
+    x = W [norm(embedding of the token); norm(h)]    h = layer(x)    logits = head(norm(h))
+
+Both tokens are data (`megapar.declare.batch.ahead`): nothing is shifted at the end of a document, of a
+context-parallel rank's positions, or of a micro-batch. The layers belong to the last pipeline stage.
+
+The weights of these layers, numbered on from the others, are those of a layer of the family, and with h hidden:
+
+    layers.N.{enorm,hnorm}.weight        [h]         on every tp rank: norms of the embedding and of the hidden states
+    layers.N.eh_proj.weight              [h, 2 h]    on every tp rank
+    layers.N.shared_head_norm.weight     [h]         on every tp rank: the norm before the head
+
+Shapes: s positions of this context-parallel rank (s/tp under sequence parallelism), b micro-batch, h hidden.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from megapar.activations import recompute
+from megapar.activations.recompute import Recompute
+from megapar.config.model_options import ModelConfig
+from megapar.declare.batch import MicroBatch, Targets, add_loss, ahead
+from megapar.declare.stage_set import AddedLoss
+from megapar_models.ends import Projection
+from megapar_models.factory import Factory
+from megapar_models.forward import ForwardContext
+from megapar_models.head import HeadRule
+from megapar_models.layer_kind import LayerKind
+from megapar_models.stage_layers import StageLayers
+
+
+@dataclass(frozen=True, kw_only=True)
+class MTPRule:
+    """What a family says of its layers of multi-token prediction."""
+
+    kind: LayerKind
+    """What each of them is made of."""
+    hidden_first: bool = False
+    """Whether the hidden states stand before the embedding where both are joined."""
+    hands_on_normed: bool = False
+    """Whether the next of these layers reads hidden states after the norm before the head, or those before it."""
+
+
+def added_losses(model: ModelConfig) -> tuple[AddedLoss, ...]:
+    """Return the losses mtp_1, mtp_2, ... of a model, one for each of these layers."""
+    depths = model.num_nextn_predict_layers
+    return tuple(
+        AddedLoss(_name(depth), divided_by="own", ahead=1 + depth, weight=model.mtp_loss_weight / depths)
+        for depth in range(1, 1 + depths)
+    )
+
+
+def _name(depth: int) -> str:
+    return f"mtp_{depth}"
+
+
+class PredictionLayer(nn.Module):
+    """A layer of multi-token prediction: from embeddings and hidden states, both [s, b, h], to hidden states."""
+
+    def __init__(
+        self,
+        number: int,
+        rule: MTPRule,
+        model: ModelConfig,
+        factory: Factory,
+        make_layer: Callable[[int, LayerKind], nn.Module],
+    ):
+        super().__init__()
+        name, width = f"layers.{number}", model.hidden_size
+        self.number = number
+        self.rule = rule
+        self.enorm = factory.norm(f"{name}.enorm", width, rule.kind.norm)
+        self.hnorm = factory.norm(f"{name}.hnorm", width, rule.kind.norm)
+        self.eh_proj = Projection(f"{name}.eh_proj", 2 * width, width, factory, update="matrix")
+        self.layer = make_layer(number, rule.kind)
+        self.shared_head_norm = factory.norm(f"{name}.shared_head_norm", width, rule.kind.norm)
+
+    def forward(
+        self, embedded_sbh: Tensor, hidden_sbh: Tensor, context: ForwardContext, rule: Recompute
+    ) -> tuple[Tensor, Tensor]:
+        """Return what the next of these layers reads, and the input of the head. `rule` is that of recomputation."""
+        both = [self.enorm(embedded_sbh), self.hnorm(hidden_sbh)]
+        x_sbh = self.eh_proj(torch.cat(both[::-1] if self.rule.hidden_first else both, dim=-1))
+        again, offloads = rule.layer(self.number), rule.offloads(self.number)
+        x_sbh = recompute.run(
+            again, self.layer, x_sbh, context, keeps_attention=rule.keeps_attention, offloads=offloads
+        )
+        normed_sbh = self.shared_head_norm(x_sbh)
+        return normed_sbh if self.rule.hands_on_normed else x_sbh, normed_sbh
+
+
+class SharedEnds(Protocol):
+    """What these layers share with the last stage, which has it: the embedding, the head, and rules of a run."""
+
+    head_rule: HeadRule
+    head: nn.Parameter
+    head_bias: nn.Parameter | None
+    layers: StageLayers
+    seed: int
+
+    def embed(self, context: ForwardContext) -> Tensor:
+        """Return the embeddings [s or s/tp, b, h] of the tokens of the context's micro-batch."""
+
+
+class MultiToken(nn.Module):
+    """All layers of multi-token prediction of a model."""
+
+    def __init__(
+        self,
+        rule: MTPRule | None,
+        model: ModelConfig,
+        factory: Factory,
+        make_layer: Callable[[int, LayerKind], nn.Module],
+    ):
+        super().__init__()
+        assert rule is not None, "validate() refuses the option for families without a rule"
+        self.rotary = rule.kind.rotary
+        self.detach = model.mtp_detach
+        numbers = range(model.num_hidden_layers, model.all_layers)
+        self.depths = nn.ModuleList(PredictionLayer(n, rule, model, factory, make_layer) for n in numbers)
+
+    def add_losses(self, loss: Tensor, normed_sbh: Tensor, batch: MicroBatch, ends: SharedEnds) -> Tensor:
+        """Return `loss`, 0-d. Its backward pass is also that of the losses of these layers.
+
+        `normed_sbh` are the hidden states after the model's last norm.
+        """
+        rule = ends.layers.rule
+        tables = {} if self.rotary is None else {self.rotary: self.rotary.tables(batch)}
+        hidden_sbh = normed_sbh
+        with recompute.light(rule.mode == "light"):
+            for depth, layer in enumerate(self.depths, 1):
+                # So the tokens of this layer weigh in the balance of its experts as in its loss.
+                later = ahead(batch, depth)
+                context = ForwardContext(later, tables, ends.seed, rule.attention())
+                embedded_sbh = ends.embed(context)
+                if self.detach:
+                    embedded_sbh = embedded_sbh.detach()
+                hidden_sbh, output_sbh = layer(embedded_sbh, hidden_sbh, context, rule)
+                loss = add_loss(loss, self._loss(output_sbh, later.targets(), ends), batch, _name(depth))
+        return loss
+
+    def _loss(self, output_sbh: Tensor, targets: Targets, ends: SharedEnds) -> Tensor:
+        """The sum of weight * cross entropy of the targets, 0-d fp32."""
+        head: Tensor = ends.head
+        bias: Tensor | None = ends.head_bias
+        if self.detach:
+            head, bias = head.detach(), None if bias is None else bias.detach()
+        return (ends.head_rule.token_losses(output_sbh, head, bias, targets) * targets.weights_bs.t()).sum()
