@@ -28,7 +28,7 @@ from megapar.data.order import sample_ids
 from megapar.data.sources import ChunkDataset, SyntheticDataset
 from megapar.declare import context
 from megapar.declare.batch import MicroBatch
-from megapar.step.step import count_targets
+from megapar.step.divisors import count_targets
 from megapar.train.data import open_loaders
 from tests.support import program
 from tests.support.distributed import run_ranks

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from megapar.checkpoint import save
-from megapar.step import step
+from megapar.step import divisors
 from megapar.train import trainer
 from tests.support import program
 from tests.support.faults import TWO, Scene, error, metrics, on_rank
@@ -101,13 +101,13 @@ def test_metrics_that_are_removed_or_renamed_go_on_under_their_name(tmp_path: Pa
             path.rename("run/older.jsonl")
 
     def plant() -> None:
-        real = step.count_targets
+        real = divisors.count_targets
 
         def count_targets(batches: Any, ctx: Any) -> Any:
             act(ctx)
             return real(batches, ctx)
 
-        step.count_targets = count_targets
+        divisors.count_targets = count_targets
 
     ended = scene.run("--train.steps", "7", plant=plant)
     assert ended.code == 0, ended.err

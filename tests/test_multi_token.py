@@ -18,8 +18,9 @@ from megapar.config.options import Config
 from megapar.data.samples import Samples, Treatment, micro_batch
 from megapar.declare import context
 from megapar.declare.batch import MicroBatch, Targets
+from megapar.step.divisors import count_divisors
 from megapar.step.state import TrainState
-from megapar.step.step import count_divisors, train_step
+from megapar.step.step import train_step
 from megapar.train.saver import Saver
 from megapar.train.trainer import start
 from tests.support import close

@@ -23,7 +23,7 @@ from megapar.data_parallel.reduce import Gradients
 from megapar.data_parallel.units import UnitGradients
 from megapar.declare import context
 from megapar.declare.largest_logits import measuring_modules
-from megapar.step import step
+from megapar.step import divisors, step
 from megapar.step.spikes import FILE, Spikes, compute_again, past_rewinds
 from megapar.step.state import StepResult
 from megapar.system import events
@@ -124,7 +124,7 @@ def plant(
 
     def install() -> None:
         now = {"step": -1}
-        count, total = step.count_targets, step.sum_of_losses
+        count, total = divisors.count_targets, step.sum_of_losses
         marks.mkdir(exist_ok=True)
 
         def count_targets(batches: Any, ctx: Any) -> Any:
@@ -142,7 +142,7 @@ def plant(
         def sum_of_losses(*args: Any) -> Any:
             return total(*args) * (loss if now["strikes"] else 1.0)
 
-        step.count_targets = count_targets
+        divisors.count_targets = count_targets
         step.sum_of_losses = sum_of_losses
         for owner in (Gradients, UnitGradients):
             finish = owner.finish

@@ -32,8 +32,9 @@ from megapar.declare import context
 from megapar.declare.batch import MicroBatch
 from megapar.observe.metrics import Reporter
 from megapar.observe.sinks.base import RunInfo
+from megapar.step.divisors import count_targets
 from megapar.step.state import TrainState
-from megapar.step.step import count_targets, sum_of_losses, train_step
+from megapar.step.step import sum_of_losses, train_step
 from megapar.train import checkpoints
 from megapar.train.data import open_loaders
 from megapar.train.saver import Saver

@@ -39,8 +39,8 @@ from megapar.launch.local import preload, start_local_ranks
 from megapar.launch.rank_process import job
 from megapar.launch.reporting import reported
 from megapar.optimizer.schedule import learning_rate
+from megapar.step.divisors import count_divisors
 from megapar.step.state import TrainState
-from megapar.step.step import count_divisors
 from megapar.system import environment
 from megapar.system.atomic_files import save_figure, write_json
 from megapar.system.device import DeviceClock

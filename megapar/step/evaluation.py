@@ -10,9 +10,10 @@ from megapar.comm import collectives
 from megapar.config.derive import num_microbatches
 from megapar.data.loader import Loader
 from megapar.declare.batch import MicroBatch, StepScope
+from megapar.step.divisors import count_divisors
 from megapar.step.references import with_references
 from megapar.step.state import TrainState, without_targets
-from megapar.step.step import count_divisors, sum_of_losses
+from megapar.step.step import sum_of_losses
 
 
 class Evaluated(NamedTuple):

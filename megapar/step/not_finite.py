@@ -18,8 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from megapar.comm import collectives
 from megapar.config.derive import num_microbatches
 from megapar.declare.batch import MicroBatch, PipelineStage
+from megapar.step.divisors import count_divisors
 from megapar.step.state import StepResult, TrainState
-from megapar.step.step import count_divisors
 
 _LISTED = 4  # the most names or samples that a message lists
 

@@ -22,8 +22,9 @@ from megapar.config.options import Config
 from megapar.declare.agreement import from_first, on_all_ranks
 from megapar.declare.context import ParallelContext
 from megapar.declare.tally import counting_modules, end_step
+from megapar.step.divisors import count_divisors
 from megapar.step.state import QueuedStep, Recent, StepResult, TrainState
-from megapar.step.step import count_divisors, enter_scope, reduce_sums, run_microbatches
+from megapar.step.step import enter_scope, reduce_sums, run_microbatches
 from megapar.system import events
 from megapar.system.atomic_files import write_json
 from megapar.system.typed import read_json

@@ -14,7 +14,7 @@ import numpy as np
 
 from megapar.checkpoint.format import checkpoint_folders, find_complete
 from megapar.data.indexed import IndexedWriter
-from megapar.step import step
+from megapar.step import divisors
 from tests.support import program
 from tests.support.program import Ended, Program
 from tests.support.progress import CAP_SECONDS
@@ -74,14 +74,14 @@ def on_rank(rank: int, at: int, act: Callable[[Any], None]) -> Callable[[], None
     """Plants `act(ctx)` at the beginning of step `at` (counted from 0) on one rank."""
 
     def plant() -> None:
-        real = step.count_targets
+        real = divisors.count_targets
 
         def count_targets(batches: Any, ctx: Any) -> Any:
             if ctx.world.rank == rank and ctx.flight.step == at + 1:
                 act(ctx)
             return real(batches, ctx)
 
-        step.count_targets = count_targets
+        divisors.count_targets = count_targets
 
     return plant
 

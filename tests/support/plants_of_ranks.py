@@ -20,7 +20,7 @@ from megapar.declare.batch import MicroBatch
 from megapar.linear import function as linear
 from megapar.linear.main_grad import WeightGradientQueue
 from megapar.pipeline.runtime import PipelineRuntime
-from megapar.step import step
+from megapar.step import divisors
 from megapar.tensor_parallel import layers, regions
 from megapar.train import trainer
 
@@ -123,7 +123,7 @@ def local_divisor(patch: Patch, rank: int) -> None:
 
         return count
 
-    patch(step, "count_targets", wrap)
+    patch(divisors, "count_targets", wrap)
 
 
 def same_samples(patch: Patch, rank: int) -> None:
