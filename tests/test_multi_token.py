@@ -1,5 +1,6 @@
 """Multi-token prediction: losses and gradients of a plain version, in every layout, and where tokens end."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -8,8 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megapar_models.build import build_stages
+from megapar_models.build import build_stages, stage_layers
+from megapar_models.counts import WholeModel, mtp_cost
 from megapar_models.registry import validate
+from megapar_tools.plan import explain, hardware
+from megapar_tools.plan.target import with_planned_kernels
 from megapar_tools.verify import logical
 from torch import Tensor
 
@@ -24,8 +28,9 @@ from megapar.step.step import train_step
 from megapar.train.saver import Saver
 from megapar.train.trainer import start
 from tests.support import close
-from tests.support.grid import LATENT, Layout, check_on_ranks, make_context, make_state, micro_batches
+from tests.support.grid import LATENT, LLAMA, Layout, check_on_ranks, make_context, make_state, micro_batches
 from tests.support.multi_token import MODEL, OTHER, plain_losses
+from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
 
 ONE = Layout(MODEL, micro_batch_size=12, zero_stage=0)
@@ -225,6 +230,51 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in found)
     assert torch.equal(again.tallies["expert"], straight.tallies["expert"])
     assert len(again.tallies["expert"]) == 4
+
+
+# Counts and plans
+
+
+def test_flops_are_those_of_a_layer_more_with_its_projection_and_a_second_head() -> None:
+    model = Layout(replace(MODEL, num_nextn_predict_layers=1)).config().model
+    length = 24
+    with_one, without = WholeModel(model), WholeModel(replace(model, num_nextn_predict_layers=0))
+    shapes = {name: piece.shape for name, piece in with_one.tensors().items()}
+    layer = sum(math.prod(shape) for name, shape in shapes.items() if "layers.1." in name and len(shape) == 2)
+    joined = 2 * model.hidden_size**2
+    head = model.vocab_size * model.hidden_size
+    attention = without.products_of_layers(length)[0]
+    more = with_one.flops_per_token(length) - without.flops_per_token(length)
+    assert more == 6 * (layer + joined + head) + 3 * attention
+    assert mtp_cost(with_one, length) == layer + joined + head + 3 * model.hidden_size + attention / 2 + _biases(shapes)
+    # The trunk and the main head have none of their own if the further layers alone are trained.
+    alone = with_one.flops_per_token(length, ("layers.2.*",))
+    frozen = without.flops_per_token(length, ("nothing",))
+    assert alone == frozen + 4 * head + 6 * (layer + joined) + 3 * attention
+    detached = WholeModel(replace(model, mtp_detach=True)).flops_per_token(length)
+    assert with_one.flops_per_token(length) - detached == 2 * head
+
+
+def _biases(shapes: Mapping[str, Any]) -> int:
+    return sum(shape[0] for name, shape in shapes.items() if "layers.1." in name and len(shape) == 1)
+
+
+def test_balanced_stages_leave_the_last_one_room_for_further_layers() -> None:
+    wide = replace(MODEL, num_hidden_layers=8)
+    sizes = {}
+    for depths in (0, 2):
+        config = Layout(replace(wide, num_nextn_predict_layers=depths), pp=2).config()
+        sizes[depths] = [len(layers) for layers in stage_layers(config)]
+    assert sizes[0] == [4, 4]
+    assert sizes[2] == [6, 2]
+
+
+def test_a_plan_tells_the_share_of_further_layers() -> None:
+    config = with_planned_kernels(Layout(MODEL, pp=2).config())
+    machine = hardware.load("h100-80g")
+    (line,) = explain.mtp_in_words(config, PARTS, machine, 1.0)
+    assert line.startswith("2 layers of multi-token prediction, with the head: ")
+    assert not [*explain.mtp_in_words(Layout(LLAMA).config(), PARTS, machine, 1.0)]
 
 
 # Refusals

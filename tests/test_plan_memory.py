@@ -50,6 +50,7 @@ from tests.support.grid import (
     Layout,
     name,
 )
+from tests.support.multi_token import MODEL as MTP
 from tests.support.plans import PARTS
 from tests.support.source_tree import ROOT
 from tests.support.streamed import MODELS as STREAMED
@@ -148,6 +149,10 @@ LAYOUTS = [
     Layout(gemma4.MIXTURE, tp=2, sequence_parallel=True, pp=2, recompute="light"),
     Layout(gemma4.MODEL, pp=3, vpp=2, schedule="interleaved", recompute="full"),
     Layout(gemma4.MIXTURE, pp=2, schedule="zb-h1", recompute="all_but_attention", dp=2, zero_stage=2),
+    Layout(MTP, pp=2, tp=2, sequence_parallel=True),
+    Layout(MTP, pp=2, dp=2, zero_stage=3, recompute="full"),
+    Layout(MTP, cp=2, pp=2, schedule="zb-h1", recompute="selective"),
+    Layout(MTP, dp=2, zero_stage=2, recompute="all_but_attention", layers=("1", "3")),
 ]
 
 

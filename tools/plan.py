@@ -186,6 +186,7 @@ def sizes_of(config: Config) -> tuple[Sizes, str, float]:
             experts += count
             token_share = float(spec.token_share)
     number = model.num_hidden_layers
+    all_layers = model.all_layers  # those of multi-token prediction are counted as others are
     end = float(model.vocab_size * model.hidden_size)
     of_model = HeadSizes(model.num_attention_heads, model.num_key_value_heads, model.key_width, model.value_width)
     stage = find(model.family).stage
@@ -194,7 +195,7 @@ def sizes_of(config: Config) -> tuple[Sizes, str, float]:
     padded = [2 * max(h.head_dim, h.value_dim) / (h.head_dim + h.value_dim) for h in heads]
     attention = sum(map(operator.mul, padded, whole.products_of_layers(config.train.seq_length))) / number
     sizes = Sizes(
-        *(layers / number, experts / number, token_share, end, model.tie_word_embeddings, attention),
+        *(layers / all_layers, experts / all_layers, token_share, end, model.tie_word_embeddings, attention),
         queries=sum(h.query_heads * h.head_dim for h in heads) / number,
         keys_values=sum(h.kv_heads * (h.head_dim + h.value_dim) for h in heads) / number,
         outputs=sum(h.query_heads * h.value_dim for h in heads) / number,
@@ -381,6 +382,7 @@ def explained(
     files = explain.draw(time, number, title, Path())
     write(console, ["", f"row {number}: {layout_in_flags(row)}"])
     write(console, explain.seconds_in_words(time))
+    write(console, explain.mtp_in_words(config, planner.parts, machine, time.seconds))
     console.print(explain.layer_table(layers, time.seconds))
     console.print(explain.bytes_by_rank(reports))
     console.print(explain.traffic_table(traffic))

@@ -22,7 +22,7 @@ from megapar.linear.torch_products import TORCH_PRODUCTS, TorchProducts
 from megapar.pipeline.partition import explicit, partition, split_finely
 from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar.system.device import kernels_of
-from megapar_models.counts import WholeModel, size_and_flops
+from megapar_models.counts import WholeModel, mtp_cost, size_and_flops
 from megapar_models.factory import initializations
 from megapar_models.fp8_matrices import Fp8Matrices
 from megapar_models.registry import find, find_number_format, find_objective, kinds_of
@@ -190,8 +190,8 @@ def whole_model(config: Config) -> WholeModel:
 def stage_layers(config: Config, whole: Callable[[Config], WholeModel] = whole_model) -> list[range]:
     """The layers of each of the pp * vpp stages: those of `parallel.partition`, or a split of balanced cost.
 
-    The cost is in multiplications per token. Head and loss count on the last stage. The embedding's lookup is nearly
-    free. `whole` returns the model of which the costs are counted.
+    The cost is in multiplications per token. Head, loss and layers of multi-token prediction count on the last stage.
+    The embedding's lookup is nearly free. `whole` returns the model of which the costs are counted.
     """
     model = config.model
     parallel = config.parallel
@@ -200,8 +200,10 @@ def stage_layers(config: Config, whole: Callable[[Config], WholeModel] = whole_m
         return explicit(parallel.partition)
     if num_stages == 1:
         return [range(model.num_hidden_layers)]  # without building the model to count its costs
-    layers = whole(config).layer_costs(config.train.seq_length)
-    return partition(layers, float(model.hidden_size), float(model.head_rows * model.hidden_size), num_stages)
+    counted = whole(config)
+    length = config.train.seq_length
+    last = float(model.head_rows * model.hidden_size) + mtp_cost(counted, length)
+    return partition(counted.layer_costs(length), float(model.hidden_size), last, num_stages)
 
 
 class StageBuilder:
@@ -240,7 +242,7 @@ class StageBuilder:
             around = [(kind, bundle.at(number), bundle.at(number + 1)) for number, kind in enumerate(kinds)]
             kinds = [around.index(one) for one in around]
             if train.fp8_skip:
-                formats = fp8_matrices(config).by_layer()
+                formats = fp8_matrices(config).by_layer()[: len(kinds)]
                 pairs = list(zip(kinds, formats, strict=True))
                 kinds = [pairs.index(pair) for pair in pairs]
             self._kinds[decides] = kinds

@@ -92,13 +92,13 @@ class WholeModel:
         """
         tensors: list[set[tuple[str, Sequence[int]]]] = [set() for _ in range(self.model.num_hidden_layers)]
         for name, (piece, _) in self.declarations.items():
-            layer = self._depth(name)
+            layer = _depth(self.model, name)
             if 0 <= layer < len(tensors):
                 tensors[layer].add((name.removeprefix(f"layers.{layer}."), piece.shape))
         declared = [self._stage.layer_kind(self.model, layer) for layer in range(len(tensors))]
         modules: list[list[tuple[str, type, object]]] = [[] for _ in tensors]
         for name, module in self._stage.layers.named_modules(prefix="layers"):
-            layer = self._depth(name) if name != "layers" else -1
+            layer = _depth(self.model, name) if name != "layers" else -1
             if 0 <= layer < len(modules):
                 inside = name.removeprefix(f"layers.{layer}")
                 modules[layer].append((inside, type(module), getattr(module, "products", None)))
@@ -109,7 +109,7 @@ class WholeModel:
         """For each layer the multiplications of one token's forward pass, each with its addition. Lookups have none."""
         costs = [flops / 2 for flops in self.products_of_layers(seq_length)]
         for name, (piece, spec) in self.declarations.items():
-            layer = self._depth(name)
+            layer = _depth(self.model, name)
             if 0 <= layer < len(costs) and not piece.grows:
                 costs[layer] += float(torch.Size(piece.shape).numel() * spec.token_share)
         return costs
@@ -127,23 +127,27 @@ class WholeModel:
         trained parameter, and for all products of this layer. Layers before it need none.
         """
         layers = self.model.num_hidden_layers
+        further = self.model.num_nextn_predict_layers
         trained: set[str] = set()
         for param in self._stage.parameters():
             spec = spec_of(param)
             if param.requires_grad and selected(spec, trainable):  # a model may freeze a parameter of its own
                 trained.update(piece.name for piece in spec.pieces)
-        first = min((self._depth(name) for name in trained), default=layers + 2)
+        first = min((_depth(self.model, name) for name in trained), default=layers + further + 2)
         # A tied head is listed as the embedding.
         head = next(name for name in (*_HEADS, "embedding.weight") if name in self.declarations)
         total = Fraction(0)
         for name, (piece, spec) in self.declarations.items():
             if len(piece.shape) != 2 or piece.grows or name in ("positions.weight", *_HEADS):
                 continue
-            passes = _passes(input_gradient=first <= self._depth(name), weight_gradient=name in trained)
+            passes = _passes(input_gradient=first <= _depth(self.model, name), weight_gradient=name in trained)
             total += 2 * passes * torch.Size(piece.shape).numel() * spec.token_share
-        # The head is alone at its depth: its input needs a gradient only if a parameter before it is trained.
-        passes = _passes(input_gradient=first <= layers, weight_gradient=head in trained)
-        total += 2 * passes * torch.Size(self.declarations[head][0].shape).numel()
+        # The input of the head needs a gradient only if a parameter before it is trained. Each layer of multi-token
+        # prediction has a product of its own with the head.
+        for depth in range(layers, layers + 1 + further):
+            trains = head in trained and not (depth > layers and self.model.mtp_detach)
+            passes = _passes(input_gradient=first <= depth, weight_gradient=trains)
+            total += 2 * passes * torch.Size(self.declarations[head][0].shape).numel()
         for depth, flops in self._products(seq_length):
             total += 3 * flops if first <= depth else flops
         return round(total)  # a whole number: each layer has num_experts_per_tok times an expert's FLOPs
@@ -153,7 +157,7 @@ class WholeModel:
         for name, module in self._stage.named_modules():
             declared = getattr(module, "flops_per_token", None)
             if declared is not None:
-                yield self._depth(name), declared(seq_length)
+                yield _depth(self.model, name), declared(seq_length)
 
     def products_of_layers(self, seq_length: int) -> list[int]:
         """The FLOPs of one token's forward pass through each layer, as its modules declare them."""
@@ -163,16 +167,19 @@ class WholeModel:
                 layers[depth] += flops
         return layers
 
-    def _depth(self, name: str) -> int:
-        """The place of a tensor or module in the forward pass: its layer, -1 before the layers, or after them their
-        number and more."""
-        layers = self.model.num_hidden_layers
-        module, _, rest = name.partition(".")
-        if module == "layers":
-            return int(rest.partition(".")[0])
-        # A name that is not known here counts as one before the layers: the count is then never too small.
-        ends = ("stream_end", "norm", "project_out")
-        return {**dict.fromkeys(ends, layers), "head": layers + 1, "score": layers + 1}.get(module, -1)
+
+def mtp_cost(whole: WholeModel, seq_length: int) -> float:
+    """The multiplications of one token's forward pass in layers of multi-token prediction, with the head after each."""
+    model = whole.model
+    layers = model.num_hidden_layers
+    heads = model.num_nextn_predict_layers * model.head_rows * model.hidden_size
+    products = sum(flops / 2 for depth, flops in whole._products(seq_length) if layers < depth <= model.all_layers)
+    weights = (
+        torch.Size(piece.shape).numel() * spec.token_share
+        for name, (piece, spec) in whole.declarations.items()
+        if layers < _depth(model, name) <= model.all_layers
+    )
+    return float(heads + products + sum(weights))
 
 
 def training_state(whole: WholeModel) -> dict[str, tuple[Sizes, torch.dtype]]:
@@ -183,6 +190,20 @@ def training_state(whole: WholeModel) -> dict[str, tuple[Sizes, torch.dtype]]:
         if spec is not None and spec.training_state:
             found[spec.name] = (spec.pieces[0].shape, buffer.dtype)
     return found
+
+
+def _depth(model: ModelConfig, name: str) -> int:
+    """The place of a tensor or module in the forward pass: its layer, -1 before the layers, or after them their
+    number and more. The norm has their number, layers of multi-token prediction those behind it, then the head."""
+    layers, end = model.num_hidden_layers, model.all_layers + 1
+    module, _, rest = name.partition(".")
+    if module == "layers":
+        number = int(rest.partition(".")[0])
+        return number if number < layers else number + 1
+    if module == "mtp":
+        return layers + 1 + int(rest.split(".")[1])  # mtp.depths.0
+    # A name that is not known here counts as one before the layers: the count is then never too small.
+    return {"stream_end": layers, "norm": layers, "project_out": layers, "head": end, "score": end}.get(module, -1)
 
 
 def _everywhere(option: str, patterns: Sequence[str], text: str) -> ConfigError:

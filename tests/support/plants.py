@@ -34,6 +34,16 @@ _SIZES: dict[str, Any] = {
 }
 _DENSE = LlamaModel(**_SIZES, family="llama", num_hidden_layers=4, qk_norm=True)
 _EXPERTS = MoEConfig(num_experts=5, moe_intermediate_size=40, router_aux_loss_coef=0.05, router_z_loss_coef=0.01)
+_LATENT = DeepseekModel(
+    **{**_SIZES, "num_key_value_heads": 0, "head_dim": 6},
+    family="deepseek",
+    num_hidden_layers=2,
+    q_lora_rank=20,
+    kv_lora_rank=16,
+    qk_nope_head_dim=12,
+    v_head_dim=8,
+    moe=DeepseekExperts(num_experts=5, moe_intermediate_size=24, first_k_dense_replace=1),
+)
 MODELS = {
     "dense": _DENSE,
     "six-layers": replace(_DENSE, num_hidden_layers=6),
@@ -41,16 +51,8 @@ MODELS = {
     "tied": replace(_DENSE, tie_word_embeddings=True),
     "experts": MixtralModel(**_SIZES, family="mixtral", num_hidden_layers=2, moe=_EXPERTS),
     "windows": GptOssModel(**_SIZES, family="gpt_oss", num_hidden_layers=2, sliding_window=7, moe=_EXPERTS),
-    "latent": DeepseekModel(
-        **{**_SIZES, "num_key_value_heads": 0, "head_dim": 6},
-        family="deepseek",
-        num_hidden_layers=2,
-        q_lora_rank=20,
-        kv_lora_rank=16,
-        qk_nope_head_dim=12,
-        v_head_dim=8,
-        moe=DeepseekExperts(num_experts=5, moe_intermediate_size=24, first_k_dense_replace=1),
-    ),
+    "latent": _LATENT,
+    "multi-token": replace(_LATENT, num_nextn_predict_layers=1),
     "dropout": GPTModel(
         family="gpt",
         hidden_size=48,
@@ -126,6 +128,10 @@ def _has_attention_dropout(model: ModelConfig) -> bool:
 
 def _has_window(model: ModelConfig) -> bool:
     return bool(getattr(model, "sliding_window", 0))
+
+
+def _predicts_further(model: ModelConfig) -> bool:
+    return model.num_nextn_predict_layers > 0
 
 
 def _has_latents(model: ModelConfig) -> bool:
@@ -208,6 +214,14 @@ PLANTS = (
         _has_six_layers,
     ),
     Plant("cp-positions-local", "positions counted from 0 on each rank", ("cp2",), layers.positions_from_zero),
+    Plant(
+        "mtp-targets-rolled",
+        "tokens further ahead rolled over the end of a rank's positions",
+        ("cp2,gather",),
+        layers.later_tokens_rolled,
+        "multi-token",
+        _predicts_further,
+    ),
     Plant("cp-mask-contiguous", "mask of a rank with one run of positions", ("cp2,gather",), layers.contiguous_chunks),
     Plant("cp-key-gradients-local", "keys' gradients not summed over cp", ("cp2,gather",), layers.key_gradients_kept),
     Plant("ring-direction-wrong", "keys taken for those of the next rank", ("cp3,ring",), layers.other_direction),

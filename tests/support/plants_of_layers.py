@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from megapar_models import multi_token
 
 from megapar.comm import collectives
 from megapar.comm.axis import Axis
@@ -37,6 +38,19 @@ def positions_from_zero(patch: Patch, rank: int) -> None:
         return columns
 
     patch(MicroBatch, "columns", wrap)
+
+
+def later_tokens_rolled(patch: Patch, rank: int) -> None:
+    """Take for a token further ahead what stands so many columns on among those of the rank."""
+
+    def wrap(original: Any) -> Callable[..., MicroBatch]:
+        def rolled(batch: MicroBatch, tokens: int) -> MicroBatch:
+            tokens_bs, targets_bs = (batch.tokens_bs.roll(-n, 1) for n in (tokens, tokens + 1))
+            return replace(original(batch, tokens), tokens_bs=tokens_bs, targets_bs=targets_bs)
+
+        return rolled
+
+    patch(multi_token, "ahead", wrap)
 
 
 def contiguous_chunks(patch: Patch, rank: int) -> None:

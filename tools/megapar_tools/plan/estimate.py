@@ -353,7 +353,7 @@ class _StateEstimates:
     def of(self, grid: Candidate, zero_stage: int, shard_ranks: int) -> _State:
         """What weights, gradients and optimizer state need on the first or the last pipeline rank."""
         sizes = self.sizes
-        layers = self.config.model.num_hidden_layers / grid.pp
+        layers = self.config.model.all_layers / grid.pp
         ends = sizes.end
         if grid.pp == 1 and not sizes.tied:
             ends = 2 * sizes.end
@@ -436,7 +436,7 @@ class Estimator:
                 for recompute, recomputed in part.recomputes:
                     layout = sized._replace(recompute=recompute, recompute_layers=recomputed)
                     forward, backward, kept_by_layer = self._recomputed(layout, layer)
-                    kept_by_rank = self.config.model.num_hidden_layers / grid.pp * kept_by_layer
+                    kept_by_rank = self.config.model.all_layers / grid.pp * kept_by_layer
                     threshold = best.threshold(layout)
                     # Millions of layouts come by here, so nothing is called or made for those that do not fit.
                     for pipeline, layers in pipelines:
@@ -506,7 +506,7 @@ class Estimator:
 
     def _layers_of_rank(self, pp: int, vpp: int) -> float:
         """The layers of the slowest rank. The head counts as the layers that it is as large as."""
-        layers = self.config.model.num_hidden_layers
+        layers = self.config.model.all_layers
         active = self.sizes.layer + self.sizes.experts * self.sizes.expert_share
         whole = layers + self.sizes.end / active
         stages = pp * vpp

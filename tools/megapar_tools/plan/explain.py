@@ -1,10 +1,11 @@
 """Explains one layout: the bytes of its ranks, the time of its layers, what each axis sends over which link, and the
 timeline of a step."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.table import Table
 
 from megapar.base.errors import storing
 from megapar.config.derive import num_microbatches
-from megapar.config.messages import first_few
+from megapar.config.messages import counted, first_few
 from megapar.config.options import Config
 from megapar.launch.grid import grid_of
 from megapar.pipeline.schedules import placement
@@ -20,7 +21,8 @@ from megapar_tools.plan.durations import duration
 from megapar_tools.plan.hardware import Hardware
 from megapar_tools.plan.memory import RankReport
 from megapar_tools.plan.network import Network
-from megapar_tools.plan.parts import Parts
+from megapar_tools.plan.parts import LAST, Parts
+from megapar_tools.plan.recorded import kept_by_stage
 from megapar_tools.plan.stage_works import stages_of
 from megapar_tools.plan.step_time import StepTime
 from megapar_tools.plan.work import Started
@@ -192,6 +194,28 @@ def seconds_in_words(time: StepTime) -> Iterator[str]:
     kinds["idle in the pipeline"] = time.idle_share * time.seconds
     for name, seconds in sorted(kinds.items(), key=lambda item: -item[1]):
         yield f"  {name:24} {1e3 * seconds:12,.1f} ms  {seconds / time.seconds:6.1%}"
+
+
+def mtp_in_words(config: Config, parts: Parts, hardware: Hardware, step_seconds: float) -> Iterator[str]:
+    """Yield a line about the layers of multi-token prediction, if there are any. `config` is as in `layer_times`."""
+    depths = config.model.num_nextn_predict_layers
+    if not depths:
+        return
+    network = Network(grid_of(config), hardware)
+    without = replace(config, model=replace(config.model, num_nextn_predict_layers=0))
+    busy, kept, size = [], [], []
+    for each in (config, without):
+        ctx = parts.context(each, 0)
+        recording = parts.recording(each, ctx, LAST)
+        busy.append(sum(duration((*recording.forward, *recording.backward), hardware, network).busy.values()))
+        kept.append(kept_by_stage([recording.kept], has_first=False, has_layers=False).total())
+        size.append(sum(math.prod(p.shape) for p in parts.structure(each, ctx, LAST).params))
+    seconds = (busy[0] - busy[1]) * num_microbatches(config)
+    yield (
+        f"{counted(depths, 'layer')} of multi-token prediction, with the head: {1e3 * seconds:,.1f} ms of the last "
+        f"rank's kernels ({seconds / step_seconds:.1%} of the step), {(kept[0] - kept[1]) / _GIB:.2f} GiB kept by a "
+        f"micro-batch, {size[0] - size[1]:,} parameters on a rank, its copy of the embedding among them"
+    )
 
 
 def draw(time: StepTime, number: int, title: str, folder: Path) -> list[Path]:

@@ -195,7 +195,10 @@ def _random_batch(config: Config, declared: Declared, on: torch.device) -> Micro
     batch = MicroBatch.of_samples(tokens[:, :length], *next_tokens, torch.arange(samples), later_targets=later)
     if declared.divided_by == "pairs":
         batch = batch.with_pairs()
-    return batch.to(on)
+    batch = batch.to(on)
+    if targets > 1:  # losses of further tokens are computed in training alone
+        batch.scope.grad_scale = torch.ones((), device=on)
+    return batch
 
 
 def _seconds(run: Callable[[], None], on: torch.device) -> float:

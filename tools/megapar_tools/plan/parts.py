@@ -308,6 +308,9 @@ class Parts:
         decides: tuple[Hashable, ...] = (train.micro_batch_size, train.seq_length, ctx.cp.size)
         if part == LAST:
             decides = (*decides, config.kernels.loss_chunk, train.z_loss, train.objective)
+            if config.model.num_nextn_predict_layers:  # its layers are recomputed as others are
+                recomputed = (train.recompute, train.recompute_layers, train.offload)
+                decides = (*decides, *recomputed, config.parallel.cp_attention)
         elif isinstance(part, LayerPart):
             # Which layers full recomputes, the part says.
             mode = "none" if train.recompute in BY_LAYER and not part.recomputed else train.recompute
