@@ -47,7 +47,7 @@ def config_of(name: str, **layout: int) -> Config:
     case = FOLDERS[name]
     if case["kind"] == "deepseek_v3":
         fields = {key: value for key, value in LATENT.items() if key != "head_dim"}
-        model: Any = from_hugging_face(fields)
+        model: Any = replace(from_hugging_face(fields), num_nextn_predict_layers=0)
         coef = type(model.moe)().router_aux_loss_coef
         moe = replace(model.moe, balance="bias", router_bias_update_rate=0.0, router_aux_loss_coef=coef)
         return going_on.config_of(replace(model, moe=moe), SAMPLES, LENGTH, **layout)
@@ -122,7 +122,7 @@ def test_training_here_goes_on_with_torchtitan(name: str, tmp_path: Path) -> Non
 
 def plain_config(model_type: str, **fields: Any) -> Config:
     model = from_hugging_face({"model_type": model_type, **FIELDS, **fields})
-    return whole_config(model)
+    return whole_config(replace(model, num_nextn_predict_layers=0))
 
 
 MIXTURE = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 8}

@@ -26,7 +26,7 @@ from megapar_models.convert.exported import buffer_shapes, dtypes_of, found_in_f
 from megapar_models.convert.formats.command import AnyToNative, from_native, require_read, to_native
 from megapar_models.convert.formats.detect import is_hugging_face, is_native
 from megapar_models.convert.huggingface import native_tensor, their_tensor, write_model
-from megapar_models.convert.other_parts import listed, open_text, source_of_parts
+from megapar_models.convert.other_parts import listed, open_text, source_of_parts, with_stored_layers
 from megapar_models.convert.parity import (
     check_transformers,
     megatron_reference,
@@ -88,6 +88,8 @@ class HfToNative:
     accept_fields: tuple[str, ...] = ()
     """Names of fields of config.json to accept though they are unknown here: they do not change what the model
     computes."""
+    mtp: bool = True
+    """Read layers of multi-token prediction, if the files have any; --no-mtp leaves them out."""
     verify: bool = True
     """Compare logits with transformers, which loads the whole model twice; --no-verify needs memory for a tensor."""
     shard_bytes: int = SHARD_BYTES
@@ -189,14 +191,15 @@ def hf_to_native(options: HfToNative) -> None:
     src = source.folder
     copied = files_inside(src, (HF_CONFIG, *TOKENIZER_FILES))
     raw = read_object(src / HF_CONFIG)
-    config = whole_config(from_hugging_face(raw, options.family, options.accept_fields))
-    for line in warnings_of(raw, options.family):
+    stated = from_hugging_face(raw, options.family, options.accept_fields)
+    stated, lines = with_stored_layers(src, raw, stated, mtp=options.mtp)
+    config = whole_config(stated)
+    for line in (*warnings_of(raw, options.family), *lines):
         print(f"warning: {line}", file=sys.stderr)
     buffers = buffer_shapes(config.model)
     shapes = native_shapes(config.model) | buffers
     wanted = hf_recipes(config.model)
-    weights = open_text(src, raw, config.model)
-    weights.check(wanted, names_of(config.model).tied if config.model.tie_word_embeddings else {})
+    weights = open_text(src, raw, config.model, wanted)
     for line in listed(src, raw, config.model):
         print(line, file=sys.stderr)
     dtype, found_fp32 = dtypes_of(weights, wanted, config.model)
@@ -258,17 +261,22 @@ def native_to_hf(options: NativeToHf) -> None:
     found_fp32 = parts.found_fp32 if parts else found_in_fp32((options.src, origin))
     infos = hf_infos(config.model, dtype, found_fp32)
     plan = parts.plan(infos) if parts else infos
+    copies = names_of(config.model).mtp_copies(config.model)
+    plan |= {copy: infos[original] for copy, original in copies.items()}
     raw = with_dtype(parts.raw if parts else {**raw, "torch_dtype": ""}, dtype)
 
     def make(name: str) -> Tensor:
         return their_tensor(options.src, manifest, wanted[name], infos[name].dtype)
+
+    def tensor(name: str) -> Tensor:
+        return parts.tensor(name, make) if parts else make(name)
 
     with new_folder(options.dst, sum(info.nbytes for info in plan.values())) as folder:
         with progress(len(plan)) as advance:
             write_model(
                 folder,
                 plan,
-                lambda name: advance(parts.tensor(name, make) if parts else make(name)),
+                lambda name: advance(tensor(copies.get(name, name))),
                 shard_bytes=options.shard_bytes,
             )
         write_json(folder / HF_CONFIG, raw)

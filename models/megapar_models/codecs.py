@@ -58,6 +58,24 @@ class ZeroAsNull(Codec):
 
 
 @dataclass(frozen=True)
+class FurtherTokens(Codec):
+    """The number of layers of multi-token prediction. What a folder holds goes before it (`convert.other_parts`)."""
+
+    field: str = "num_nextn_predict_layers"
+    alias: str = ""
+    """Another name of the field, which is read too."""
+    absent: int = 0
+    """transformers' number, if the field is absent."""
+
+    def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
+        stated = raw.get(self.field, raw.get(self.alias, self.absent))
+        return {"num_nextn_predict_layers": stated or 0}, []
+
+    def write(self, model: Any, fields: dict[str, Any]) -> None:
+        fields[self.field] = model.num_nextn_predict_layers
+
+
+@dataclass(frozen=True)
 class Always(Codec):
     """Options with the same values in every model, which have no fields. Heads are together as wide as the model."""
 

@@ -144,6 +144,12 @@ class HuggingFace:
     """The rotary pairs of our modules that theirs store beside each other."""
     ignored: Callable[[Raw], Collection[str]] = _nothing_ignored
     """Beginnings of the names of tensors left out, such as `mtp.`: those of other parts than the language model."""
+    mtp_names: Callable[[Any], Mapping[str, str]] = _no_modules
+    """Beginnings of names by `modules` of tensors of multi-token prediction, each with that in files, by the model's
+    options. The first that fits a name counts."""
+    mtp_copies: Callable[[Any], Mapping[str, str]] = _no_modules
+    """Copies of other tensors that files hold for layers of multi-token prediction, each with its original. A file may
+    lack them, and must not hold others. An export writes them."""
     base_prefix: str = ""
     """The prefix missing from tensor names if a model was saved without its head."""
 

@@ -2,9 +2,9 @@
 
 Layer k of them, counted from 0, reads what layer k - 1 gives for a position, and the token k + 1 positions ahead. Its
 loss is of the token k + 2 positions ahead, through the model's own head (DeepSeek-V3, arXiv 2412.19437, equations 21 to
-25). With h the hidden states of the model, after its last norm as Megatron-LM, vLLM and SGLang have them:
+25). With h the hidden states of the model behind its last norm, as in Megatron-LM, transformers and vLLM:
 
-    x = W [norm(embedding of the token); norm(h)]    h = layer(x)    logits = head(norm(h))
+    x = W [norm(embedding of the token); norm(h)]    h = norm(layer(x))    logits = head(h)
 
 Both tokens are data (`megapar.declare.batch.ahead`): nothing is shifted at the end of a document, of a
 context-parallel rank's positions, or of a micro-batch. The layers belong to the last pipeline stage.
@@ -46,8 +46,6 @@ class MTPRule:
     """What each of them is made of."""
     hidden_first: bool = False
     """Whether the hidden states stand before the embedding where both are joined."""
-    hands_on_normed: bool = False
-    """Whether the next of these layers reads hidden states after the norm before the head, or those before it."""
 
 
 def added_losses(model: ModelConfig) -> tuple[AddedLoss, ...]:
@@ -84,18 +82,16 @@ class PredictionLayer(nn.Module):
         self.layer = make_layer(number, rule.kind)
         self.shared_head_norm = factory.norm(f"{name}.shared_head_norm", width, rule.kind.norm)
 
-    def forward(
-        self, embedded_sbh: Tensor, hidden_sbh: Tensor, context: ForwardContext, rule: Recompute
-    ) -> tuple[Tensor, Tensor]:
-        """Return what the next of these layers reads, and the input of the head. `rule` is that of recomputation."""
+    def forward(self, embedded_sbh: Tensor, hidden_sbh: Tensor, context: ForwardContext, rule: Recompute) -> Tensor:
+        """Return the input of the head, which the next of these layers reads too. `rule` is that of recomputation."""
         both = [self.enorm(embedded_sbh), self.hnorm(hidden_sbh)]
         x_sbh = self.eh_proj(torch.cat(both[::-1] if self.rule.hidden_first else both, dim=-1))
         again, offloads = rule.layer(self.number), rule.offloads(self.number)
         x_sbh = recompute.run(
             again, self.layer, x_sbh, context, keeps_attention=rule.keeps_attention, offloads=offloads
         )
-        normed_sbh = self.shared_head_norm(x_sbh)
-        return normed_sbh if self.rule.hands_on_normed else x_sbh, normed_sbh
+        normed_sbh: Tensor = self.shared_head_norm(x_sbh)
+        return normed_sbh
 
 
 class SharedEnds(Protocol):
@@ -133,25 +129,33 @@ class MultiToken(nn.Module):
 
         `normed_sbh` are the hidden states after the model's last norm.
         """
-        rule = ends.layers.rule
-        tables = {} if self.rotary is None else {self.rotary: self.rotary.tables(batch)}
         hidden_sbh = normed_sbh
-        with recompute.light(rule.mode == "light"):
-            for depth, layer in enumerate(self.depths, 1):
-                # So the tokens of this layer weigh in the balance of its experts as in its loss.
+        with recompute.light(ends.layers.rule.mode == "light"):
+            for depth in range(1, 1 + len(self.depths)):
                 later = ahead(batch, depth)
-                context = ForwardContext(later, tables, ends.seed, rule.attention())
-                embedded_sbh = ends.embed(context)
-                if self.detach:
-                    embedded_sbh = embedded_sbh.detach()
-                hidden_sbh, output_sbh = layer(embedded_sbh, hidden_sbh, context, rule)
-                loss = add_loss(loss, self._loss(output_sbh, later.targets(), ends), batch, _name(depth))
+                hidden_sbh = self.hidden_states(depth - 1, hidden_sbh, later, ends)
+                loss = add_loss(loss, self._loss(hidden_sbh, later.targets(), ends), batch, _name(depth))
         return loss
 
-    def _loss(self, output_sbh: Tensor, targets: Targets, ends: SharedEnds) -> Tensor:
+    def hidden_states(self, depth: int, hidden_sbh: Tensor, later: MicroBatch, ends: SharedEnds) -> Tensor:
+        """Return the input of the head of layer `depth`, counted from 0, from what the layer before it gives.
+
+        `later` has the tokens depth + 1 positions ahead. Their weights are those of this layer's loss, and so of the
+        loss that balances its experts.
+        """
+        rule = ends.layers.rule
+        tables = {} if self.rotary is None else {self.rotary: self.rotary.tables(later)}
+        context = ForwardContext(later, tables, ends.seed, rule.attention())
+        embedded_sbh = ends.embed(context)
+        if self.detach:
+            embedded_sbh = embedded_sbh.detach()
+        given_sbh: Tensor = self.depths[depth](embedded_sbh, hidden_sbh, context, rule)
+        return given_sbh
+
+    def _loss(self, hidden_sbh: Tensor, targets: Targets, ends: SharedEnds) -> Tensor:
         """The sum of weight * cross entropy of the targets, 0-d fp32."""
         head: Tensor = ends.head
         bias: Tensor | None = ends.head_bias
         if self.detach:
             head, bias = head.detach(), None if bias is None else bias.detach()
-        return (ends.head_rule.token_losses(output_sbh, head, bias, targets) * targets.weights_bs.t()).sum()
+        return (ends.head_rule.token_losses(hidden_sbh, head, bias, targets) * targets.weights_bs.t()).sum()

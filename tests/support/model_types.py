@@ -1106,7 +1106,6 @@ TYPES: dict[str, ModelTypeCase] = {
         model_type="deepseek_v3",
         fields=DEEPSEEK_V3,
         layout={"tp": 2, "pp": 2},
-        unread=("num_nextn_predict_layers",),
         changes=(
             *(
                 {"rms_norm_eps": 1e-2},
@@ -1134,7 +1133,6 @@ TYPES: dict[str, ModelTypeCase] = {
         model_type="deepseek_v3",
         fields={**DEEPSEEK_V3, "q_lora_rank": None, "norm_topk_prob": False},
         layout={"tp": 2, "sequence_parallel": True},
-        unread=("num_nextn_predict_layers",),
     ),
     "deepseek_v2": ModelTypeCase(
         model_type="deepseek_v2",
@@ -1366,7 +1364,6 @@ TYPES: dict[str, ModelTypeCase] = {
             **{"routed_scaling_factor": 1.5, "num_mtp_layers": 0},
         },
         layout={"tp": 2, "ep": 2, "etp": 1},
-        unread=("num_nextn_predict_layers",),
         changes=(
             {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
             {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}},

@@ -9,6 +9,7 @@ from megapar_models.families.llama import LLAMA as LLAMA_FAMILY
 from megapar_models.families.llama import LlamaModel, LlamaStage
 from megapar_models.multi_token import MTPRule
 from megapar_models.reference import Tensors, attention, mlp, rms_norm
+from megapar_models.stage import Stage as ModelStage
 from torch import Tensor
 
 from megapar.declare.batch import MicroBatch
@@ -16,7 +17,7 @@ from tests.support.grid import LLAMA
 
 
 class Stage(LlamaStage):
-    """The embedding first, and hidden states handed on as they are: DeepSeek-V3's form."""
+    """The embedding first: DeepSeek-V3's form."""
 
     @classmethod
     def mtp_rule(cls, model: LlamaModel) -> MTPRule:
@@ -24,11 +25,11 @@ class Stage(LlamaStage):
 
 
 class OtherStage(Stage):
-    """The hidden states first, and handed on behind the norm: MiMo's form."""
+    """The hidden states first: MiMo-7B's form."""
 
     @classmethod
     def mtp_rule(cls, model: LlamaModel) -> MTPRule:
-        return replace(super().mtp_rule(model), hidden_first=True, hands_on_normed=True)
+        return replace(super().mtp_rule(model), hidden_first=True)
 
 
 FAMILY = replace(LLAMA_FAMILY, name="multi_token", stage=Stage)
@@ -66,7 +67,18 @@ def plain_losses(model: Any, tensors: Tensors, batch: MicroBatch) -> list[Tensor
         before = norm(f"{name}.hnorm", hidden)
         joined = torch.cat([before, embedded] if other else [embedded, before], -1)
         hidden = layer(int(name.removeprefix("layers.")), joined @ tensors[f"{name}.eh_proj.weight"].t())
-        normed = norm(f"{name}.shared_head_norm", hidden)
-        losses.append(loss(normed, 1 + depth))
-        hidden = normed if other else hidden
+        hidden = norm(f"{name}.shared_head_norm", hidden)
+        losses.append(loss(hidden, 1 + depth))
     return losses
+
+
+def logits_of_layers(stage: ModelStage, batch: MicroBatch) -> list[Tensor]:
+    """The logits of each layer of multi-token prediction, [b, s, v]. The micro-batch has a scale, as in training."""
+    assert stage.mtp is not None
+    given: list[Tensor] = []
+    for layer in stage.mtp.depths:
+        layer.register_forward_hook(lambda module, args, output: given.append(output))
+    with torch.no_grad():
+        stage(None, batch)
+    heads = (stage.head_rule.logits(hidden, stage.head, stage.head_bias) for hidden in given)
+    return [logits_sbv.transpose(0, 1)[..., : stage.model.vocab_size] for logits_sbv in heads]

@@ -350,7 +350,7 @@ def next_command(
 
 def is_adaptable(name: str, shape: Sizes) -> bool:
     """Whether a run can have an adapter of the tensor: of a matrix of the layers but those of routers and gates."""
-    apart = (".router.weight", ".shared_gate.weight")
+    apart = (".router.weight", ".shared_gate.weight", ".eh_proj.weight")
     return len(shape) == 2 and name.startswith("layers.") and not name.endswith(apart)
 
 
@@ -457,6 +457,9 @@ def their_factors(model: ModelConfig, factors: Iterable[str], *, refuse: bool = 
         theirs = modules.get(matrix) or modules.get(pattern, "")
         shared = [other for other, module in modules.items() if module == theirs and starred(other)[0] != pattern]
         layout = names.layouts.get(theirs)
+        if refuse and int(numbers[0]) >= model.num_hidden_layers:
+            text = "is of multi-token prediction, which transformers' model leaves out; merge it instead"
+            raise ConfigError(f"native-to-peft: {matrix} {text}")
         if shared or theirs.count("*") != len(numbers) or (layout is not None and layout.transposed):
             if refuse:
                 text = (

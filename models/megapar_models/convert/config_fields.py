@@ -31,6 +31,7 @@ _TEXTS = (
 )
 _COUNTS = (
     *("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_nextn_predict_layers", "num_mtp_layers"),
+    "mtp_num_hidden_layers",
     *("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "n_shared_experts"),
     "num_dense_layers",
     "moe_top_k",

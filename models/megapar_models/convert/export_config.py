@@ -24,12 +24,22 @@ def hf_config(config: Config, origin: Path | None, tokenizer: Tokenizer | None) 
     if origin is not None and not is_multimodal(raw):
         raw.pop("dtype", None)  # transformers 5's name of torch_dtype
         raw.pop("quantization_config", None)  # what is written is not quantized
-        return raw
+        return _with_stated_layers(raw, config.model)
     eod = None
     # A wrong end token would make generation stop early or never, so without a known tokenizer there is none.
     if tokenizer is not None and tokenizer.eod < config.model.vocab_size:
         eod = tokenizer.eod
     return {**to_hugging_face(config.model), "bos_token_id": None, "eos_token_id": eod}
+
+
+def _with_stated_layers(raw: dict[str, Any], model: ModelConfig) -> dict[str, Any]:
+    """Return a config.json that states as many layers of multi-token prediction as are written, if there are any."""
+    made = to_hugging_face(model) if model.num_nextn_predict_layers else {}
+    number = {name: value for name, value in made.items() if name in raw and name.endswith(_NUMBERS)}
+    return {**raw, **number}
+
+
+_NUMBERS = ("nextn_predict_layers", "mtp_num_hidden_layers")
 
 
 def computed(model: ModelConfig) -> dict[str, Any]:
@@ -38,6 +48,8 @@ def computed(model: ModelConfig) -> dict[str, Any]:
     used_in_training = decided_by("training", model) - {"model.max_position_embeddings"}
     options = flatten(model, "model.")
     options = {path: value for path, value in options.items() if path not in used_in_training}
+    # What a folder holds of these layers goes before what its config.json says of them.
+    del options["model.num_nextn_predict_layers"]
     # A bias is part of the model. The losses that balance experts are not.
     if model.experts is not None:
         options["model.moe.balance"] = model.experts.has_selection_bias

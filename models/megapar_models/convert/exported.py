@@ -5,11 +5,12 @@ from pathlib import Path
 
 import torch
 
+from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import MANIFEST, Sizes, read_manifest
 from megapar.config.model_options import ModelConfig
 from megapar_models.convert.config_json import names_of
 from megapar_models.convert.huggingface import HFWeights
-from megapar_models.convert.recipes import Recipe, recipes, starred
+from megapar_models.convert.recipes import Recipe, recipes, starred, their_name
 from megapar_models.convert.stream import FOUND_FP32, TensorInfo
 from megapar_models.convert.typed_fields import NAMES
 from megapar_models.counts import WholeModel
@@ -34,7 +35,39 @@ def hf_recipes(model: ModelConfig) -> dict[str, Recipe]:
     for pattern, value in names.constants.items():
         for layer in range(model.num_hidden_layers):
             found[pattern.replace("*", str(layer))] = Recipe((), (), value)
-    return found
+    renamed = names.mtp_names(model)
+    return {_in_files(name, renamed): recipe for name, recipe in found.items()} if renamed else found
+
+
+def recipes_in_memory(model: ModelConfig) -> dict[str, Recipe]:
+    """Return `hf_recipes` of a model that transformers has in memory. Raises ConfigError for multi-token prediction."""
+    if model.num_nextn_predict_layers:
+        text = "transformers' model leaves layers of multi-token prediction out; native-to-hf writes them"
+        raise ConfigError(f"model.num_nextn_predict_layers={model.num_nextn_predict_layers}: {text}")
+    return hf_recipes(model)
+
+
+def _in_files(name: str, renamed: Mapping[str, str]) -> str:
+    """Return the name in files of a tensor with this name by the tables (`HuggingFace.mtp_names`)."""
+    for ours, theirs in renamed.items():
+        if name.startswith(ours):
+            return f"{theirs}{name.removeprefix(ours)}"
+    return name
+
+
+def hf_copies(model: ModelConfig) -> dict[str, str]:
+    """Return the copies of tensors in files of the model, each with its original, which it must equal."""
+    names = names_of(model)
+    return {**(names.tied if model.tie_word_embeddings else {}), **names.mtp_copies(model)}
+
+
+def projections(model: ModelConfig) -> list[str]:
+    """Return the names of tensors of which each layer of multi-token prediction has one, in the order of layers."""
+    names = names_of(model)
+    modules = {**names.modules, **names.modules_of(model)}
+    ours = (f"layers.{number}.eh_proj.weight" for number in range(model.num_hidden_layers, model.all_layers))
+    found = (their_name(name, modules).replace("*", name.split(".")[1], 1) for name in ours)
+    return [_in_files(name, names.mtp_names(model)) for name in found]
 
 
 def in_fp32(wanted: Mapping[str, Recipe], model: ModelConfig) -> set[str]:

@@ -117,7 +117,7 @@ BY_HAND: Mapping[str, tuple[str, str]] = {
     "rope_local_base_freq": ("a rotary table for layers with a window", "gemma2"),
     "sliding_window_pattern": ("which layers have a window", "cohere"),
     **dict.fromkeys(("swiglu_limit", "swiglu_alpha"), ("a bound of the activation", "gpt_oss")),
-    "num_nextn_predict_layers": ("layers that predict further tokens; `ignored` leaves them out", "glm4_moe"),
+    "num_nextn_predict_layers": ("layers of multi-token prediction: `Stage.mtp_rule`, or `ignored`", "glm4_moe"),
     "output_router_logits": ("a loss that balances experts", "mixtral"),
     **dict.fromkeys(("router_jitter_noise", "input_jitter_noise"), ("noise on a router's input", "mixtral")),
     **dict.fromkeys(("attention_types", "attention_layers", "window_size"), ("windows of some layers", "gpt_neo")),

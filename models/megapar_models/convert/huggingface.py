@@ -106,10 +106,13 @@ class HFWeights:
                 check_finite(copy, self.read(copy)),  # NaN would differ from itself
                 check_finite(tied[copy], self.read(tied[copy])),
             ):
-                raise CheckpointError(
-                    f"{self.folder}: tie_word_embeddings, but {copy} differs from {tied[copy]}: if the file is right, "
-                    "set tie_word_embeddings to false in config.json"
+                why = (
+                    "tie_word_embeddings, but",
+                    "if the file is right, set tie_word_embeddings to false in config.json",
                 )
+                if ".layers." in copy:  # of multi-token prediction
+                    why = "layers share embedding and head, but", "leave these layers out with --no-mtp"
+                raise CheckpointError(f"{self.folder}: {why[0]} {copy} differs from {tied[copy]}: {why[1]}")
             del self.tensors[copy]
         missing = wanted.keys() - self.tensors.keys()
         unexpected = self.tensors.keys() - wanted.keys()

@@ -1,12 +1,12 @@
 """Tensors of other parts than the language model: an import lists them, and an export puts them back (`--like`).
 
-They are those of a tower of images, of its projector, and of layers of multi-token prediction.
+They are those of a tower of images, of its projector, and of layers of multi-token prediction that are not read.
 """
 
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -15,11 +15,11 @@ from torch import Tensor
 
 from megapar.base.errors import ConfigError
 from megapar.checkpoint.format import reading
-from megapar.config.messages import first_few
+from megapar.config.messages import counted, first_few
 from megapar.config.model_options import ModelConfig
 from megapar_models.convert.by_name import HF_CONFIG
-from megapar_models.convert.config_json import canonical_name, is_derived, is_multimodal, left_out, names_of
-from megapar_models.convert.exported import dtypes_of
+from megapar_models.convert.config_json import canonical_name, is_derived, is_multimodal, left_out, names_of, understood
+from megapar_models.convert.exported import dtypes_of, hf_copies, projections
 from megapar_models.convert.huggingface import HFWeights
 from megapar_models.convert.multimodal import PREFIXES
 from megapar_models.convert.recipes import Recipe
@@ -27,21 +27,69 @@ from megapar_models.convert.safetensors_folder import INDEX, SINGLE, HeaderEntry
 from megapar_models.convert.stream import CODES, TensorInfo
 from megapar_models.convert.typed_fields import read_object
 from megapar_models.family import Raw
+from megapar_models.registry import find
 
 _DTYPES = {code: dtype for dtype, code in CODES.items()}
 Make = Callable[[str], Tensor]
 
 
-def open_text(folder: Path, raw: Raw, model: ModelConfig) -> HFWeights:
-    """Return the weights of the language model in a folder with this config.json."""
-    names, ignored = names_of(model), left_out(raw, model.family)
+def with_stored_layers(
+    folder: Path, raw: Raw, model: ModelConfig, *, mtp: bool = True
+) -> tuple[ModelConfig, list[str]]:
+    """Return the model with as many layers of multi-token prediction as a folder with this config.json holds.
+
+    Without `mtp` they are left out. Beside it lines for the user, if config.json says another number.
+    """
+    stated = model.num_nextn_predict_layers
+    none = replace(model, num_nextn_predict_layers=0)
+    if not mtp or find(model.family).stage.mtp_rule(model) is None:
+        return none, []
     prefixes = PREFIXES if is_multimodal(raw) else {}
-    return HFWeights(folder, lambda name: canonical_name(name, names, ignored, prefixes), names.stacked)
+    stored = {canonical_name(key, names_of(model), (), prefixes) for key in read_headers(folder)[0]}
+    held = 0
+    while held < max(stated, _MOST_LAYERS):
+        try:
+            name = projections(replace(model, num_nextn_predict_layers=held + 1))[held]
+        except ConfigError:  # files of the family have no further one
+            break
+        if name not in stored:
+            break
+        held += 1
+    lines = []
+    if held < stated and any(name in understood(raw) for name in _STATED):
+        text = f"config.json states {counted(stated, 'layer')} of multi-token prediction, and the files hold {held}"
+        lines = [f"{text}: the model is read with {held}"]
+    return replace(model, num_nextn_predict_layers=held), lines
+
+
+_MOST_LAYERS = 16
+_STATED = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+
+
+def _left_out(raw: Raw, model: ModelConfig) -> tuple[str, ...]:
+    """Return `left_out`, without the layers of multi-token prediction if the model has them."""
+    ignored = left_out(raw, model.family)
+    if not model.num_nextn_predict_layers:
+        return ignored
+    own = projections(model)
+    return tuple(start for start in ignored if not any(name.startswith(start) for name in own))
+
+
+def open_text(folder: Path, raw: Raw, model: ModelConfig, wanted: Mapping[str, Recipe]) -> HFWeights:
+    """Return the weights of the language model in a folder with this config.json.
+
+    Raises CheckpointError if the tensors are not those of `wanted`, or if copies differ.
+    """
+    names, ignored = names_of(model), _left_out(raw, model)
+    prefixes = PREFIXES if is_multimodal(raw) else {}
+    found = HFWeights(folder, lambda name: canonical_name(name, names, ignored, prefixes), names.stacked)
+    found.check(wanted, hf_copies(model))
+    return found
 
 
 def others_in(folder: Path, raw: Raw, model: ModelConfig) -> dict[str, HeaderEntry]:
     """Return what the headers of a folder's files say of the tensors that an import leaves out."""
-    ignored = left_out(raw, model.family)
+    ignored = _left_out(raw, model)
     found = read_headers(folder)[0] if ignored else {}
     return {key: entry for key, entry in found.items() if key.startswith(ignored) and not is_derived(key)}
 
@@ -49,7 +97,7 @@ def others_in(folder: Path, raw: Raw, model: ModelConfig) -> dict[str, HeaderEnt
 def listed(folder: Path, raw: Raw, model: ModelConfig) -> Iterator[str]:
     """Yield a line for each beginning of names with tensors that an import leaves out: how many, and their bytes."""
     others = others_in(folder, raw, model)
-    for start in left_out(raw, model.family):
+    for start in _left_out(raw, model):
         own = [entry for key, entry in others.items() if key.startswith(start)]
         if own:
             yield f"left out: {len(own)} tensors {start}*, {sum(map(_bytes_of, own)):,} bytes"
@@ -122,8 +170,7 @@ def source_of_parts(like: str | Path | None, model: ModelConfig, wanted: Mapping
     others = others_in(folder, raw, model)
     if not others:
         return None
-    text = open_text(folder, raw, model)
-    text.check(wanted, names_of(model).tied if model.tie_word_embeddings else {})
+    text = open_text(folder, raw, model, wanted)
     wrong = [key for key, (_, code, _) in others.items() if code not in _DTYPES]
     wrong += [stored.key for stored in text.tensors.values() if stored.form is not None]
     if wrong:

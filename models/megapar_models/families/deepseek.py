@@ -7,7 +7,7 @@ With sigmoid scores the router is V3's: the score of a group is the sum of its t
 score of a group is its best, and the scores of experts in other groups become 0.
 
 At Hugging Face: deepseek_v3 (also R1 and Moonlight), kimi_k2 (the same under another name), deepseek_v2, and
-glm4_moe_lite. FP8 weights are dequantized when they are read. Layers of multi-token prediction are left out.
+glm4_moe_lite. FP8 weights are dequantized when they are read.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +20,7 @@ from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.model_options import ModelConfig, MoEConfig
 from megapar.config.options import Config
+from megapar_models.codecs import FurtherTokens
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
 from megapar_models.families.qwen3_moe import QWEN3_MOE
 from megapar_models.family import Codec, Family, ModelType, Raw, like, overlaid, same
@@ -313,7 +314,7 @@ class _Latents(Latents):
         if fields["model_type"] == "deepseek_v2":
             fields["topk_method"] = "group_limited_greedy" if model.moe.n_group > 1 else "greedy"
         else:
-            fields |= {"num_nextn_predict_layers": 0, **SIGMOID}
+            fields |= SIGMOID
 
 
 def _type_of(model: DeepseekModel) -> str:
@@ -328,6 +329,8 @@ def _type_of(model: DeepseekModel) -> str:
             "model.moe.balance, model.moe.norm_topk_prob: deepseek_v2 of transformers has no bias that selects "
             "experts, and does not divide weights by their sum"
         )
+    if model.num_nextn_predict_layers:
+        raise ConfigError("model.num_nextn_predict_layers: deepseek_v2 of transformers predicts the next token alone")
     return "deepseek_v2"
 
 
@@ -336,6 +339,25 @@ def prediction_layers(raw: Raw) -> tuple[str, ...]:
     layers = raw["num_hidden_layers"]
     further = raw.get("num_nextn_predict_layers") or raw.get("num_mtp_layers") or 0
     return tuple(f"model.layers.{number}." for number in range(layers, layers + further))
+
+
+def prediction_modules(model: ModelConfig) -> dict[str, str]:
+    """Return names of the modules that these layers have beside those of others."""
+    if not model.num_nextn_predict_layers:
+        return {}
+    found = {f"layers.*.{name}": f"model.layers.*.{name}" for name in ("enorm", "hnorm", "eh_proj")}
+    return {**found, "layers.*.shared_head_norm": "model.layers.*.shared_head.norm"}
+
+
+def prediction_copies(model: ModelConfig) -> dict[str, str]:
+    """Return the copies of embedding and head that each of these layers has in files."""
+    embedding = "model.embed_tokens.weight"
+    copies = {
+        "embed_tokens": embedding,
+        "shared_head.head": embedding if model.tie_word_embeddings else "lm_head.weight",
+    }
+    layers = range(model.num_hidden_layers, model.all_layers)
+    return {f"model.layers.{number}.{name}.weight": of for number in layers for name, of in copies.items()}
 
 
 def latent_pairs(model: LatentModel) -> dict[str, Pairs]:
@@ -357,7 +379,8 @@ _LITE_MOE = _V3_MOE | {"n_routed_experts": 64, "num_experts_per_tok": 4, "moe_in
 _LITE_MOE |= {"routed_scaling_factor": 1.8, "n_group": 1, "topk_group": 1}
 _V3 = {"norm_topk_prob": True, "first_k_dense_replace": 3, "n_shared_experts": 1}
 _V2 = {"norm_topk_prob": False, "first_k_dense_replace": 0, "n_shared_experts": 2}
-_CODECS = (SharedExperts(defaults=_V3, moe=_V3_MOE), Rope(), _Latents())
+_FURTHER = FurtherTokens(alias="num_mtp_layers", absent=1)
+_CODECS = (SharedExperts(defaults=_V3, moe=_V3_MOE), Rope(), _Latents(), _FURTHER)
 _SHARED = "model.layers.*.mlp.shared_experts"
 
 DEEPSEEK = Family(
@@ -382,7 +405,7 @@ DEEPSEEK = Family(
                 "Glm4MoeLiteForCausalLM",
                 {"rms_norm_eps": 1e-5, "qk_nope_head_dim": 192, "v_head_dim": 256},
                 _FIXED | SIGMOID,
-                (_LiteExperts(defaults=_V3, moe=_LITE_MOE), Rope(), _Latents(768)),
+                (_LiteExperts(defaults=_V3, moe=_LITE_MOE), Rope(), _Latents(768), FurtherTokens()),
             ),
         },
         type_of=_type_of,
@@ -410,6 +433,8 @@ DEEPSEEK = Family(
         # ep_size was of the program that trained them; the other three are of its losses.
         without_effect=("ep_size", "aux_loss_alpha", "seq_aux", "router_aux_loss_coef"),
         ignored=prediction_layers,
+        modules_of=prediction_modules,
+        mtp_copies=prediction_copies,
         pairs=latent_pairs,
     ),
 )

@@ -2,7 +2,7 @@
 
 Its weights are those of Llama and of Mixtral (megapar_models.families.llama, megapar_models.families.mixtral).
 
-At Hugging Face: glm4_moe. Layers of multi-token prediction are left out. Files of dots1 (dots.llm1, arXiv 2506.05767)
+At Hugging Face: glm4_moe. Files of dots1 (dots.llm1, arXiv 2506.05767)
 and solar_open (Solar Open 100B) are read too: they are the same model, all of each head rotated. Both are written as
 glm4_moe, and a model with windows as dots1.
 """
@@ -15,11 +15,21 @@ from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION
 from megapar.config.options import Config
-from megapar_models.families.deepseek import SIGMOID, DeepseekExperts, SharedExperts, prediction_layers, with_experts
+from megapar_models.codecs import FurtherTokens
+from megapar_models.families.deepseek import (
+    SIGMOID,
+    DeepseekExperts,
+    SharedExperts,
+    prediction_copies,
+    prediction_layers,
+    prediction_modules,
+    with_experts,
+)
 from megapar_models.families.mixtral import MixtralModel, MixtralStage
 from megapar_models.families.qwen3_moe import QWEN3_MOE
 from megapar_models.family import Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
+from megapar_models.multi_token import MTPRule
 from megapar_models.rotary import Rotary
 from megapar_models.rotary_fields import PartialRope, scaling_problems
 from megapar_models.windows import FULL, SLIDING, WindowModel, Windows, window_of
@@ -58,6 +68,10 @@ class Glm4MoeStage(MixtralStage[Glm4MoeModel]):
         )
         return with_experts(kind, model.moe, number)
 
+    @classmethod
+    def mtp_rule(cls, model: Glm4MoeModel) -> MTPRule | None:
+        return None if model.sliding_window else MTPRule(kind=cls.layer_kind(model, model.num_hidden_layers))
+
 
 class _Rope(PartialRope):
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
@@ -68,10 +82,6 @@ class _Rope(PartialRope):
                 f"partial_rotary_factor is not supported in {model_type}; its model reads it nowhere",
             ]
         return values, problems
-
-    def write(self, model: Glm4MoeModel, fields: dict[str, Any]) -> None:
-        super().write(model, fields)
-        fields |= {"num_nextn_predict_layers": 0}
 
     def problems(self, config: Config, model: Glm4MoeModel) -> Iterator[str]:
         yield from scaling_problems(config, model)
@@ -142,7 +152,12 @@ GLM4_MOE = Family(
     hugging_face=like(
         QWEN3_MOE,
         model_types={
-            "glm4_moe": ModelType("Glm4MoeForCausalLM", {}, _FIXED | SIGMOID, (_EXPERTS, _Rope(factor=0.5))),
+            "glm4_moe": ModelType(
+                "Glm4MoeForCausalLM",
+                {},
+                _FIXED | SIGMOID,
+                (_EXPERTS, _Rope(factor=0.5), FurtherTokens(alias="num_mtp_layers", absent=1)),
+            ),
             "dots1": ModelType(
                 "Dots1ForCausalLM",
                 {"rms_norm_eps": 1e-6, "num_key_value_heads": 32, "use_qk_norm": True},
@@ -166,5 +181,7 @@ GLM4_MOE = Family(
         defaults={"rms_norm_eps": 1e-5, "num_key_value_heads": 8, "attention_bias": False, "use_qk_norm": False},
         activations=same("silu"),
         ignored=prediction_layers,
+        modules_of=prediction_modules,
+        mtp_copies=prediction_copies,
     ),
 )

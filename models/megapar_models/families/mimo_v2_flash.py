@@ -8,8 +8,8 @@ key/value heads of layer N, of width d, and of width e for values, these differ:
     layers.N.attention.o.weight    [h, n e]     cut by input
     layers.N.attention.sinks       [n]          cut by heads; in layers with a window
 
-At Hugging Face: mimo_v2_flash. FP8 weights are dequantized when they are read. Layers of multi-token prediction are
-left out.
+At Hugging Face: mimo_v2_flash. FP8 weights are dequantized when they are read. Its config.json does not say how many
+layers of multi-token prediction a folder holds. They have a window, and a plain MLP.
 """
 
 from collections.abc import Iterator
@@ -20,12 +20,14 @@ from megapar.base.errors import ConfigError
 from megapar.config.messages import problem
 from megapar.config.model_options import OF_FUNCTION
 from megapar.config.options import Config
+from megapar_models.families.deepseek import prediction_modules
 from megapar_models.families.laguna import ExpertsByLayer
 from megapar_models.families.mixtral import MixtralModel
 from megapar_models.families.qwen3_moe import QWEN3_MOE, Qwen3MoeExperts
 from megapar_models.family import Codec, Family, ModelType, Raw, like, overlaid, same
 from megapar_models.layer_kind import HeadSizes, LayerKind
 from megapar_models.moe import router_rule
+from megapar_models.multi_token import MTPRule
 from megapar_models.norms import NormRule
 from megapar_models.rotary_fields import PartialLocalRope
 from megapar_models.stage import Stage
@@ -84,6 +86,23 @@ class MimoStage(Stage[MimoModel]):
             return kind
         rule = replace(router_rule(model.moe), group_score="best_2")
         return replace(kind, mlp="mixture", mixture=model.moe, router=rule)
+
+    @classmethod
+    def mtp_rule(cls, model: MimoModel) -> MTPRule | None:
+        numbers = range(model.num_hidden_layers)
+        kind = cls.layer_kind(model, next((number for number in numbers if not is_full(model, number)), 0))
+        return MTPRule(kind=replace(kind, mlp="dense", mixture=None, router=None))
+
+
+def _prediction_names(model: MimoModel) -> dict[str, str]:
+    """Return the names of layers of multi-token prediction in files, which count them from 0."""
+    found = {}
+    for depth in range(model.num_nextn_predict_layers):
+        ours, theirs = f"model.layers.{model.num_hidden_layers + depth}.", f"model.mtp.layers.{depth}."
+        found[f"{ours}post_attention_layernorm."] = f"{theirs}pre_mlp_layernorm."
+        found[f"{ours}shared_head.norm."] = f"{theirs}final_layernorm."
+        found[ours] = theirs
+    return found
 
 
 class _Heads(Codec):
@@ -187,6 +206,8 @@ MIMO_V2_FLASH = Family(
         },
         activations=same("silu"),
         ignored=lambda raw: ("model.mtp.",),
+        modules_of=prediction_modules,
+        mtp_names=_prediction_names,
         without_effect=("attention_chunk_size",),  # the length of chunks that no version of its model reads
     ),
 )

@@ -6,13 +6,15 @@ Its weights beyond those of Llama (megapar_models.families.llama), with d the wi
     layers.N.attention.{q,k}_norm.weight    [d]             on every tp rank (full attention)
     layers.N.attention.*                    those of megapar_models.delta_net (linear attention)
 
-At Hugging Face: qwen3_5_text, and the text of qwen3_5 (also Qwen3.6). Layers of multi-token prediction are left out.
+At Hugging Face: qwen3_5_text, and the text of qwen3_5 (also Qwen3.6).
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from megapar.config.model_options import OF_FUNCTION, OF_TRAINING
+from megapar.base.errors import ConfigError
+from megapar.config.model_options import OF_FUNCTION, OF_TRAINING, ModelConfig
+from megapar_models.codecs import FurtherTokens
 from megapar_models.delta_fields import (
     MAYBE_IN_FP32,
     SIZE_DEFAULTS,
@@ -27,6 +29,7 @@ from megapar_models.delta_fields import (
 from megapar_models.families.llama import LLAMA
 from megapar_models.family import Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
+from megapar_models.multi_token import MTPRule
 from megapar_models.norms import NormRule
 from megapar_models.rotary import PartialRotaryModel, Rotary
 from megapar_models.rotary_fields import PartialRope, split_rope, write_rope
@@ -55,11 +58,16 @@ class Qwen35Model(GatedModel):
 
 def gated_kind(model: GatedModel, number: int) -> LayerKind:
     """Return what the layer is made of, with a plain MLP."""
-    norm = NormRule(model.rms_norm_eps, offset=1)
     if is_linear(model, number):
+        norm = NormRule(model.rms_norm_eps, offset=1)
         return LayerKind(norm=norm, mixer=delta_rule(model, NormRule(model.rms_norm_eps)))
+    return full_kind(model)
+
+
+def full_kind(model: GatedModel) -> LayerKind:
+    """Return what a layer of full attention is made of, with a plain MLP."""
     return LayerKind(
-        norm=norm,
+        norm=NormRule(model.rms_norm_eps, offset=1),
         rotary=Rotary.of(model),
         qkv_bias=model.attention_bias,
         out_bias=model.attention_bias,
@@ -74,6 +82,10 @@ class Qwen35Stage(Stage[Qwen35Model]):
     @classmethod
     def layer_kind(cls, model: Qwen35Model, number: int) -> LayerKind:
         return gated_kind(model, number)
+
+    @classmethod
+    def mtp_rule(cls, model: Qwen35Model) -> MTPRule | None:
+        return MTPRule(kind=full_kind(model))
 
 
 @dataclass(frozen=True)
@@ -103,6 +115,26 @@ def other_parts(raw: Raw) -> tuple[str, ...]:
     return ("mtp.", "model.visual.")
 
 
+def prediction_modules(model: ModelConfig) -> dict[str, str]:
+    """Return names of the modules that a layer of multi-token prediction has beside those of others."""
+    if not model.num_nextn_predict_layers:
+        return {}
+    names = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc"}
+    names |= {"shared_head_norm": "norm"}
+    return {f"layers.*.{ours}": f"model.layers.*.mtp.{theirs}" for ours, theirs in names.items()}
+
+
+def prediction_names(model: ModelConfig) -> dict[str, str]:
+    """Return the names in files. Several layers share all but the layers there, and here each has its own."""
+    if not model.num_nextn_predict_layers:
+        return {}
+    if model.num_nextn_predict_layers > 1:
+        text = "several layers share a projection and norms at Hugging Face, and have their own here; use 1"
+        raise ConfigError(f"model.num_nextn_predict_layers={model.num_nextn_predict_layers}: {text}")
+    number = model.num_hidden_layers
+    return {f"model.layers.{number}.mtp.": "mtp.", f"model.layers.{number}.": "mtp.layers.0."}
+
+
 Q_AND_GATE = "model.layers.*.self_attn.q_proj"
 LAYOUTS = {Q_AND_GATE: Packing("num_attention_heads")}
 """Each head has the rows of its query, then those of its gate."""
@@ -115,7 +147,8 @@ NAMES_OF_LINEAR = {
 FIXED = {"attention_dropout": 0.0, "attn_output_gate": True, "output_gate_type": "swish"}
 MODULES = {"layers.*.attention.gate": Q_AND_GATE, **linear_names(NAMES_OF_LINEAR)}
 # Fields of published files about layers of prediction, and about the dtype of a cache.
-UNREAD = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+UNREAD = ("mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+FURTHER = FurtherTokens("mtp_num_hidden_layers")
 
 QWEN3_5 = Family(
     name="qwen3_5",
@@ -126,9 +159,10 @@ QWEN3_5 = Family(
     hugging_face=like(
         LLAMA,
         model_types={"qwen3_5_text": ModelType("Qwen3_5ForCausalLM", fixed={**FIXED, "mlp_only_layers": []})},
-        codecs=(DeltaLayers(), Mrope()),
+        codecs=(DeltaLayers(), Mrope(), FURTHER),
         modules=MODULES,
-        modules_of=lambda model: linear_names_of(model, NAMES_OF_LINEAR),
+        modules_of=lambda model: {**linear_names_of(model, NAMES_OF_LINEAR), **prediction_modules(model)},
+        mtp_names=prediction_names,
         layouts=LAYOUTS,
         maybe_fp32=MAYBE_IN_FP32,
         fields={**SIZE_FIELDS, **same("attention_bias")},

@@ -2,8 +2,7 @@
 
 Their weights are those of Qwen3.5 and of Mixtral (megapar_models.families.qwen3_5, megapar_models.families.mixtral).
 
-At Hugging Face: qwen3_5_moe_text, and the text of qwen3_5_moe (also Qwen3.6). Layers of multi-token prediction are left
-out.
+At Hugging Face: qwen3_5_moe_text, and the text of qwen3_5_moe (also Qwen3.6).
 """
 
 from dataclasses import dataclass, replace
@@ -13,19 +12,24 @@ from megapar.config.model_options import MixtureModel
 from megapar_models.delta_fields import MAYBE_IN_FP32, SIZE_DEFAULTS, SIZE_FIELDS, DeltaLayers, linear_names_of
 from megapar_models.families.qwen3_5 import (
     FIXED,
+    FURTHER,
     LAYOUTS,
     MODULES,
     NAMES_OF_LINEAR,
     UNREAD,
     Mrope,
     Qwen35Model,
+    full_kind,
     gated_kind,
     other_parts,
+    prediction_modules,
+    prediction_names,
 )
-from megapar_models.families.qwen3_moe import QWEN3_MOE
+from megapar_models.families.qwen3_moe import QWEN3_MOE, STACKED
 from megapar_models.family import Family, ModelType, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe_fields import RoutedExperts, refuse_unwritable
+from megapar_models.multi_token import MTPRule
 from megapar_models.stage import Stage
 
 
@@ -40,6 +44,10 @@ class Qwen35MoeStage(Stage[Qwen35MoeModel]):
     @classmethod
     def layer_kind(cls, model: Qwen35MoeModel, number: int) -> LayerKind:
         return replace(gated_kind(model, number), mlp="mixture", mixture=model.moe)
+
+    @classmethod
+    def mtp_rule(cls, model: Qwen35MoeModel) -> MTPRule | None:
+        return MTPRule(kind=replace(full_kind(model), mlp="mixture", mixture=model.moe))
 
 
 class GatedSharedExpert(RoutedExperts):
@@ -61,6 +69,9 @@ _EXPERTS = GatedSharedExpert(
     always={"norm_topk_prob": True, "shared_expert_gate": True},
 )
 
+# Of layers of multi-token prediction Qwen3.5 has the matrices of each expert in files, and Qwen3.6 has stacks.
+STACKED_TOO = STACKED | {name.replace("model.", "mtp."): modules for name, modules in STACKED.items()}
+
 QWEN3_5_MOE = Family(
     name="qwen3_5_moe",
     stage=Qwen35MoeStage,
@@ -74,9 +85,11 @@ QWEN3_5_MOE = Family(
                 "Qwen3_5MoeForCausalLM", fixed={**FIXED, "mlp_only_layers": [], "norm_topk_prob": True}
             )
         },
-        codecs=(_EXPERTS, DeltaLayers(), Mrope()),
+        codecs=(_EXPERTS, DeltaLayers(), Mrope(), FURTHER),
         modules=MODULES,
-        modules_of=lambda model: linear_names_of(model, NAMES_OF_LINEAR),
+        modules_of=lambda model: {**linear_names_of(model, NAMES_OF_LINEAR), **prediction_modules(model)},
+        mtp_names=prediction_names,
+        stacked=STACKED_TOO,
         layouts=LAYOUTS,
         maybe_fp32=MAYBE_IN_FP32,
         # No layer has another MLP.

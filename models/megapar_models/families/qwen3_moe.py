@@ -132,6 +132,8 @@ _DEFAULTS2 = {**_DEFAULTS, "num_experts_per_tok": 4, "num_experts": 60, "moe_int
 _CODECS = (Rope(), _NoWindow(4096, "use_sliding_window"))
 _MLP = "model.layers.*.mlp"
 _MATRICES = ("gate", "up", "down")
+STACKED: dict[str, tuple[str, ...]] = {f"{_MLP}.experts.gate_up_proj": ("gate_proj", "up_proj")}
+STACKED |= {f"{_MLP}.experts.down_proj": ("down_proj",)}
 
 QWEN3_MOE = Family(
     name="qwen3_moe",
@@ -163,7 +165,7 @@ QWEN3_MOE = Family(
             **{f"layers.*.mlp.shared.{name}": f"{_MLP}.shared_expert.{name}_proj" for name in _MATRICES},
             "layers.*.mlp.shared_gate": f"{_MLP}.shared_expert_gate",
         },
-        stacked={f"{_MLP}.experts.gate_up_proj": ("gate_proj", "up_proj"), f"{_MLP}.experts.down_proj": ("down_proj",)},
+        stacked=STACKED,
         defaults={"num_key_value_heads": 4},
         without_effect=("max_window_layers",),  # read by no version of its model
     ),

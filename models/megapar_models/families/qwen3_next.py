@@ -3,7 +3,7 @@
 Its weights are those of Qwen3.5's mixtures (megapar_models.families.qwen3_5_moe). The layers in
 model.moe.mlp_only_layers have those of Llama.
 
-At Hugging Face: qwen3_next. Layers of multi-token prediction are left out.
+At Hugging Face: qwen3_next. Its config.json does not say whether a folder holds a layer of multi-token prediction.
 """
 
 from collections.abc import Iterator
@@ -26,14 +26,18 @@ from megapar_models.families.qwen3_5 import (
     NAMES_OF_LINEAR,
     Q_AND_GATE,
     GatedModel,
+    full_kind,
     gated_kind,
     other_parts,
+    prediction_modules,
+    prediction_names,
 )
-from megapar_models.families.qwen3_5_moe import EXPERT_DEFAULTS, EXPERT_FIELDS, GatedSharedExpert
+from megapar_models.families.qwen3_5_moe import EXPERT_DEFAULTS, EXPERT_FIELDS, STACKED_TOO, GatedSharedExpert
 from megapar_models.families.qwen3_moe import QWEN3_MOE, Qwen3MoeExperts, dense_layers, numbering_problems
 from megapar_models.family import Family, ModelType, Raw, like, same
 from megapar_models.layer_kind import LayerKind
 from megapar_models.moe_fields import read_moe
+from megapar_models.multi_token import MTPRule
 from megapar_models.rotary_fields import PartialRope
 from megapar_models.stage import Stage
 from megapar_models.tensor_layouts import Packing
@@ -56,6 +60,10 @@ class Qwen3NextStage(Stage[Qwen3NextModel]):
         if number in model.moe.mlp_only_layers:
             return kind
         return replace(kind, mlp="mixture", mixture=model.moe)
+
+    @classmethod
+    def mtp_rule(cls, model: Qwen3NextModel) -> MTPRule | None:
+        return MTPRule(kind=replace(full_kind(model), mlp="mixture", mixture=model.moe))
 
 
 class _Experts(GatedSharedExpert):
@@ -98,7 +106,9 @@ QWEN3_NEXT = Family(
         model_types={"qwen3_next": ModelType("Qwen3NextForCausalLM", fixed={**FIXED, "use_sliding_window": False})},
         codecs=(_EXPERTS, DeltaLayers(), PartialRope(factor=0.25)),
         modules={"layers.*.attention.gate": Q_AND_GATE, **linear_names(_OF_LINEAR)},
-        modules_of=lambda model: linear_names_of(model, _OF_LINEAR),
+        modules_of=lambda model: {**linear_names_of(model, _OF_LINEAR), **prediction_modules(model)},
+        mtp_names=prediction_names,
+        stacked=STACKED_TOO,
         layouts={**LAYOUTS, _QKVZ: _BY_KEY_HEAD, _BA: _BY_KEY_HEAD},
         maybe_fp32=MAYBE_IN_FP32,
         fields={**SIZE_FIELDS, **same("attention_bias")},

@@ -16,7 +16,7 @@ from megapar.base.errors import CheckpointError
 from megapar.config.model_options import ModelConfig
 from megapar.declare.params import MAIN
 from megapar_models.convert.config_json import names_of
-from megapar_models.convert.exported import hf_recipes
+from megapar_models.convert.exported import recipes_in_memory
 from megapar_models.convert.formats import deepspeed, deepspeed_universal
 from megapar_models.convert.formats.contents import EXP_AVG, EXP_AVG_SQ, Contents, Position
 from megapar_models.convert.formats.deepspeed_files import FP32, WEIGHT, DeepSpeedStore, find
@@ -96,7 +96,7 @@ def export_universal(source: Path, target: Path, *, family: str = "", advance: A
     exists or the family has no names at Hugging Face, and StorageError if it cannot be written.
     """
     found = NativeSource(source, family)
-    parameters = in_memory(hf_recipes(found.model), names_of(found.model))
+    parameters = in_memory(recipes_in_memory(found.model), names_of(found.model))
     states = {FP32: MAIN, "exp_avg": EXP_AVG, "exp_avg_sq": EXP_AVG_SQ}
     trained = {name: parameter for name, parameter in parameters.items() if found.optimizer_of(parameter) == "adamw"}
     if not trained:

@@ -76,11 +76,15 @@ def _is_classic(folder: Path) -> bool:
 
 
 def _model(folder: Path, asked: Asked) -> ModelConfig:
-    """The model of a folder that does not describe it: the user's, or that of a config.json in it."""
-    if asked.model is not None:
-        return asked.model
-    if (folder / HF_CONFIG).is_file():
-        return from_hugging_face(read_object(folder / HF_CONFIG))
+    """The model of a folder that does not describe it: the user's, or that of a config.json in it.
+
+    Programs with such folders train no layers of multi-token prediction.
+    """
+    model = asked.model
+    if model is None and (folder / HF_CONFIG).is_file():
+        model = from_hugging_face(read_object(folder / HF_CONFIG))
+    if model is not None:
+        return replace(model, num_nextn_predict_layers=0)
     raise ConfigError(f"{folder}: does not describe its model: give --config FILE, a config.json or a TOML file")
 
 

@@ -26,7 +26,7 @@ from megapar.config.options import Config
 from megapar.declare.params import MAIN, Box, Sizes
 from megapar.optimizer.schedule import learning_rate
 from megapar_models.convert.config_json import names_of
-from megapar_models.convert.exported import hf_recipes
+from megapar_models.convert.exported import recipes_in_memory
 from megapar_models.convert.formats.by_parameter import GROUPS, STEP
 from megapar_models.convert.formats.contents import EXP_AVG, EXP_AVG_SQ, MOMENTUM
 from megapar_models.convert.formats.dcp_target import TensorPiece, meta, write_dcp
@@ -180,7 +180,7 @@ def export_fsdp(
     if found.model.family in OTHERWISE_IN_MEMORY:
         text = "transformers has other tensors in memory than in its files, which native-to-hf writes"
         raise ConfigError(f"model.family={found.model.family}: {text}")
-    parameters = in_memory(hf_recipes(found.model), names)
+    parameters = in_memory(recipes_in_memory(found.model), names)
     tied = {renamed(copy, names): renamed(original, names) for copy, original in names.tied.items()}
     state, pieces = _weights(found, parameters, tied if found.model.tie_word_embeddings else {}, "model.")
     nested: dict[str, Any] = {"model": state}
