@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tyro
 from megapar_models.convert.saved import load_model, text_record, texts_of
-from megapar_models.generation import Sampling, generate, why_no_cache
+from megapar_models.generation import Sampling, generate, why_no_cache, why_no_proposals
 from megapar_tools.prepare.texts import TextOptions, Texts, end_of_turn, template_of
 
 from megapar.base.errors import ConfigError
@@ -89,6 +89,8 @@ def main() -> None:
         prompts = [texts.encode(text).tolist() or [texts.tokenizer.eod] for text in given]
         if reason := why_no_cache(stage, prompts, args.tokens):
             print(f"without a cache of keys and values: {reason}", file=sys.stderr)
+        elif stage.mtp is not None and (reason := why_no_proposals(stage, prompts, args.tokens, args)):
+            print(f"without proposals of multi-token prediction: {reason}", file=sys.stderr)
         ends = texts.tokenizer.encode(stop).tolist() if stop else []
         found = generate(
             stage,

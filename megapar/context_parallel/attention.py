@@ -37,6 +37,9 @@ class CoreAttention(nn.Module):
     or empty without it. With a `chunk` micro-batches must come in chunks of so many positions (`MicroBatch.in_chunks`).
     """
 
+    REWINDS = True
+    """Whether what `with_cache` makes can forget its last columns (`rewind`)."""
+
     kv_index: Tensor | None
     slopes_n: Tensor | None
 

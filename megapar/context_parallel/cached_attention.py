@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 class CachedAttention(nn.Module):
     """Core attention that keeps the keys and values of `capacity` columns, and reads them again for later columns.
 
-    The first call has the columns of the prompts, and each later call one column. Row i begins at column `first_b[i]`.
+    The first call has the columns of the prompts, and later calls have those behind. Row i begins at column
+    `first_b[i]`.
     """
 
     def __init__(self, core: "CoreAttention", first_b: Tensor, capacity: int):
@@ -54,31 +55,36 @@ class CachedAttention(nn.Module):
         if start == 0:
             y: Tensor = self.core(q_sbnd, k_sbnd, v_sbnd, batch, dropout, sinks_n)
             return y
-        return self._of_newest(q_sbnd[0], sinks_n)
+        of_columns = [self._of_column(q_bnd, sinks_n, start + number) for number, q_bnd in enumerate(q_sbnd, 1)]
+        return of_columns[0] if len(of_columns) == 1 else torch.cat(of_columns)
 
-    def _of_newest(self, q_bnd: Tensor, sinks_n: Tensor | None) -> Tensor:
-        """The attention of the newest column, [1, b, n * e]."""
+    def rewind(self, length: int) -> None:
+        """Forget all columns but the first `length`."""
+        self.length = min(self.length, length)
+
+    def _of_column(self, q_bnd: Tensor, sinks_n: Tensor | None, length: int) -> Tensor:
+        """The attention of the last of the first `length` columns, [1, b, n * e]."""
         core = self.core
-        start = max(self.length - core.window, 0) if core.window else 0
+        start = max(length - core.window, 0) if core.window else 0
         first_b, is_ragged = self.first_b, self.is_ragged
         if core.chunk:
             # The first column of the newest token's chunk.
-            first_b = self.length - 1 - (self.length - 1 - first_b) % core.chunk
+            first_b = length - 1 - (length - 1 - first_b) % core.chunk
             start = max(start, int(first_b.min()))
             is_ragged = bool((first_b > start).any())
-        keys, values = (x[:, :, start : self.length] for x in (self.keys, self.values))
+        keys, values = (x[:, :, start:length] for x in (self.keys, self.values))
         if core.kv_index is not None:
             keys, values = (x.index_select(1, core.kv_index) for x in (keys, values))
         seen_bs = None
         if is_ragged:
-            columns = torch.arange(start, self.length, device=q_bnd.device)
+            columns = torch.arange(start, length, device=q_bnd.device)
             seen_bs = (columns >= first_b[:, None])[:, None, None]
         # The query heads of a key head are queries of one head.
         q_bkrd = q_bnd.unflatten(1, (keys.shape[1], -1))
         scale = core.rule.factor(q_bnd)
         bias = None
         if core.slopes_n is not None:
-            columns = torch.arange(start, self.length, device=q_bnd.device)
+            columns = torch.arange(start, length, device=q_bnd.device)
             bias = Alibi(core.slopes_n, columns[-1:], columns).bias(wide(q_bnd.dtype)).view(1, *q_bkrd.shape[1:3], -1)
         if sinks_n is None and not core.rule.cap and bias is None:
             y = F.scaled_dot_product_attention(q_bkrd, keys, values, seen_bs, scale=scale)

@@ -6,7 +6,7 @@ of its own, which the prompt does not attend to.
 Shapes: b prompts, s columns, n query heads, d width of a query and a key, v vocabulary.
 """
 
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -202,12 +202,15 @@ def generate(
     generators = [
         own.generator(sample) for own, _ in zip(of_prompts, prompts, strict=True) for sample in range(samples)
     ]
+    last = {eod, *ends}
+    if not why_no_proposals(stage, prompts, tokens, sampling):
+        rows = _with_proposals(stage, rows, tokens, last)
+        return [_cut(row, len(prompts[number // samples]), last) for number, row in enumerate(rows)]
     if why_no_cache(stage, prompts, tokens):
         logits = _logits_by_whole_rows(stage, rows)
     else:
         logits = _logits_by_cache(stage, rows, tokens)
     going = [True] * len(rows)
-    last = {eod, *ends}
     with closing(logits):
         for _ in range(tokens):
             for number, token in enumerate(draw(next(logits), sampling, generators)):
@@ -236,3 +239,114 @@ def _logits_by_cache(stage: Stage, rows: list[list[int]], tokens: int) -> Genera
         while True:
             yield decoder.logits_bv
             decoder.append([row[-1] for row in rows])
+
+
+# Proposals of multi-token prediction
+
+
+def why_no_proposals(stage: Stage, prompts: Sequence[Ids], tokens: int, sampling: Sampling) -> str:
+    """Say why no tokens are proposed while `tokens` are added; "" if some are."""
+    if stage.mtp is None:
+        return "the model has no layers of multi-token prediction"
+    if sampling.temperature:
+        return f"they are the most likely tokens, and --temperature {sampling.temperature:g} draws others"
+    if reason := why_no_cache(stage, prompts, tokens + len(stage.mtp.depths)):
+        return reason
+    for number, layer in stage.layers.items():
+        if any(hasattr(module, "with_cache") and not hasattr(module, "REWINDS") for module in layer.modules()):
+            return f"the mixer of layer {number} keeps a state, which does not go back before a wrong proposal"
+    return ""
+
+
+class Proposer:
+    """Rows of tokens to which each step adds the most likely ones: several, if layers of multi-token prediction hit.
+
+    These layers propose tokens. One forward pass of the model says the most likely token behind each of them, so every
+    token is the model's own. All rows take as many as all of them agree with, and one more.
+    """
+
+    def __init__(self, stage: Stage, rows: Sequence[Ids]):
+        assert stage.mtp is not None
+        self._stage, self._mtp = stage, stage.mtp
+        length = max(map(len, rows))
+        self._first = _first_columns(rows, length)
+        self.tokens_bs = torch.tensor([[0] * column + [*row] for column, row in zip(self._first, rows, strict=True)])
+        """All tokens. The last one has not been read."""
+        self.proposed, self.taken = 0, 0
+        # What each layer of multi-token prediction reads, and how many columns of that stay right.
+        self._states = [self._read(self.tokens_bs, length)] * len(self._mtp.depths)
+        self._right = [0] * len(self._mtp.depths)
+        self.tokens_bs = torch.cat([self.tokens_bs, self._best(self._states[0][-1:])], dim=1)
+
+    def step(self, going_b: Tensor) -> None:
+        """Add a token or more to each row. Those not in `going_b`, bool, have ended, and agree with everything."""
+        proposals_bs = self._proposals()
+        read = self.tokens_bs.shape[1]
+        given_bs = torch.cat([self.tokens_bs[:, -1:], proposals_bs], dim=1)
+        hidden_sbh = self._read(given_bs, read + proposals_bs.shape[1])
+        best_bs = self._best(hidden_sbh)
+        agree_bs = (best_bs[:, :-1] == proposals_bs) | ~going_b[:, None]
+        count = int(agree_bs.all(0).int().cumprod(0).sum())
+        self.proposed, self.taken = self.proposed + proposals_bs.shape[1], self.taken + count
+        self.tokens_bs = torch.cat([self.tokens_bs, best_bs[:, : count + 1]], dim=1)
+        _rewind(self._stage.layers, read + count)
+        self._states[0] = torch.cat([self._states[0], hidden_sbh[: count + 1]])
+
+    def _proposals(self) -> Tensor:
+        """The tokens [b, depths] that these layers think follow."""
+        known_bs, length = self.tokens_bs, self.tokens_bs.shape[1]
+        for depth, layer in enumerate(self._mtp.depths):
+            # All columns behind those that stay right. The last ones read proposals of the layers before.
+            start = self._right[depth]
+            later = _columns(known_bs[:, start + depth + 1 :], self._first, length - 1)
+            given_sbh = self._mtp.hidden_states(depth, self._states[depth][start:], later, self._stage)
+            self._right[depth] = max(length - 1 - depth, 0)
+            _rewind(layer, self._right[depth])
+            if depth + 1 < len(self._states):
+                self._states[depth + 1] = torch.cat([self._states[depth + 1][:start], given_sbh])
+            known_bs = torch.cat([known_bs, self._best(given_sbh[-1:])], dim=1)
+        return known_bs[:, length:]
+
+    def _read(self, tokens_bs: Tensor, length: int) -> Tensor:
+        """The normed hidden states [s, b, h] of the last of `length` columns."""
+        assert self._stage.norm is not None
+        hidden_sbh = self._stage.hidden_states(None, _columns(tokens_bs, self._first, length))
+        normed_sbh: Tensor = self._stage.norm(hidden_sbh)
+        return normed_sbh
+
+    def _best(self, normed_sbh: Tensor) -> Tensor:
+        """The most likely next tokens, [b, s]."""
+        stage = self._stage
+        logits_sbv = stage.head_rule.logits(normed_sbh, stage.head, stage.head_bias)
+        return logits_sbv[..., : stage.model.vocab_size].float().argmax(-1).t()
+
+
+def _rewind(module: nn.Module, length: int) -> None:
+    for part in module.modules():
+        rewind: Callable[[int], None] | None = getattr(part, "rewind", None)
+        if rewind is not None:
+            rewind(length)
+
+
+@contextmanager
+def proposing(stage: Stage, rows: Sequence[Ids], tokens: int) -> Iterator[Proposer]:
+    """A proposer of `rows`, for up to `tokens` further columns. Meanwhile the stage computes nothing else."""
+    assert stage.mtp is not None
+    length = max(map(len, rows))
+    capacity = length + tokens + 1 + len(stage.mtp.depths)
+    with torch.no_grad(), _caches(stage, torch.tensor(_first_columns(rows, length)), capacity):
+        yield Proposer(stage, rows)
+
+
+def _with_proposals(stage: Stage, rows: list[list[int]], tokens: int, last: set[int]) -> list[list[int]]:
+    """The rows with up to `tokens` further tokens, the most likely ones."""
+    if not tokens:
+        return rows
+    length = max(map(len, rows))
+    with proposing(stage, rows, tokens) as proposer:
+        while True:
+            added = proposer.tokens_bs[:, length : length + tokens].tolist()
+            going = [not last.intersection(new) for new in added]
+            if not any(going) or len(added[0]) == tokens:
+                return [[*row, *new] for row, new in zip(rows, added, strict=True)]
+            proposer.step(torch.tensor(going))
