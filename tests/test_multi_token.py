@@ -18,7 +18,7 @@ from megapar_tools.verify import logical
 from torch import Tensor
 
 from megapar.base.errors import ConfigError
-from megapar.config.options import Config
+from megapar.config.options import AdapterConfig, Config
 from megapar.data.samples import Samples, Treatment, micro_batch
 from megapar.declare import context
 from megapar.declare.batch import MicroBatch, Targets
@@ -230,6 +230,19 @@ def test_a_resumed_run_goes_on_bitwise(tmp_path: Path) -> None:
     assert all(torch.equal(expected[name], found[name]) for name in found)
     assert torch.equal(again.tallies["expert"], straight.tallies["expert"])
     assert len(again.tallies["expert"]) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"tp": 2, "sequence_parallel": True}, {"pp": 2, "dp": 2, "zero_stage": 3}])
+def test_adapters_reach_further_layers(sizes: Mapping[str, Any]) -> None:
+    layout = Layout(MODEL, adapter=AdapterConfig(rank=4), micro_batch_size=3, **sizes)
+    check_on_ranks(layout)
+    assert "layers.3.attention.q.lora_a" in WholeModel(layout.config().model, layout.adapter).tensors()
+
+
+@pytest.mark.slow
+def test_frozen_layers_leave_further_ones_to_train() -> None:
+    check_on_ranks(Layout(MODEL, trainable=("layers.2.*", "layers.3.*"), pp=2, tp=2, micro_batch_size=3))
 
 
 # Counts and plans
