@@ -21,7 +21,7 @@ import torch
 from megapar.base.errors import MegaparError, starting
 from megapar.data.loader import Loader
 from megapar.data.workers import alive
-from megapar.declare.batch import MicroBatch
+from megapar.declare.batch import MicroBatch, Targets
 from megapar.system.processes import end_with_parent
 
 Read = Callable[[int], list[MicroBatch]]
@@ -190,7 +190,8 @@ def _values(batch: MicroBatch) -> dict[str, Any]:
     Arrays cross a pipe by value. Tensors would cross it through files in shared memory, and these outlive a killed
     worker.
     """
-    return {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in vars(batch).items()}
+    values = {name: x.numpy() if isinstance(x, torch.Tensor) else x for name, x in vars(batch).items()}
+    return values | {"later_targets": [[x.numpy() for x in targets] for targets in batch.later_targets]}
 
 
 def _batch(values: dict[str, Any]) -> MicroBatch:
@@ -198,4 +199,5 @@ def _batch(values: dict[str, Any]) -> MicroBatch:
     fields: dict[str, Any] = {
         name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in values.items()
     }
+    fields["later_targets"] = tuple(Targets(*map(torch.from_numpy, arrays)) for arrays in values["later_targets"])
     return MicroBatch(**fields)
