@@ -24,19 +24,19 @@ from megapar_models.heads import deal_heads
 class Handed:
     """A tensor that is handed on: [s, b, *shape], or [*shape] if not `by_token`.
 
-    A tensor of integers has no gradient. One that is written again under its name takes the place of the former.
+    A tensor of integers has no gradient. Once a later layer writes the same name, readers behind it get the new tensor.
     """
 
     name: str
     shape: tuple[int, ...]
-    """The shape of a token in one process."""
+    """The shape of one token's part in one process, before tp divides it; the whole shape if not `by_token`."""
     by_token: bool = True
-    """Whether each token has its own. Otherwise all tokens have one together, such as a weight of the first stage that
-    later stages use: the gradient of every micro-batch comes back to it."""
+    """Whether each token has a part of its own, [s, b, *shape]. If not, all tokens share one tensor, such as a weight
+    of the first stage that later stages use; the gradients of all micro-batches are summed in it."""
     dtype: torch.dtype | None = None
     """None: that of the hidden states."""
     gradient: bool = True
-    """Whether a tensor of floating-point numbers has a gradient. Without one the writer's graph ends here."""
+    """Whether a floating-point tensor has a gradient. If not, it is detached where it is written."""
     query_heads: int = 0
     """If not 0, the first dimension of `shape` are key/value heads, and tp ranks have those that their query heads read
     (`deal_heads`). 0: every tp rank has the whole shape."""
@@ -61,9 +61,10 @@ class Handed:
 
 @dataclass(frozen=True)
 class Bundle:
-    """All that is handed on in a model: by layer what it reads and writes.
+    """All tensors that a model's layers hand on: by layer the names that it reads, and what it writes.
 
-    `begins` is written before the first layer, and `ends` are the names that are read behind the last one.
+    `begins` is written by the embedding, and `ends` are the names that are read behind the last layer. Raises
+    ValueError for a name that is read and that nothing before the reader writes.
     """
 
     reads: Sequence[Sequence[str]] = ()
@@ -81,7 +82,8 @@ class Bundle:
 
     def _check(self, reader: str, names: Sequence[str], known: set[str]) -> None:
         if missing := [name for name in names if name not in known]:
-            raise ValueError(f"{reader} reads {', '.join(missing)}, which no layer before it writes")
+            text = "declare it in LayerKind.writes of an earlier layer or in Ends.writes, or correct the name in reads"
+            raise ValueError(f"{reader} reads {', '.join(missing)}, which no layer before it writes: {text}")
 
     def at(self, number: int) -> tuple[Handed, ...]:
         """Return what crosses the cut in front of the layer `number`: what was written before it, and is read later.
@@ -142,10 +144,14 @@ def taken(
     found = []
     for one in writes:
         if one.name not in handed:
-            raise ValueError(f"{writer} declares that it writes {one.name}, and does not")
+            text = f"set context.handed[{one.name!r}] in its forward"
+            raise ValueError(f"{writer} declares that it writes {one.name}, and does not: {text}")
         x, spec = handed[one.name], one.spec(batch, sharding)
         if tuple(x.shape) != spec.shape or x.dtype != spec.dtype:
             made, wanted = (f"{list(shape)} {dtype}" for shape, dtype in ((x.shape, x.dtype), spec[:2]))
-            raise ValueError(f"{writer} writes {one.name} as {made}, and declares {wanted}")
-        found.append(x if spec.has_gradient else x.detach())
+            raise ValueError(f"{writer} writes {one.name} as {made}, and declares {wanted}: change its Handed")
+        if isinstance(x, nn.Parameter) or isinstance(x._base, nn.Parameter):
+            x = x.clone()  # with ZeRO-3 the memory of a weight is free behind the stage that has it
+        # A view: the gradients of all readers are summed by themselves, as where a stage hands the tensor on.
+        found.append(x.view_as(x) if spec.has_gradient else x.detach())
     return tuple(found)

@@ -1,4 +1,4 @@
-"""What the layers of a model are made of, and its two ends. A family says both (`Stage.layer_kind`, `Stage.ends`)."""
+"""What the layers of a model and its two ends are made of. A family says both (`Stage.layer_kind`, `ends_of`)."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -127,8 +127,9 @@ class LayerKind:
     residual_multiplier: float = 1.0
     """The factor of both branches before they are added to the residual stream."""
     stream: StreamRule | None = None
-    """What both branches read and write in the place of one sum, the same rule in all layers (hyper-connections,
-    attention residuals: `megapar_models.streams`). None: they read the sum of all before them, and are added to it."""
+    """What replaces the one residual stream, the same rule in all layers: `HyperConnections(...)`, or attention
+    residuals by `AttentionResiduals.in_layer`, which also declares the sums that layers read and write
+    (`megapar_models.streams`). None: a branch reads the residual stream and is added to it."""
 
     head_sizes: HeadSizes | None = None
     """The heads of mixer "attention", or of a class of your own that asks `heads_of`. None: those of the model."""
@@ -200,7 +201,7 @@ class LayerKind:
     router_dtype: Literal["fp32", "model"] = "fp32"
     """The dtype of the router's product."""
     expert_scale: bool = False
-    """A trained factor of the weights of tokens in each expert (Gemma 4)."""
+    """Whether the router has a trained factor [experts] of each expert's routing weights (Gemma 4)."""
     expert_bias: bool = False
     """Biases of all matrices of the experts."""
     plain_experts: bool = False
@@ -219,16 +220,17 @@ class LayerKind:
     For mixer "attention" and mlp "dense". tp ranks sum the squares of their parts.
     """
     reads: tuple[str, ...] = ()
-    """The tensors of earlier layers that the layer reads, by name (`megapar_models.handed`)."""
+    """Names of tensors that this layer reads from earlier layers or from the embedding (`ForwardContext.handed`)."""
     writes: tuple[Handed, ...] = ()
-    """The tensors that the layer hands on to later ones."""
+    """Tensors that this layer hands on to later layers, with shape and dtype (`megapar_models.handed.Handed`)."""
     shared_keys: str = ""
-    """A group of layers: one has keys and values among its `writes`, behind norm and rotation, under the names of
-    `keys_of`. Others have these among their `reads`, and none of their own. Empty: no group."""
+    """The group of layers that share keys and values, after norm and rotation (KV sharing). With names of
+    `keys_of(group)` in `writes` a layer hands its keys and values on; with these names in `reads` it has no k and v
+    projection of its own, and attends to the ones handed on. Empty: the layer shares none."""
     keys_as_values: bool = False
-    """Values are the projection to keys, before norm and rotation (Gemma 4)."""
+    """Whether the key projection, before norm and rotation, is also the values: there is no v projection (Gemma 4)."""
     value_norm: NormRule | None = None
-    """A norm without weight of each head's values. None: values have none."""
+    """An RMS norm of the values of each head, without a trained weight (Gemma 4). None: there is none."""
 
     def __post_init__(self) -> None:
         _check(self)
@@ -249,15 +251,15 @@ def _check(kind: LayerKind) -> None:
     if "none" in (kind.mixer, kind.mlp) and (kind.mixer == kind.mlp or kind.parallel != "no"):
         raise ValueError("LayerKind.mixer, mlp: a layer has one of them, and parallel branches are two")
     if kind.stream is not None and kind.parallel != "no":
-        raise ValueError("LayerKind.stream, parallel: a branch reads what the one before it has written")
+        raise ValueError("LayerKind.stream, parallel: a branch reads what the one before it wrote; use parallel no")
     if kind.weighted_inputs and kind.expert_bias:
         raise ValueError("LayerKind.weighted_inputs, expert_bias: a bias is no part of what experts read")
     if kind.slopes and kind.score_cap:
         raise ValueError("LayerKind.slopes, score_cap: no model says which of them comes first")
     if kind.value_norm is not None and kind.value_norm.weighted:
-        raise ValueError("LayerKind.value_norm: a norm without weight")
+        raise ValueError("LayerKind.value_norm: must have no weight; use NormRule(..., weighted=False)")
     if kind.keys_as_values and kind.head_sizes and kind.head_sizes.head_dim != kind.head_sizes.value_dim:
-        raise ValueError("LayerKind.keys_as_values, head_sizes: keys and values have one width then")
+        raise ValueError("LayerKind.keys_as_values, head_sizes: values are keys; make value_dim equal to head_dim")
     if kind.sub_norms and (kind.mixer != "attention" or kind.mlp != "dense"):
         raise ValueError("LayerKind.sub_norms: mixer attention and mlp dense have them")
 
@@ -310,9 +312,7 @@ class Ends:
 
 def bundle_of(kinds: Sequence[LayerKind], ends: Ends) -> Bundle:
     """Return what layers of these kinds, in order, and the ends of their model hand on beside the hidden states."""
-    if not ends.writes and not any(kind.writes for kind in kinds):
-        return Bundle()
-    stream = kinds[0].stream
+    stream = kinds[0].stream if kinds else None
     blocks = () if stream is None else stream.blocks_before(len(kinds))
     reads, writes = [kind.reads for kind in kinds], [kind.writes for kind in kinds]
     return Bundle(reads, writes, ends.writes, (*ends.reads, *blocks))

@@ -1,4 +1,4 @@
-"""Inputs of each layer's own (Gemma 3n, Gemma 4): a row of a table by token id, and a projection of the embedding.
+"""Per-layer inputs (per-layer embeddings of Gemma 4): a row of a table by token id, and a projection of the embedding.
 
 Each layer has its part of the table and of the projection, so a pipeline stage holds those of its layers. The embedding
 is handed on from the first stage, and with it the weight of one norm for all layers (`HANDED`).
@@ -63,7 +63,7 @@ class PerLayerInput(nn.Module):
         self.rule: NormRule = kind.norm
         self.kernels: Kernels = factory.kernels
         self.activation = partial(PLAIN[kind.activation or model.hidden_act], impl=factory.kernels.activation)
-        # Rounded as transformers does, as that of the first embedding.
+        # Rounded to the model's dtype as transformers does, like `Ends.embedding_multiplier`.
         self.table_factor = torch.tensor(math.sqrt(width), dtype=factory.sharding.dtype).item()
         self.projection_factor = hidden**-0.5
 

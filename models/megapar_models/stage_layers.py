@@ -41,7 +41,7 @@ class StageLayers(nn.ModuleDict):
         stream: StreamRule | None = None,
     ):
         if wrong := [number for number, kind in kinds.items() if kind.stream != stream]:
-            raise ValueError(f"LayerKind.stream of layers {wrong}: another rule than in layer 0; all have the same")
+            raise ValueError(f"LayerKind.stream of layers {wrong}: another rule than in layer 0; give all the same")
         super().__init__({str(number): make(number, kind) for number, kind in kinds.items()})
         self.rule, self.sharding, self.stream = rule, sharding, stream
         self.width = width if stream is None else width * stream.streams
@@ -60,11 +60,11 @@ class StageLayers(nn.ModuleDict):
         return x_sbh, {one.name: y for one, y in zip(self.receives, handed, strict=True)}
 
     def left(self, x_sbh: Tensor, handed: Mapping[str, Tensor]) -> Given:
-        """Return what the next stage gets."""
+        """Return the output of this stage: hidden states [s or s/tp, b, width], with handed-on tensors as a tuple."""
         return (x_sbh, *(handed[one.name] for one in self.leaves)) if self.leaves else x_sbh
 
     def specs(self, batch: MicroBatch, handed: Sequence[Handed]) -> tuple[TensorSpec, ...]:
-        """Return what is said of the hidden states, and of what is handed on with them."""
+        """Return shape and dtype of the hidden states and of each handed-on tensor on this rank."""
         length = batch.seq_length
         if self.sharding.splits_sequence:
             length //= self.sharding.tp.size
@@ -72,12 +72,12 @@ class StageLayers(nn.ModuleDict):
         return (x_sbh, *(one.spec(batch, self.sharding) for one in handed))
 
     def forward(self, x_sbh: Tensor, handed: dict[str, Tensor], context: ForwardContext) -> Tensor:
-        """Run the layers, one after the other. Those that read or write use `handed`."""
+        """Return the hidden states behind the layers. Adds to `handed` the tensors that the layers write."""
         branch_sbh = None  # what the layer before has not yet added to x_sbh
         for number, layer in self.items():
             again, offloads = self.rule.layer(int(number)), self.rule.offloads(int(number))
             handing = self.handing.get(number)
-            # A recomputed layer keeps its one input.
+            # A recomputed layer has one tensor of hidden states as input: the branch is added first.
             if handing is None and not again and getattr(layer, "leaves_branch", False):
                 x_sbh, branch_sbh = layer(x_sbh, context, branch_sbh, adds=False)
                 continue
@@ -86,7 +86,7 @@ class StageLayers(nn.ModuleDict):
             if handing is None:
                 x_sbh = run(layer, x_sbh, context)
                 continue
-            # Other layers keep what is handed on, too: it stays on the device.
+            # Handed-on tensors stay on the device under train.offload, because other layers keep them too.
             x_sbh, *written = run(handing, x_sbh, context, stay=[handed[name] for name in handing.reads])
             handed.update((one.name, y) for one, y in zip(handing.writes, written, strict=True))
         return _added(x_sbh, branch_sbh)

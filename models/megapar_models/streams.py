@@ -86,9 +86,11 @@ class HyperConnections(StreamRule):
     count: int
     """The number of streams."""
     eps: float
+    """What is added to pre, comb and the sums by which comb is divided."""
     norm_eps: float
+    """Of the RMS norm of the streams."""
     mixing_steps: int = 0
-    """How often columns are divided by their sums, between divisions of rows. 0: streams are not mixed (Hy4)."""
+    """How often columns are divided by their sums; rows are divided once less. 0: streams are not mixed (Hy4)."""
     post_factor: float = 2.0
     post_eps: float = 0.0
     scale: float = 1.0
@@ -235,7 +237,7 @@ class _Mean(nn.Module):
 class _Alternating(torch.autograd.Function):
     """softmax + eps, whose columns and rows are divided by their sums in turn (Sinkhorn and Knopp).
 
-    Backward computes all steps again from the logits: kept, they would be a sixth of what four streams of 4,096 are.
+    Backward computes all steps again from the logits, so that the n by n matrices between them are not kept.
     """
 
     @staticmethod
@@ -294,14 +296,14 @@ class AttentionResiduals(StreamRule):
 
     def __post_init__(self) -> None:
         if self.weighted and self.normed_values:
-            raise ValueError("AttentionResiduals.weighted, normed_values: no model weights normalized values")
+            raise ValueError("AttentionResiduals.weighted, normed_values: no model has both; make one of them False")
 
     def blocks_before(self, number: int) -> tuple[str, ...]:
         """Return the names of the sums of blocks that layers before the layer `number` have finished."""
         return tuple(f"block.{block}" for block in range(-(-number // self.layers_per_block)))
 
     def opened_by(self, number: int) -> str:
-        """Return the name of the sum that the layer `number` finishes and hands on. Empty: its block goes on."""
+        """Return the name under which the layer `number` hands on the sum that it receives. "": it begins no block."""
         block, place = divmod(number, self.layers_per_block)
         return "" if place else f"block.{block}"
 

@@ -108,7 +108,7 @@ class HandingStage(LlamaStage):
         return HandingToy(number, kind, self.model, self.factory)
 
     def begin(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
-        context.handed.update(embedding=x_sbh, scale=self.scale * 2)
+        context.handed.update(embedding=x_sbh, scale=self.scale)
         return x_sbh
 
     def end(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:

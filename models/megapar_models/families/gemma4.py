@@ -1,11 +1,12 @@
-"""Gemma 4 (Google, 2026): heads by kind of layer, shared keys and values, and inputs of each layer's own.
+"""Gemma 4 (Google, 2026): head sizes by kind of layer, KV sharing, and per-layer inputs.
 
-Layers with all keys have wider heads than those with a window, other key/value heads, and rotary positions in the
-shortest wavelengths alone; their values may be the keys before norm and rotation. The last layers read the keys and
-values that the last layer of their kind before them has handed on. Scores have no factor, and values a norm without
-weight. A layer's output is multiplied by a number that is not trained. Mixtures have experts beside the MLP. These are
-the weights beyond those of Gemma 3 (megapar_models.families.gemma2) and of mixtures (megapar_models.families.mixtral),
-with h hidden and p the width of inputs by layer:
+Full-attention layers have a head width, a number of key/value heads and a rotary table (of the shortest wavelengths
+alone) of their own, and may take the projected keys as values (`attention_k_eq_v`). The last `num_kv_shared_layers`
+layers read the keys and values of the last earlier layer of their kind. Scores are not scaled by 1 / sqrt(d), and
+values have an RMS norm without a weight. A layer's output is multiplied by `layer_scalar`, which is not trained. In
+mixtures, experts stand beside the MLP of each layer. These are the weights beyond those of Gemma 3
+(megapar_models.families.gemma2) and of mixtures (megapar_models.families.mixtral), with h hidden and p the width of
+per-layer inputs:
 
     per_layer_norm.weight                   [p]     on every tp rank
     layers.N.per_layer.*                            those of megapar_models.per_layer_inputs
@@ -22,7 +23,7 @@ gemma4_unified (12B), which are written as gemma4_text.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -67,7 +68,8 @@ class Gemma4Model(MaybeMixtureModel, LocalRopeModel, GemmaModel):
     attention_k_eq_v: bool = False
     """In layers that attend to all keys, values are the projection to keys, before norm and rotation."""
     num_kv_shared_layers: int = 0
-    """So many last layers read keys and values of the last earlier layer of their kind, with a window or without."""
+    """The number of last layers that have no keys and values of their own (KV sharing): each attends to those of the
+    last layer before them of its kind, sliding or full attention."""
     use_double_wide_mlp: bool = False
     """Layers that read keys and values of an earlier one have an MLP of twice model.intermediate_size."""
     hidden_size_per_layer_input: int = 0
@@ -165,15 +167,15 @@ class Gemma4Stage(Stage[Gemma4Model]):
     def begin(self, x_sbh: Tensor, context: ForwardContext) -> Tensor:
         if self.per_layer_norm is None:
             return x_sbh
-        # A copy: with ZeRO-3 the memory of a weight is free behind the stage that has it.
-        context.handed[per_layer_inputs.NORM] = self.per_layer_norm.clone()
-        # A view: its gradients from all layers are summed by themselves, as where a stage hands it on.
-        context.handed[per_layer_inputs.EMBEDDING] = x_sbh.view_as(x_sbh)
+        context.handed[per_layer_inputs.NORM] = self.per_layer_norm
+        context.handed[per_layer_inputs.EMBEDDING] = x_sbh
         return x_sbh
 
 
 def _with_shared_keys(kind: LayerKind, model: Gemma4Model, number: int) -> LayerKind:
     """Return the kind of a layer that reads keys and values, or hands its own on, if it does one of them."""
+    if not model.num_kv_shared_layers:
+        return kind
     full, first = is_full(model, number), model.first_reader
     group = "full" if full else "sliding"
     if number >= first:
@@ -196,10 +198,10 @@ class _Heads(Codec):
     def read(self, raw: Raw, model_type: str) -> tuple[dict[str, Any], list[str]]:
         if raw.get("use_bidirectional_attention") not in (None, False, "vision"):
             stated = raw["use_bidirectional_attention"]
-            return {}, [f"use_bidirectional_attention={stated!r} is not supported; attention to text is causal"]
+            return {}, [f"use_bidirectional_attention={stated!r} is not supported; use null, false or 'vision'"]
         types = _WINDOWS.types(raw)
         if not types or types[-1] != FULL:
-            return {}, [f"layer_types={types!r} is not supported unless {FULL} is the last: transformers makes it so"]
+            return {}, [f"layer_types={types!r} is not supported; its last entry must be {FULL}, as in transformers"]
         values = {name: raw.get(name) or 0 for name in ("num_kv_shared_layers", _WIDTH)}
         values["use_double_wide_mlp"] = bool(raw.get("use_double_wide_mlp", False))
         if _WIDTH not in raw and model_type == "gemma4_text":
@@ -210,10 +212,12 @@ class _Heads(Codec):
             full = [str(number) for number, kind in enumerate(types) if kind == FULL]
             stated = {str(number): fields for number, fields in (raw["per_layer_config"] or {}).items()}
             first = stated.get(full[0], {})
+            if not isinstance(first, Mapping):
+                return {}, [f"per_layer_config={raw['per_layer_config']!r} is not supported; its values are objects"]
             known = {"head_dim": first.get("head_dim"), "num_key_value_heads": first.get("num_key_value_heads")}
             known = {name: value for name, value in known.items() if value is not None}
             if stated != (dict.fromkeys(full, known) if known else {}):
-                text = f"head_dim and num_key_value_heads, the same for each {FULL} of layer_types, are"
+                text = f"give head_dim and num_key_value_heads alone, equal for all {FULL} layers and for no other"
                 return {}, [f"per_layer_config={raw['per_layer_config']!r} is not supported; {text}"]
             width, keys = known.get("head_dim"), known.get("num_key_value_heads")
         own, usual = raw.get("head_dim", 256), raw.get("num_key_value_heads", 4)
@@ -244,7 +248,7 @@ class _Heads(Codec):
             text = "rotary embeddings turn pairs, so a head's width must be even; 0 takes model.head_dim"
             yield problem(config, "model.global_head_dim", text)
         if model.num_global_key_value_heads and not model.attention_k_eq_v:
-            text = "files of Hugging Face have it with attention_k_eq_v alone; turn that on, or use 0"
+            text = "only layers with attention_k_eq_v may have key/value heads of their own; set it true, or use 0"
             yield problem(config, "model.num_global_key_value_heads model.attention_k_eq_v", text)
         if model.hidden_size_per_layer_input < 0:
             yield problem(config, f"model.{_WIDTH}", "must be at least 0, which means no inputs by layer")
