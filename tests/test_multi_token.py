@@ -1,6 +1,7 @@
 """Multi-token prediction: losses and gradients of a plain version, in every layout, and where tokens end."""
 
 import math
+import pickle
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 import torch
 from megapar_models.build import build_stages, stage_layers
 from megapar_models.counts import WholeModel, mtp_cost
-from megapar_models.registry import validate
+from megapar_models.registry import find, validate
 from megapar_tools.plan import explain, hardware
 from megapar_tools.plan.target import with_planned_kernels
 from megapar_tools.verify import logical
@@ -19,9 +20,10 @@ from torch import Tensor
 
 from megapar.base.errors import ConfigError
 from megapar.config.options import AdapterConfig, Config
+from megapar.data import delivery
 from megapar.data.samples import Samples, Treatment, micro_batch
 from megapar.declare import context
-from megapar.declare.batch import MicroBatch, Targets
+from megapar.declare.batch import MicroBatch, StepScope, Targets, add_loss
 from megapar.step.divisors import count_divisors
 from megapar.step.state import TrainState
 from megapar.step.step import train_step
@@ -308,3 +310,39 @@ def test_what_does_not_fit_is_refused_in_one_line(model: Any, options: Any, word
     with pytest.raises(ConfigError) as caught:
         validate(config, 1)
     assert words in str(caught.value)
+
+
+def test_experts_of_these_layers_alone_are_declared() -> None:
+    """With dense layers before them: their router's loss and their tally of tokens."""
+    moe = replace(LATENT.moe, first_k_dense_replace=2)
+    model = replace(LATENT, num_hidden_layers=2, num_nextn_predict_layers=1, moe=moe)
+    declared = find(model.family).stage.declared(model)
+    assert [loss.name for loss in declared.losses] == ["router", "mtp_1"]
+    assert declared.tallies == {"expert": (3, moe.num_experts)}
+
+
+def test_further_targets_cross_the_pipe_of_a_data_worker_as_arrays() -> None:
+    """A tensor would take a file descriptor, and for each micro-batch that is read ahead."""
+    batch = micro_batches(Layout(MODEL, micro_batch_size=3).config(), context.single(), 0)[0]
+    values = delivery._values(batch)
+    assert batch.later_targets
+    assert not any(isinstance(x, Tensor) for targets in values["later_targets"] for x in targets)
+    found = delivery._batch(pickle.loads(pickle.dumps(values)))
+    for theirs, ours in zip(found.later_targets, batch.later_targets, strict=True):
+        assert torch.equal(theirs.tokens_bs, ours.tokens_bs)
+        assert torch.equal(theirs.weights_bs, ours.weights_bs)
+
+
+def test_a_loss_that_trains_nothing_is_still_reported() -> None:
+    """With frozen parameters before it no backward pass comes there."""
+    scope = StepScope(torch.ones(()), loss_sums={"mtp_1": torch.zeros((), dtype=torch.float64)})
+    batch = replace(micro_batches(Layout(MODEL).config(), context.single(), 0)[0], scope=scope)
+    add_loss(torch.ones(3), torch.tensor(5.0), batch, "mtp_1")
+    assert scope.loss_sums is not None
+    assert scope.loss_sums["mtp_1"] == 5.0
+
+
+@pytest.mark.parametrize("number", [-1, 65])
+def test_a_number_of_layers_that_no_model_has_is_refused(number: int) -> None:
+    with pytest.raises(ConfigError, match=r"model\.num_nextn_predict_layers"):
+        validate(Config(model=replace(MODEL, num_nextn_predict_layers=number)), 1)

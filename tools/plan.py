@@ -177,7 +177,7 @@ def sizes_of(config: Config) -> tuple[Sizes, str, float]:
     experts = 0.0
     token_share = 0.0
     for name, (piece, spec) in whole.declarations.items():
-        if not name.startswith("layers."):
+        if not name.startswith("layers.") or piece.grows:  # a table by token id is looked up, and multiplies nothing
             continue
         count = torch.Size(piece.shape).numel()
         if spec.token_share == 1:

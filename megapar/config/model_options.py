@@ -96,9 +96,10 @@ class ModelConfig:
     """Layers of multi-token prediction behind the last one (arXiv 2412.19437, section 2.2). Each predicts a token
     further ahead, and learns by a loss of its own. 0: none. docs/multi-token.md has the families."""
     mtp_loss_weight: float = field(default=0.1, metadata=OF_TRAINING)
-    """Weight of the mean of these losses. DeepSeek-V3 has 0.3 for most of its tokens, and then 0.1."""
+    """Weight of the mean of the losses mtp_1, mtp_2, ... DeepSeek-V3 has 0.3 for most of its tokens, and then 0.1."""
     mtp_detach: bool = field(default=False, metadata=OF_TRAINING)
-    """These losses give the embedding and the head no gradient."""
+    """Whether the losses of multi-token prediction give no gradient to the head, and to the embedding only the gradient
+    that comes through the layers of the model."""
 
     @property
     def experts(self) -> MoEConfig | None:

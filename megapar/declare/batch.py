@@ -258,6 +258,9 @@ def add_loss(x: Tensor, loss: Tensor, batch: MicroBatch, name: str) -> Tensor:
         if name not in scope.loss_sums:
             raise ValueError(f"loss {name!r} is not among those that the model declares: {list(scope.loss_sums)}")
         total = scope.loss_sums[name]
+    if total is not None and not (x.requires_grad or loss.requires_grad):
+        total.add_(loss.detach())  # no backward pass comes here
+        return x
     scale = scope.grad_scale
     if name in scope.factors:
         scale = scale * scope.factors[name]

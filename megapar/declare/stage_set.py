@@ -25,6 +25,10 @@ class AddedLoss:
     ahead: int = 1
     weight: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.weight != 1.0 and self.divided_by != "own":
+            raise ValueError(f"AddedLoss.weight of {self.name}: with divided_by own alone; multiply the loss instead")
+
 
 @dataclass(frozen=True)
 class Declared:

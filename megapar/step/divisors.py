@@ -16,8 +16,8 @@ from megapar.step.state import TrainState
 class Divisors(NamedTuple):
     """What sums of losses over a step are divided by, 0-d fp32.
 
-    `tokens` is the number of target tokens of the step. `main` divides the main loss. `own` are those of losses that
-    are divided by their own targets, by name.
+    `tokens` is the sum of the loss weights of the step's next-token targets. `main` divides the main loss. `own` has by
+    name the divisors of losses that are divided by the weights of their own targets, such as mtp_1.
     """
 
     tokens: Tensor
@@ -35,7 +35,8 @@ class Divisors(NamedTuple):
 def count_divisors(state: TrainState, batches: Sequence[MicroBatch], samples: int) -> Divisors:
     """Return the divisors of a step with `samples` samples. A collective.
 
-    `batches` are this rank's micro-batches, on its device. The scope of each gets the factors of added losses.
+    `batches` are this rank's micro-batches, on its device. Sets the factors of losses divided by their own targets in
+    the scope of each micro-batch (`StepScope.factors`).
     """
     tokens = count_targets(batches, state.ctx)
     declared = state.stages.declared
@@ -44,7 +45,7 @@ def count_divisors(state: TrainState, batches: Sequence[MicroBatch], samples: in
         return Divisors(tokens.clamp(min=1.0), torch.full_like(tokens, samples))
     own = {loss.name: count_targets(batches, state.ctx, loss.ahead) for loss in _divided_by_own(declared.losses)}
     divisors = Divisors(tokens, tokens, own)
-    # The gradients of added losses are divided by the target tokens: the factors replace these.
+    # Gradients of added losses are divided by `tokens`: the factors turn 1 / tokens into weight / own divisor.
     factors = {
         loss.name: torch.where(own[loss.name] == 0, 0.0, loss.weight * tokens / divisors.of_added(loss))
         for loss in _divided_by_own(declared.losses)
@@ -59,13 +60,13 @@ def _divided_by_own(losses: Sequence[AddedLoss]) -> list[AddedLoss]:
 
 
 def count_targets(batches: Sequence[MicroBatch], ctx: ParallelContext, ahead: int = 1) -> Tensor:
-    """Sum the loss weights of all targets of the step, the tokens `ahead` positions after each, over all replicas.
+    """Sum the loss weights of the targets `ahead` positions after each position, over the step and all replicas.
 
     Returns a 0-d fp32 tensor.
 
-    The sum of the next tokens is the only divisor of the step's loss and gradients, unless the objective divides by
-    pairs, or a loss by targets of its own. It is 0 if no target has a weight. The loss is then NaN, so the step updates
-    nothing, and is refused (`StepResult.check_targets`).
+    With `ahead` 1 the sum divides the step's loss and gradients, unless the objective divides by pairs. If that sum is
+    0, the loss is NaN, and the step is refused and updates nothing (`StepResult.check_targets`). With a larger `ahead`
+    the sum divides the loss of the tokens so far ahead (`Divisors.own`): a sum of 0 makes that loss 0.
     """
     tokens = torch.zeros((), device=ctx.device)
     if batches:  # a replica has none if the step has fewer micro-batches than replicas

@@ -249,20 +249,20 @@ def why_no_proposals(stage: Stage, prompts: Sequence[Ids], tokens: int, sampling
     if stage.mtp is None:
         return "the model has no layers of multi-token prediction"
     if sampling.temperature:
-        return f"they are the most likely tokens, and --temperature {sampling.temperature:g} draws others"
+        return f"proposals are of greedy decoding, and --temperature {sampling.temperature:g} draws others; use 0"
     if reason := why_no_cache(stage, prompts, tokens + len(stage.mtp.depths)):
         return reason
     for number, layer in stage.layers.items():
         if any(hasattr(module, "with_cache") and not hasattr(module, "REWINDS") for module in layer.modules()):
-            return f"the mixer of layer {number} keeps a state, which does not go back before a wrong proposal"
+            return f"the mixer of layer {number} keeps a state, which cannot drop a wrong proposal"
     return ""
 
 
 class Proposer:
-    """Rows of tokens to which each step adds the most likely ones: several, if layers of multi-token prediction hit.
+    """Greedy decoding of rows, several tokens in a step where proposals of multi-token prediction are right.
 
-    These layers propose tokens. One forward pass of the model says the most likely token behind each of them, so every
-    token is the model's own. All rows take as many as all of them agree with, and one more.
+    Layers of multi-token prediction propose tokens; one forward pass of the model then gives its own most likely token
+    behind each. All rows take the proposals up to the first that disagrees in any row, and one token of the model.
     """
 
     def __init__(self, stage: Stage, rows: Sequence[Ids]):
@@ -279,7 +279,7 @@ class Proposer:
         self.tokens_bs = torch.cat([self.tokens_bs, self._best(self._states[0][-1:])], dim=1)
 
     def step(self, going_b: Tensor) -> None:
-        """Add a token or more to each row. Those not in `going_b`, bool, have ended, and agree with everything."""
+        """Add one to 1 + depths tokens to each row. `going_b`, bool [b], is False for rows that have ended."""
         proposals_bs = self._proposals()
         read = self.tokens_bs.shape[1]
         given_bs = torch.cat([self.tokens_bs[:, -1:], proposals_bs], dim=1)
@@ -293,7 +293,7 @@ class Proposer:
         self._states[0] = torch.cat([self._states[0], hidden_sbh[: count + 1]])
 
     def _proposals(self) -> Tensor:
-        """The tokens [b, depths] that these layers think follow."""
+        """Return the tokens [b, depths] that the layers of multi-token prediction propose."""
         known_bs, length = self.tokens_bs, self.tokens_bs.shape[1]
         for depth, layer in enumerate(self._mtp.depths):
             # All columns behind those that stay right. The last ones read proposals of the layers before.
@@ -308,14 +308,14 @@ class Proposer:
         return known_bs[:, length:]
 
     def _read(self, tokens_bs: Tensor, length: int) -> Tensor:
-        """The normed hidden states [s, b, h] of the last of `length` columns."""
+        """Return the normed hidden states [s, b, h] of the columns `tokens_bs`, the last ones of `length`."""
         assert self._stage.norm is not None
         hidden_sbh = self._stage.hidden_states(None, _columns(tokens_bs, self._first, length))
         normed_sbh: Tensor = self._stage.norm(hidden_sbh)
         return normed_sbh
 
     def _best(self, normed_sbh: Tensor) -> Tensor:
-        """The most likely next tokens, [b, s]."""
+        """Return the most likely token behind each position, int64 [b, s]."""
         stage = self._stage
         logits_sbv = stage.head_rule.logits(normed_sbh, stage.head, stage.head_bias)
         return logits_sbv[..., : stage.model.vocab_size].float().argmax(-1).t()
@@ -330,7 +330,7 @@ def _rewind(module: nn.Module, length: int) -> None:
 
 @contextmanager
 def proposing(stage: Stage, rows: Sequence[Ids], tokens: int) -> Iterator[Proposer]:
-    """A proposer of `rows`, for up to `tokens` further columns. Meanwhile the stage computes nothing else."""
+    """Yield a proposer of `rows` with room for `tokens` further columns. The stage computes nothing else meanwhile."""
     assert stage.mtp is not None
     length = max(map(len, rows))
     capacity = length + tokens + 1 + len(stage.mtp.depths)
@@ -339,7 +339,7 @@ def proposing(stage: Stage, rows: Sequence[Ids], tokens: int) -> Iterator[Propos
 
 
 def _with_proposals(stage: Stage, rows: list[list[int]], tokens: int, last: set[int]) -> list[list[int]]:
-    """The rows with up to `tokens` further tokens, the most likely ones."""
+    """Return the rows with up to `tokens` tokens of greedy decoding behind each."""
     if not tokens:
         return rows
     length = max(map(len, rows))

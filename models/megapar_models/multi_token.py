@@ -37,19 +37,26 @@ from megapar_models.head import HeadRule
 from megapar_models.layer_kind import LayerKind
 from megapar_models.stage_layers import StageLayers
 
+MOST_DEPTHS = 64
+"""The most layers of multi-token prediction: published models have 1 to 3."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class MTPRule:
     """What a family says of its layers of multi-token prediction."""
 
     kind: LayerKind
-    """What each of them is made of."""
+    """The parts of each layer of multi-token prediction."""
     hidden_first: bool = False
-    """Whether the hidden states stand before the embedding where both are joined."""
+    """Whether hidden states stand before the embedding in the input of `eh_proj`."""
+
+    def __post_init__(self) -> None:
+        if self.kind.reads or self.kind.writes or self.kind.stream is not None:
+            raise ValueError("MTPRule.kind: reads, writes and stream are for the model's own layers; leave them empty")
 
 
 def added_losses(model: ModelConfig) -> tuple[AddedLoss, ...]:
-    """Return the losses mtp_1, mtp_2, ... of a model, one for each of these layers."""
+    """Return the losses mtp_1, mtp_2, ... of a model, one for each layer of multi-token prediction."""
     depths = model.num_nextn_predict_layers
     return tuple(
         AddedLoss(_name(depth), divided_by="own", ahead=1 + depth, weight=model.mtp_loss_weight / depths)
@@ -125,7 +132,7 @@ class MultiToken(nn.Module):
         self.depths = nn.ModuleList(PredictionLayer(n, rule, model, factory, make_layer) for n in numbers)
 
     def add_losses(self, loss: Tensor, normed_sbh: Tensor, batch: MicroBatch, ends: SharedEnds) -> Tensor:
-        """Return `loss`, 0-d. Its backward pass is also that of the losses of these layers.
+        """Return `loss`, 0-d, unchanged. Its backward pass also runs that of the losses of multi-token prediction.
 
         `normed_sbh` are the hidden states after the model's last norm.
         """

@@ -26,6 +26,7 @@ from megapar_models.family import Family
 from megapar_models.layer import MIXERS, MLPS
 from megapar_models.layer_kind import READ_BY_LAYERS, LayerKind, MixerRule
 from megapar_models.moe import router_rule
+from megapar_models.multi_token import MOST_DEPTHS
 from megapar_models.objectives import CROSS_ENTROPY, Objective
 from megapar_models.preferences import PREFERENCES
 
@@ -330,6 +331,9 @@ def _clip_problems(config: Config, kinds: Set[LayerKind]) -> Iterator[str]:
     if any(kind.qk_norm for kind in kinds):
         text = "the family norms queries and keys, so to scale their weights changes no logit; use 0"
         yield problem(config, "optimizer.qk_clip", text)
+    if any(kind.shared_keys or kind.keys_as_values for kind in kinds):
+        text = "keys of several layers, or values that are keys, would shrink with the keys of one layer; use 0"
+        yield problem(config, "optimizer.qk_clip", text)
     if others := [name for name, mixer in _mixers(kinds).items() if not getattr(mixer, "MEASURES_LOGITS", False)]:
         yield problem(config, "optimizer.qk_clip", f"{', '.join(others)} measures no logits; use 0")
 
@@ -435,8 +439,15 @@ def _mtp_problems(config: Config) -> Iterator[str]:
                 text = "no layer predicts further tokens; set num_nextn_predict_layers, or leave it out"
                 yield problem(config, f"model.{name} model.num_nextn_predict_layers", text)
         return
-    if find(model.family).stage.mtp_rule(model) is None:
+    stage = find(model.family).stage
+    ends = stage.ends_of(model)
+    if not 0 < model.num_nextn_predict_layers <= MOST_DEPTHS:
+        yield problem(config, "model.num_nextn_predict_layers", f"must be 0, for none, to {MOST_DEPTHS}")
+    elif stage.mtp_rule(model) is None:
         text = "the family has no layers of multi-token prediction (Stage.mtp_rule); use 0"
+        yield problem(config, "model.num_nextn_predict_layers model.family", text)
+    elif ends.width or ends.embedding_norm is not None:
+        text = "the last stage embeds by the matrix of token embeddings alone, and the family has more; use 0"
         yield problem(config, "model.num_nextn_predict_layers model.family", text)
     if model.head != "vocabulary":
         text = "layers of multi-token prediction share a head of tokens; use 0"

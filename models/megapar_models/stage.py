@@ -72,7 +72,9 @@ class LayerRules(Generic[M]):
     def declared(cls, model: M) -> Declared:
         """What every rank must know of a model of this family: further targets and losses, and what modules count."""
         targets, losses = 1 + model.num_nextn_predict_layers, added_losses(model)
-        kinds = (cls.layer_kind(model, number) for number in range(model.num_hidden_layers))
+        kinds = [cls.layer_kind(model, number) for number in range(model.num_hidden_layers)]
+        if model.num_nextn_predict_layers and (rule := cls.mtp_rule(model)):
+            kinds.append(rule.kind)
         moe = next((kind.mixture for kind in kinds if kind.mixture is not None), None)
         if moe is None:
             return Declared(targets, losses)

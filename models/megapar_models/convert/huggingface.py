@@ -111,7 +111,8 @@ class HFWeights:
                     "if the file is right, set tie_word_embeddings to false in config.json",
                 )
                 if ".layers." in copy:  # of multi-token prediction
-                    why = "layers share embedding and head, but", "leave these layers out with --no-mtp"
+                    remedy = "leave them out with --no-mtp (convert) or --model.num_nextn_predict_layers 0"
+                    why = "layers share embedding and head, but", remedy
                 raise CheckpointError(f"{self.folder}: {why[0]} {copy} differs from {tied[copy]}: {why[1]}")
             del self.tensors[copy]
         missing = wanted.keys() - self.tensors.keys()

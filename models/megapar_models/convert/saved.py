@@ -113,9 +113,9 @@ def _require_parts(model: ModelConfig, heads: int, manifest: Manifest, checkpoin
     """
     # Adapters may be of a few layers; any other layer has tensors.
     most = _MOST_PARTS if manifest.base else min(_MOST_PARTS, len(manifest.tensors))
-    experts = model.num_hidden_layers * model.num_experts
-    if model.num_hidden_layers > most or heads > _MOST_PARTS or experts > _MOST_EXPERTS:
-        text = f"{model.num_hidden_layers} layers with {heads} heads and {model.num_experts} experts"
+    experts = model.all_layers * model.num_experts
+    if model.all_layers > most or heads > _MOST_PARTS or experts > _MOST_EXPERTS:
+        text = f"{model.all_layers} layers with {heads} heads and {model.num_experts} experts"
         tensors = counted(len(manifest.tensors), "tensor")
         raise CheckpointError(
             f"{checkpoint}: trainer.config: {text}: no such model has {tensors}, as the checkpoint has"

@@ -87,7 +87,7 @@ class _Rope(PartialRope):
         yield from scaling_problems(config, model)
         width = model.rotary_width
         if width % 2 or not 0 < width <= model.head_dim:
-            text = f"{width} dimensions of a head of {model.head_dim} cannot be rotated; use 0.5 or 1.0"
+            text = f"{width} dimensions of a head of {model.head_dim} cannot be rotated, an odd number: use 1.0"
             yield problem(config, "model.partial_rotary_factor", text)
 
 

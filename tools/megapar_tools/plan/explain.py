@@ -16,7 +16,7 @@ from megapar.config.derive import num_microbatches
 from megapar.config.messages import counted, first_few
 from megapar.config.options import Config
 from megapar.launch.grid import grid_of
-from megapar.pipeline.schedules import placement
+from megapar.pipeline.schedules import embedding_ranks, placement
 from megapar_tools.plan.durations import duration
 from megapar_tools.plan.hardware import Hardware
 from megapar_tools.plan.memory import RankReport
@@ -203,18 +203,22 @@ def mtp_in_words(config: Config, parts: Parts, hardware: Hardware, step_seconds:
         return
     network = Network(grid_of(config), hardware)
     without = replace(config, model=replace(config.model, num_nextn_predict_layers=0))
-    busy, kept, size = [], [], []
+    busy, kept, size, embedding = [], [], [], 0
     for each in (config, without):
         ctx = parts.context(each, 0)
         recording = parts.recording(each, ctx, LAST)
         busy.append(sum(duration((*recording.forward, *recording.backward), hardware, network).busy.values()))
         kept.append(kept_by_stage([recording.kept], has_first=False, has_layers=False).total())
         size.append(sum(math.prod(p.shape) for p in parts.structure(each, ctx, LAST).params))
+        if each is config and not config.model.tie_word_embeddings:
+            embedding = recording.embedding_elements
+    copied = embedding and embedding_ranks(config.parallel)[0] != embedding_ranks(config.parallel)[1]
+    own = size[0] - size[1] - (0 if copied else embedding)
     seconds = (busy[0] - busy[1]) * num_microbatches(config)
     yield (
         f"{counted(depths, 'layer')} of multi-token prediction, with the head: {1e3 * seconds:,.1f} ms of the last "
         f"rank's kernels ({seconds / step_seconds:.1%} of the step), {(kept[0] - kept[1]) / _GIB:.2f} GiB kept by a "
-        f"micro-batch, {size[0] - size[1]:,} parameters on a rank, its copy of the embedding among them"
+        f"micro-batch, {own:,} parameters on a rank" + ", its copy of the embedding among them" * bool(copied)
     )
 
 

@@ -79,16 +79,22 @@ class UpdateTimer:
             self._matrices.add(axis, parts, times)
         times.converted = sum(part.convert * part.number for part in parts)
         times.expose("world", self._network.seconds("all_reduce", "world", 8.0))
-        if self._config.model.tie_word_embeddings and rank in self._network.grid.with_embedding:
+        if self._shares_embedding and rank in self._network.grid.with_embedding:
             tied = max((part.part.embedding_elements for part in parts), default=0)
             times.expose(TIED_AXIS, self._network.seconds("all_reduce", TIED_AXIS, 4 * tied))
         return times
 
+    @property
+    def _shares_embedding(self) -> bool:
+        """Whether the last stage uses the matrix of the embedding, as a tied head or to embed tokens."""
+        model = self._config.model
+        return model.tie_word_embeddings or model.embeds_on_last_stage
+
     def _elements(self, parts: Sequence[PartTimes]) -> dict[str, int]:
-        """The elements of a rank's parameters by axis. A tied embedding counts once."""
+        """The elements of a rank's parameters by axis. An embedding that both ends use counts once."""
         elements: dict[str, int] = {}
         tied = []
-        if self._config.model.tie_word_embeddings:
+        if self._shares_embedding:
             tied = [part.part.embedding_elements for part in parts if part.part.embedding_elements]
         for part in parts:
             for axis, number in part.part.elements.items():
