@@ -23,7 +23,6 @@ from megapar_tools.plan.parts import LayerPart
 from torch import Tensor, nn
 
 from megapar.config.model_options import ModelConfig
-from megapar.config.options import Config
 from megapar.declare import context
 from megapar.declare.params import ZEROS
 from megapar.declare.sharding import Sharding
@@ -31,10 +30,10 @@ from megapar.pipeline.schedules import SCHEDULES
 from megapar.step.step import train_step
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
-from tests.support.grid import LLAMA, MIXTRAL, SAMPLES, Layout, check_on_ranks, make_state, micro_batches, of
+from tests.support.grid import LLAMA, MIXTRAL, SAMPLES, Layout, make_state, micro_batches, of
 from tests.support.plans import PARTS
 from tests.support.sweeps import slow_but
-from tests.support.width import computes_as_its_reference
+from tests.support.width import computes_as_its_reference, sent_over_pp, trains_as_one_process
 
 RULE = AttentionResiduals(layers_per_block=2, eps=1e-3)
 INKLING = replace(RULE, layers_per_block=3, weighted=False, normed_values=True, scale=48**-0.5)
@@ -160,28 +159,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sizes", slow_but([0], LAYOUTS.values()), ids=list(LAYOUTS))
 def test_models_with_attention_residuals_train_as_in_one_process(sizes: dict[str, Any]) -> None:
-    check_on_ranks(Layout(MODEL, micro_batch_size=3, **sizes))
+    trains_as_one_process(MODEL, sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_models_with_attention_residuals_train_as_in_one_process_in_every_schedule(schedule: str) -> None:
     sizes = {"pp": 2, "vpp": SCHEDULES[schedule].vpp.nearest_to(2), "schedule": schedule}
-    check_on_ranks(Layout(MODEL, micro_batch_size=3, **sizes))
+    trains_as_one_process(MODEL, sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "pp": 2, "recompute": "full"}], ids=str)
 def test_attention_residuals_go_beside_experts_dealt_to_ranks(sizes: dict[str, Any]) -> None:
-    check_on_ranks(Layout(MIXTURE, micro_batch_size=3, **sizes))
-
-
-def sent_over_pp(config: Config) -> int:
-    """Bytes that this rank sends to the other stage in a step."""
-    state = make_state(config)
-    before = state.ctx.traffic().get("pp", 0)
-    train_step(state, micro_batches(config, state.ctx, 0))
-    return state.ctx.traffic()["pp"] - before
+    trains_as_one_process(MIXTURE, sizes)
 
 
 @pytest.mark.slow

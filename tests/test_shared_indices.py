@@ -24,17 +24,16 @@ from torch import Tensor, nn
 
 from megapar.comm.axis import Axis
 from megapar.config.model_options import ModelConfig
-from megapar.config.options import Config
 from megapar.context_parallel.deal import positions
 from megapar.declare import context
 from megapar.pipeline.schedules import SCHEDULES
-from megapar.step.step import train_step
 from megapar.tensor_parallel.layers import Columns
 from megapar.tensor_parallel.regions import gather_sequence
 from tests.support import tiny_models
 from tests.support.distributed import run_ranks
-from tests.support.grid import LLAMA, SAMPLES, Layout, check_on_ranks, make_state, micro_batches
+from tests.support.grid import LLAMA, SAMPLES, Layout
 from tests.support.sweeps import slow_but
+from tests.support.width import sent_over_pp, trains_as_one_process
 
 CHOSEN = 5
 KEYS = Handed(name="keys", shape=(CHOSEN,), dtype=torch.int32)
@@ -155,22 +154,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("sizes", slow_but([0], LAYOUTS.values()), ids=list(LAYOUTS))
 def test_layers_with_shared_indices_train_as_in_one_process(sizes: dict[str, Any]) -> None:
-    check_on_ranks(Layout(MODEL, micro_batch_size=3, **sizes))
+    trains_as_one_process(MODEL, sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_layers_with_shared_indices_train_as_in_one_process_in_every_schedule(schedule: str) -> None:
     sizes = {"pp": 2, "vpp": SCHEDULES[schedule].vpp.nearest_to(2), "schedule": schedule}
-    check_on_ranks(Layout(MODEL, micro_batch_size=3, **sizes))
-
-
-def sent_over_pp(config: Config) -> int:
-    """Bytes that this rank sends to the other stage in a step."""
-    state = make_state(config)
-    before = state.ctx.traffic().get("pp", 0)
-    train_step(state, micro_batches(config, state.ctx, 0))
-    return state.ctx.traffic()["pp"] - before
+    trains_as_one_process(MODEL, sizes)
 
 
 @pytest.mark.slow

@@ -25,7 +25,7 @@ from tests.support.grid import SAMPLES, Layout, check_on_ranks, make_state, micr
 from tests.support.plans import PARTS
 from tests.support.streamed import GLM, HY4, MODELS, V4, Hy4Stage
 from tests.support.sweeps import slow_but
-from tests.support.width import computes_as_its_reference
+from tests.support.width import computes_as_its_reference, sent_over_pp, trains_as_one_process
 
 # Each module beside that of transformers
 
@@ -157,21 +157,13 @@ def test_models_with_streams_train_as_in_one_process(form: str, layout: str) -> 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_streams_beside_experts_train_as_in_one_process_in_every_schedule(schedule: str) -> None:
     sizes = {"pp": 2, "vpp": SCHEDULES[schedule].vpp.nearest_to(2), "schedule": schedule}
-    check_on_ranks(Layout(MODELS["v4"], micro_batch_size=3, **sizes))
+    trains_as_one_process(MODELS["v4"], sizes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [{"dp": 2, "ep": 2}, {"dp": 2, "ep": 2, "tp": 2, "sequence_parallel": True}], ids=str)
 def test_streams_go_beside_experts_dealt_to_ranks(sizes: dict[str, Any]) -> None:
-    check_on_ranks(Layout(MODELS["v4"], micro_batch_size=3, **sizes))
-
-
-def sent_over_pp(config: Any) -> int:
-    """Bytes that this rank sends to other stages in a step."""
-    state = make_state(config)
-    before = state.ctx.traffic().get("pp", 0)
-    train_step(state, micro_batches(config, state.ctx, 0))
-    return state.ctx.traffic()["pp"] - before
+    trains_as_one_process(MODELS["v4"], sizes)
 
 
 @pytest.mark.slow

@@ -8,7 +8,9 @@ from megapar_tools.verify import batches
 from torch import Tensor
 
 from megapar.config.model_options import ModelConfig
+from megapar.config.options import Config
 from megapar.declare import context
+from megapar.step.step import train_step
 from tests.support import close, grid, reference_models, rules, tiny_models
 from tests.support.grid import Layout, check_on_ranks
 from tests.support.sweeps import slow_but
@@ -27,6 +29,14 @@ def trains_as_one_process(model: ModelConfig, sizes: Mapping[str, object]) -> No
     `model` has at least four layers, so each of the two pipeline ranks has two stages.
     """
     check_on_ranks(Layout(model, micro_batch_size=3, **sizes))  # type: ignore[arg-type]
+
+
+def sent_over_pp(config: Config) -> int:
+    """Return the bytes that this rank sends to other pipeline stages in a step."""
+    state = grid.make_state(config)
+    before = state.ctx.traffic().get("pp", 0)
+    train_step(state, grid.micro_batches(config, state.ctx, 0))
+    return state.ctx.traffic()["pp"] - before
 
 
 def computes_as_its_reference(model: ModelConfig) -> None:
